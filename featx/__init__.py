@@ -1,0 +1,37 @@
+"""featx: features of pretrained vision backbones, on disk, with every row accounted for.
+
+Importing featx loads neither torch nor hydra; each public name loads what it needs on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from featx.errors import FeatxError
+
+if TYPE_CHECKING:
+    from featx.hooks import capture
+    from featx.jobs.extract import extract
+    from featx.store.reader import FeatureStore, open
+
+__version__ = "0.1.0"
+
+__all__ = ["FeatureStore", "FeatxError", "__version__", "capture", "extract", "open"]
+
+_HOME = {
+    "FeatureStore": "featx.store.reader",
+    "open": "featx.store.reader",
+    "capture": "featx.hooks",
+    "extract": "featx.jobs.extract",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'featx' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,86 @@
+"""The command: compose the config once, run the job, turn errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+from typing import Any
+
+
+def main() -> None:
+    """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
+    sys.exit(run_command())
+
+
+def run_command() -> int:
+    """Run what sys.argv asks for and return the exit code."""
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from featx import compose
+    from featx.config import shipped
+    from featx.errors import FeatxError
+    from featx.progress import complain
+
+    debug = os.environ.get("FEATX_DEBUG") == "1"
+    # Hydra prints errors and exits by itself unless it is told to raise them.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    codes: list[int] = []
+
+    def one_job(node: Any) -> None:
+        codes.append(_guarded(node, debug))
+
+    compose.register()
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
+            one_job
+        )()
+    except (HydraException, OmegaConfBaseException, FeatxError) as error:
+        if debug:
+            raise
+        complain(str(error) if isinstance(error, FeatxError) else str(compose.explain(error)))
+        return 2
+    except KeyboardInterrupt as interrupt:
+        return 128 + getattr(interrupt, "signum", signal.SIGINT)
+    return max(codes, default=0)
+
+
+def _guarded(node: Any, debug: bool) -> int:
+    """One job of the command; in a multirun, one that fails does not take the others with it."""
+    from omegaconf.errors import OmegaConfBaseException
+
+    from featx import compose, config
+    from featx.errors import FeatxError
+    from featx.progress import complain
+
+    try:
+        checked = config.from_omegaconf(node)
+        job = importlib.import_module(f"featx.jobs.{checked.job.name}")
+        code: int = job.run(checked, config.saved_yaml(node))
+        return code
+    except OmegaConfBaseException as error:
+        if debug:
+            raise
+        complain(str(compose.explain(error)))
+        return 2
+    except FeatxError as error:
+        if debug:
+            raise
+        complain(str(error))
+        return error.exit_code
+
+
+def _terminated(signum: int, frame: object) -> None:
+    from featx.jobs.extract import Interrupted
+
+    raise Interrupted(signum)
+
+
+if __name__ == "__main__":
+    main()

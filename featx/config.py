@@ -1,0 +1,408 @@
+"""Every key of the command as a dataclass field, with its check.
+
+Defaults stand here and nowhere else. `Config` is a plain object: neither Hydra nor torch is needed
+to hold one; OmegaConf is imported where YAML or overrides become a Config.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from featx.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+JOBS = ("extract", "plan", "layers")
+REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
+PRESETS = ("embedding", "stages", "leaves", "all")
+LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
+DATA_KINDS = ("folder", "textiles", "sample")
+CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+
+
+def shipped(name: str) -> Path:
+    """A folder that travels with featx: 'conf' or 'data'.
+
+    In a wheel they lie inside the package; in a checkout and an editable install beside it.
+    """
+    package = Path(__file__).resolve().parent
+    inside = package / "_shipped" / name
+    return inside if inside.is_dir() else package.parent / name
+
+
+def _check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value}: expected one of {', '.join(choices)}.")
+
+
+def _check_auto_or_int(key: str, value: object) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value != "auto" and not whole:
+        raise ConfigError(f"{key}={value}: expected auto or a whole number of at least 1.")
+
+
+def _check_auto_or_bool(key: str, value: object) -> None:
+    if value != "auto" and not isinstance(value, bool):
+        raise ConfigError(f"{key}={value}: expected auto, true or false.")
+
+
+@dataclass
+class JobConfig:
+    """What the command does."""
+
+    name: str = "extract"
+    json: bool = False
+    """Print the job's result as JSON (layers, plan)."""
+
+    def __post_init__(self) -> None:
+        _check_choice("job", self.name, JOBS)
+
+
+@dataclass
+class TransformConfig:
+    """The preprocessing of a custom model; library models bring their own."""
+
+    resize: int = 256
+    """Shorter side in pixels after resizing."""
+    crop: int = 224
+    """Side of the square centre crop in pixels."""
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    """Per channel (R, G, B), of values in [0, 1]."""
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    interpolation: str = "bilinear"
+
+    def __post_init__(self) -> None:
+        _check_choice("model.transform.interpolation", self.interpolation, INTERPOLATIONS)
+        if not 1 <= self.crop <= self.resize:
+            raise ConfigError(
+                f"model.transform.crop={self.crop}: expected 1 to model.transform.resize"
+                f"={self.resize} pixels; give both."
+            )
+        for key in ("mean", "std"):
+            if len(getattr(self, key)) != 3:
+                raise ConfigError(f"model.transform.{key}: expected three numbers, one a channel.")
+        if min(self.std) <= 0:
+            raise ConfigError(f"model.transform.std={self.std}: expected numbers above 0.")
+
+
+@dataclass
+class ModelConfig:
+    """The backbone."""
+
+    name: str = "efficientnet_lite0"
+    library: str = "auto"
+    """packaged, torchvision, timm or custom; auto asks them in that order who knows the name."""
+    weights: str | None = "default"
+    """A tag of the library, a path (.safetensors, .pth), 'default', or null for seeded random."""
+    target: str | None = None
+    """package.module:factory, for model=custom."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the factory, for model=custom."""
+    transform: TransformConfig = field(default_factory=TransformConfig)
+    """The preprocessing, for model=custom."""
+
+    def __post_init__(self) -> None:
+        _check_choice("model.library", self.library, LIBRARIES)
+        custom = self.library == "custom"
+        if custom and not self.target:
+            raise ConfigError(
+                "model=custom needs model.target=package.module:factory, a function that returns "
+                "your torch.nn.Module."
+            )
+        if not custom:
+            for key, value in (("target", self.target), ("args", self.args)):
+                if value:
+                    raise ConfigError(f"model.{key} has an effect with model=custom only.")
+            if self.transform != TransformConfig():
+                raise ConfigError(
+                    "model.transform has an effect with model=custom only; "
+                    "library models bring the preprocessing of their weights."
+                )
+
+
+@dataclass
+class ReduceConfig:
+    """What is stored of each captured tensor."""
+
+    name: str = "none"
+    p: float | None = None
+    """Exponent of gem, 3 when not given."""
+    size: int | None = None
+    """Cells per side of grid, 2 when not given."""
+
+    def __post_init__(self) -> None:
+        if self.name not in REDUCTIONS:
+            raise ConfigError(
+                f"reduce={self.name}: expected one of {', '.join(REDUCTIONS)}."
+                f"{nearest(str(self.name), REDUCTIONS)}"
+            )
+        for key, owner in (("p", "gem"), ("size", "grid")):
+            value = getattr(self, key)
+            if value is not None and self.name != owner:
+                raise ConfigError(f"reduce.{key} has an effect with reduce={owner} only.")
+            if value is not None and value <= 0:
+                raise ConfigError(f"reduce.{key}={value}: expected a number above 0.")
+
+    @property
+    def args(self) -> dict[str, float]:
+        """The parameters in force, defaults filled in."""
+        if self.name == "gem":
+            return {"p": 3.0 if self.p is None else self.p}
+        if self.name == "grid":
+            return {"size": 2 if self.size is None else self.size}
+        return {}
+
+
+@dataclass
+class DataConfig:
+    """The images and the policy for odd ones."""
+
+    name: str = "textiles"
+    root: str | None = None
+    """The folder, for data=folder."""
+    follow_links: bool = False
+    """Follow symbolic links that lead out of data.root, for data=folder."""
+    exif: str = "apply"
+    """apply turns a picture upright as its EXIF orientation asks, ignore leaves it."""
+    background: str = "white"
+    """The colour under transparent pixels: a name or #rrggbb."""
+    max_pixels: int = 89_478_485
+    """A picture of more pixels is a recorded failure (too large), found before it is decoded."""
+    limit: int | None = None
+    """Only the first rows of the listing."""
+
+    def __post_init__(self) -> None:
+        _check_choice("data", self.name, DATA_KINDS)
+        _check_choice("data.exif", self.exif, ("apply", "ignore"))
+        if self.name == "folder" and not self.root:
+            raise ConfigError("data=folder needs data.root=DIR, the folder of your images.")
+        if self.name != "folder" and (self.root or self.follow_links):
+            raise ConfigError(
+                "data.root and data.follow_links have an effect with data=folder only; "
+                f"add data=folder (now data={self.name})."
+            )
+        for key in ("max_pixels", "limit"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"data.{key}={value}: expected a whole number of at least 1.")
+
+
+@dataclass
+class Config:
+    """One run. The command's keys, one to one."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    layers: Any = "embedding"
+    """A preset, a list of names, globs or presets, or a mapping of these to reductions."""
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    out: str = "runs/${data.name}/${model.name}"
+    """The store, a folder; the same command with the same folder goes on where it stopped."""
+    precision: str = "auto"
+    """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
+    dtype: str = "float16"
+    """Of the stored features, whatever they were computed in."""
+    batch_size: Any = "auto"
+    """Images per forward."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
+    compile: Any = "auto"
+    """torch.compile; auto where the run is long enough to earn the compilation back."""
+    decode: str = "fast"
+    """fast, or reference: Pillow and the weights' own transform, exactly."""
+    part_rows: Any = "auto"
+    """Rows per part, a power of two; auto from bytes per row and measured speed."""
+    codec: str = "none"
+    """Compression of the stored chunks."""
+    max_failures: float = 0.01
+    """Share (below 1) or number of images that may fail before the exit code is 3."""
+    nonfinite: str = "error"
+    """error stops at a feature that is NaN, infinite or too large; record marks its row."""
+    pack: Any = "auto"
+    """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
+    overwrite: bool = False
+    """Delete the store in `out` and start anew."""
+    seed: int = 0
+    """Of random weights."""
+
+    def __post_init__(self) -> None:
+        _check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
+        _check_choice("dtype", self.dtype, ("float16", "float32"))
+        _check_choice("decode", self.decode, ("fast", "reference"))
+        _check_choice("codec", self.codec, CODECS)
+        _check_choice("nonfinite", self.nonfinite, ("error", "record"))
+        _check_auto_or_int("batch_size", self.batch_size)
+        _check_auto_or_int("part_rows", self.part_rows)
+        _check_auto_or_bool("compile", self.compile)
+        _check_auto_or_bool("pack", self.pack)
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
+        if self.max_failures < 0:
+            raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
+        if self.part_rows != "auto":
+            if self.part_rows & (self.part_rows - 1):
+                raise ConfigError(
+                    f"part_rows={self.part_rows}: expected a power of two, such as "
+                    f"{1 << self.part_rows.bit_length()}."
+                )
+            if self.batch_size != "auto" and self.batch_size > self.part_rows:
+                raise ConfigError(
+                    f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
+                    "a batch never crosses a part, so raise part_rows or lower batch_size."
+                )
+        if self.job.json and self.job.name == "extract":
+            raise ConfigError("job.json has an effect with job=layers and job=plan only.")
+        layer_requests(self)
+
+    def allowed_failures(self, num_rows: int) -> int:
+        """How many of num_rows images may fail before the exit code is 3."""
+        if self.max_failures < 1:
+            return int(self.max_failures * num_rows)
+        return int(self.max_failures)
+
+
+def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
+    """The key `layers` in its three forms as one list of (name, glob or preset; reduction)."""
+    asked = config.layers
+    if isinstance(asked, str):
+        asked = [asked]
+    if isinstance(asked, Mapping):
+        pairs = [(str(name), _as_reduce(value)) for name, value in asked.items()]
+    elif isinstance(asked, list | tuple) and all(isinstance(name, str) for name in asked):
+        pairs = [(name, config.reduce) for name in asked]
+    else:
+        raise ConfigError(
+            f"layers={asked}: expected a preset ({', '.join(PRESETS)}), a list such as "
+            "[layer4,avgpool], or a mapping such as {layer4: avg}."
+        )
+    if not pairs:
+        raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
+    return pairs
+
+
+def _as_reduce(value: object) -> ReduceConfig:
+    if isinstance(value, ReduceConfig):
+        return value
+    if isinstance(value, str):
+        return ReduceConfig(name=value)
+    if isinstance(value, Mapping) and set(value) <= {"name", "p", "size"}:
+        return ReduceConfig(**value)
+    raise ConfigError(
+        f"layers: {value} is not a reduction; expected one of {', '.join(REDUCTIONS)}, "
+        "or a mapping such as {name: grid, size: 4}."
+    )
+
+
+def known_keys() -> list[str]:
+    """Every key of the command, dotted: 'out', 'model.weights', ..."""
+
+    def walk(cls: type, prefix: str) -> list[str]:
+        keys = []
+        for f in fields(cls):
+            keys.append(prefix + f.name)
+            nested = getattr(cls(), f.name) if cls is Config else None
+            nested = TransformConfig() if (prefix, f.name) == ("model.", "transform") else nested
+            if is_dataclass(nested):
+                keys += walk(type(nested), f"{prefix}{f.name}.")
+        return keys
+
+    return walk(Config, "")
+
+
+def from_omegaconf(node: DictConfig) -> Config:
+    """A checked Config from a composed OmegaConf node.
+
+    Raises:
+        ConfigError: for the first key that does not fit.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _refuse_added_keys(node, Config, "")
+    try:
+        config = OmegaConf.to_object(node)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
+    """Hydra's `+key=value` adds what no field knows; it would have no effect."""
+    names = {f.name for f in fields(schema)}
+    for key in node:
+        if key not in names:
+            unknown = f"{prefix}{key}"
+            raise ConfigError(f"unknown key {unknown!r}.{nearest(unknown, known_keys())}")
+        if schema is Config and is_dataclass(nested := getattr(schema(), str(key))):
+            _refuse_added_keys(node[key], type(nested), f"{prefix}{key}.")
+
+
+def from_keywords(values: Mapping[str, Any]) -> DictConfig:
+    """The same keys from Python; short forms as on the command line.
+
+    `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set) and
+    `reduce="avg"` are taken like `model=`, `data=` and `reduce=`; each also takes a mapping.
+
+    Raises:
+        ConfigError: a key is unknown or a value of the wrong type.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    values = dict(values)
+    for key in values:
+        if key not in {f.name for f in fields(Config)} - {"job"}:
+            raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
+    if isinstance(model := values.get("model"), str):
+        values["model"] = {"name": model}
+    if isinstance(reduce := values.get("reduce"), str):
+        values["reduce"] = {"name": reduce}
+    if isinstance(data := values.get("data"), str | Path):
+        packaged = data in DATA_KINDS and data != "folder"
+        values["data"] = {"name": data} if packaged else {"name": "folder", "root": str(data)}
+    if "out" in values:
+        values["out"] = str(values["out"])
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
+
+
+_SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd|credential)s?($|_)", re.IGNORECASE)
+
+
+def saved_yaml(node: DictConfig) -> str:
+    """The configuration as it is kept beside the data.
+
+    Interpolations are resolved, except those that read the environment; values under names such as
+    token or password are left out.
+    """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, DictConfig):
+            if part._is_none() or part._is_missing():
+                return None
+            return {
+                str(key): "(redacted)" if _SECRET.search(str(key)) else value(part, key)
+                for key in part
+            }
+        return [value(part, i) for i in range(len(part))]
+
+    def value(part: Any, key: Any) -> Any:
+        raw = part._get_node(key)._value()
+        if isinstance(raw, str) and "${" in raw and "env" in raw:
+            return raw
+        inner = part[key]
+        return walk(inner) if isinstance(inner, DictConfig | ListConfig) else inner
+
+    return OmegaConf.to_yaml(OmegaConf.create(walk(node)))

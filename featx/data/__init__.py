@@ -1,0 +1,22 @@
+"""Where images come from: one file per kind of data set, each of which only lists and reads."""
+
+from __future__ import annotations
+
+import importlib
+
+from featx.config import DataConfig
+from featx.types import Source
+
+_HOME = {"folder": "folder", "textiles": "packaged", "sample": "sample"}
+
+
+def open_source(config: DataConfig) -> Source:
+    """The data set a config asks for.
+
+    Raises:
+        DataError: it is not there.
+        MissingExtraError: it comes with a package that is not installed.
+    """
+    module = importlib.import_module(f"featx.data.{_HOME[config.name]}")
+    source: Source = module.open_source(config)
+    return source

@@ -1,0 +1,322 @@
+"""The only inference loop: device, precision, early exit, compilation, and what they cost.
+
+The engine never asks which model it runs. It is built in three steps: the trace tells what there
+is, `bind` fixes what is taken and proves it on a second pass, `settle` fixes how it is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from featx.config import ReduceConfig
+from featx.errors import ConfigError, LayerError, RunError
+from featx.hooks import TapHooks, find_overwritten, no_fast_path, trace
+from featx.models.base import Backbone
+from featx.reduce import VIEWS, Reduction, reduction
+from featx.select import Tap, Trace
+from featx.types import LayerSpec
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIN_COSINE = 0.999
+"""precision=auto and compile=auto keep every row of every layer at least this near to fp32."""
+
+MIN_SPEEDUP = 1.1
+"""Below this gain precision=auto stays with the more exact one."""
+
+_TRACE_BATCH, _BIND_BATCH = 2, 3
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How features are computed; every field is part of the numbers, and of the fingerprint.
+
+    Attributes:
+        precision: 'fp32', 'bf16' or 'fp16', by autocast.
+        compile: whether torch.compile was used.
+        channels_last: memory format of images and convolution weights.
+        batch_size: images per forward; the last batch is padded to it.
+    """
+
+    precision: str
+    compile: bool
+    channels_last: bool
+    batch_size: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for the key `device`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device={name}: torch sees {count} CUDA devices here. "
+                "Use device=cpu, or install a CUDA build of torch and check nvidia-smi."
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device={name}: torch has no MPS device here. Use device=cpu.")
+    return device
+
+
+class Engine:
+    """One backbone on one device, with the taps whose tensors it returns; a context manager."""
+
+    def __init__(self, backbone: Backbone, device: torch.device, store_dtype: str) -> None:
+        self.backbone = backbone
+        self.device = device
+        self.model_seconds = 0.0
+        self.copy_seconds = 0.0
+        self._store_dtype = getattr(torch, store_dtype)
+        self._module: nn.Module = backbone.module.to(device)
+        self._reductions: dict[str, Reduction] = {}
+        self._row_shapes: dict[str, tuple[int, ...]] = {}
+        self._taps: list[Tap] = []
+        self._copied: frozenset[str] = frozenset()
+        self._views: set[str] = set()
+        self._compute_dtypes: dict[str, torch.dtype] = {}
+        self._order: list[str] = []
+        self._stack = contextlib.ExitStack()
+        self.compute = Compute("fp32", False, False, 1)
+
+    def __enter__(self) -> Engine:
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self._stack.enter_context(no_fast_path())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def trace(self) -> Trace:
+        """One pass over noise that records every module call."""
+        return trace(self._module, self._noise(_TRACE_BATCH))
+
+    def bind(self, chosen: Sequence[tuple[Tap, ReduceConfig]], traced: Trace) -> None:
+        """Fix the taps: find which need a copy, what their rows look like, and where to stop.
+
+        Raises:
+            LayerError: a tap's shape does not follow the batch.
+            ReduceError: a reduction does not fit its tensor.
+        """
+        self._taps = [tap for tap, _ in chosen]
+        x = self._noise(_BIND_BATCH)
+        self._copied = find_overwritten(self._module, self._taps, x)
+        with torch.no_grad(), TapHooks(self._module, self._taps) as hooks:
+            values = hooks.forward(x)
+            self._order = list(hooks.fired)
+        for tap, config in chosen:
+            shape = tuple(values[tap.name].shape)
+            if shape[:1] != (_BIND_BATCH,):
+                raise LayerError(
+                    f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
+                    "in front, so its rows cannot be told apart. Choose a layer around it."
+                )
+            self._row_shapes[tap.name] = shape[1:]
+            if config.name in VIEWS:
+                self._views.add(tap.name)
+            self._reductions[tap.name] = reduction(
+                config,
+                tap.name,
+                shape[1:],
+                self.backbone.preprocess.crop,
+                self.backbone.num_prefix_tokens,
+            )
+
+    def settle(self, compute: Compute) -> None:
+        """Fix how features are computed; may be called again with another choice."""
+        self._stack.close()
+        self._stack.enter_context(no_fast_path())
+        self.compute = compute
+        memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
+        self._module.to(memory_format=memory_format)
+        hooks = TapHooks(
+            self._module,
+            self._taps,
+            self._keep,
+            expected=self._order,
+            stop=not compute.compile,
+        )
+        self._hooks = self._stack.enter_context(hooks)
+        self._forward = hooks.forward
+        if compute.compile:
+            options: Any = {"freezing": True} if self.device.type == "cpu" else None
+            self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
+
+    def supports_channels_last(self) -> bool:
+        """Whether the model has convolutions and runs in channels-last, which they like better."""
+        if not any(isinstance(m, nn.Conv2d) for m in self._module.modules()):
+            return False
+        try:
+            self.settle(Compute("fp32", False, True, _BIND_BATCH))
+            self._pass(self._noise(_BIND_BATCH))
+        except RuntimeError:  # a .view() inside that needs the other layout
+            return False
+        return True
+
+    def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Features of one batch, on the CPU.
+
+        Args:
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+
+        Returns:
+            dataset name -> (B, ...) in the store's dtype.
+        """
+        begun = time.perf_counter()
+        values = self._pass(self._normalised(images))
+        self._synchronise()
+        computed = time.perf_counter()
+        on_cpu = {name: value.cpu() for name, value in values.items()}
+        self.model_seconds += computed - begun
+        self.copy_seconds += time.perf_counter() - computed
+        return on_cpu
+
+    def explain(self, images: torch.Tensor, row: int, name: str) -> str:
+        """Why a stored row is not finite: what the layer gave before the cast."""
+        stored = self._store_dtype
+        self._store_dtype = torch.float32
+        try:
+            value = self.run(images)[name][row].flatten()
+        finally:
+            self._store_dtype = stored
+        bad = value[~torch.isfinite(value)]
+        if len(bad):
+            return f"{bad[0].item()} in {self.compute.precision}"
+        limit = torch.finfo(stored).max
+        largest = value.abs().max().item()
+        return f"{largest:g}, over {limit:g}, the largest {str(stored).removeprefix('torch.')}"
+
+    def specs(self, chosen: Sequence[tuple[Tap, ReduceConfig]]) -> list[LayerSpec]:
+        """What a row of each dataset looks like, from one pass as it will be computed."""
+        x = self._memory_format(self._noise(_BIND_BATCH))
+        with torch.no_grad(), self._autocast():
+            values = self._hooks.forward(x)
+        return [
+            LayerSpec(
+                name=tap.name,
+                layer=tap.module,
+                capture=tap.capture,
+                reduce=config.name,
+                reduce_args=config.args,
+                shape=tuple(values[tap.name].shape[1:]),
+                dtype=str(self._store_dtype).removeprefix("torch."),
+                compute_dtype=str(self._compute_dtypes[tap.name]).removeprefix("torch."),
+            )
+            for tap, config in chosen
+        ]
+
+    def seconds_per_image(self, images: torch.Tensor, repeats: int = 3) -> float:
+        """The fastest of some timed passes over a batch, per image; the first is the warm-up."""
+        fastest = float("inf")
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            self.run(images)
+            fastest = min(fastest, time.perf_counter() - begun)
+        return fastest / len(images)
+
+    def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        with torch.no_grad(), self._autocast():
+            return dict(self._forward(self._memory_format(x)))
+
+    def _keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+        """Reduce and cast at once, while the tensor is as the layer made it."""
+        shape = tuple(tensor.shape)
+        if shape[1:] != self._row_shapes[tap.name]:
+            raise RunError(
+                f"{tap.name} gave {shape}, the probe saw rows of {self._row_shapes[tap.name]}."
+            )
+        self._compute_dtypes[tap.name] = tensor.dtype
+        reduced = self._reductions[tap.name](tensor)
+        stored = reduced.to(self._store_dtype)
+        if tap.name in self._copied and stored is reduced and tap.name in self._views:
+            return stored.clone()
+        return stored
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        x = images.to(self.device, non_blocking=True)
+        return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
+
+    def _memory_format(self, x: torch.Tensor) -> torch.Tensor:
+        if self.compute.channels_last:
+            return x.contiguous(memory_format=torch.channels_last)
+        return x.contiguous()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        dtype = COMPUTE_DTYPES[self.compute.precision]
+        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def _noise(self, batch_size: int) -> torch.Tensor:
+        """(B, 3, H, W) float32 as normalised pictures are, the same in every run."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch_size, 3, *self.backbone.preprocess.crop)
+        return torch.randn(shape, generator=generator).to(self.device)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
+
+    Above 32 MiB, the size of one activation of a batch, malloc maps and unmaps memory each time,
+    and the page faults cost half the speed of a light model (docs/performance.md). Other C
+    libraries have no such call, and are left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def row_cosines(
+    features: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
+) -> float:
+    """The smallest cosine between matching rows, over all layers; -1 where one is not finite."""
+    smallest = 1.0
+    for name, value in features.items():
+        a = value.flatten(1).double()
+        b = reference[name].flatten(1).double()
+        if not torch.isfinite(a).all():
+            return -1.0
+        lengths = a.norm(dim=1) * b.norm(dim=1)
+        cosine = torch.where(lengths > 0, (a * b).sum(1) / lengths, (a == b).all(1).double())
+        smallest = min(smallest, float(cosine.min()))
+    return smallest
+
+
+def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
+    """dataset name -> (B,) bool: the rows without NaN or infinity."""
+    return {
+        name: torch.isfinite(value).flatten(1).all(1).numpy() for name, value in features.items()
+    }

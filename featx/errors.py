@@ -1,0 +1,99 @@
+"""Everything featx raises on purpose.
+
+    FeatxError
+    ├── ConfigError (ValueError)        a key, a value, or two keys that do not go together
+    ├── ModelError (ValueError)         no such model, or one that featx cannot feed
+    │   └── WeightsError                weights that are missing, unreadable or of another model
+    ├── LayerError (LookupError)        a layer that is not there, does not fire, or is ambiguous
+    ├── ReduceError (ValueError)        a reduction that does not fit the tensor
+    ├── DataError (ValueError)          no data set where the config says
+    ├── MissingExtraError (ImportError) an optional package; the message names the pip extra
+    ├── StoreError (OSError)            a store that cannot be read or gone on with
+    │   ├── StoreMismatchError          what is asked differs from what the store was begun with
+    │   └── StoreLockedError            another process is writing this store
+    └── RunError (RuntimeError)         the run failed on its way; the store stays resumable
+        └── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
+
+Errors up to StoreError are the user's to mend and end the command with exit code 2;
+RunError ends it with exit code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FeatxError(Exception):
+    """Base of all errors raised on purpose; its message says what to do."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        # OSError and LookupError format their arguments in ways of their own.
+        return str(self.args[0]) if self.args else ""
+
+
+class ConfigError(FeatxError, ValueError):
+    """A key is unknown, a value is out of range, or two keys contradict each other."""
+
+
+class ModelError(FeatxError, ValueError):
+    """The model does not exist or cannot be fed with a batch of images."""
+
+
+class WeightsError(ModelError):
+    """Weights are missing, cannot be downloaded, or belong to another model."""
+
+
+class LayerError(FeatxError, LookupError):
+    """A requested layer does not exist, never fires, fires several times, or is ambiguous."""
+
+
+class ReduceError(FeatxError, ValueError):
+    """The reduction does not fit the tensor that the layer gives."""
+
+
+class DataError(FeatxError, ValueError):
+    """The data set is not where the config says, or holds no image."""
+
+
+class MissingExtraError(FeatxError, ImportError):
+    """An optional package is not installed."""
+
+
+class StoreError(FeatxError, OSError):
+    """The store cannot be opened, read, or gone on with."""
+
+
+class StoreMismatchError(StoreError):
+    """The store was begun with other settings than those asked for now."""
+
+
+class StoreLockedError(StoreError):
+    """Another process holds the store for writing."""
+
+
+class RunError(FeatxError, RuntimeError):
+    """The run failed on its way; what was committed stays, the same command goes on."""
+
+    exit_code = 1
+
+
+class NonFiniteError(RunError):
+    """A feature is NaN or infinite, or too large for the store's dtype."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
+    """The clause that ends an 'unknown name' message: the nearest known names, or nothing.
+
+    Args:
+        name: what was asked for.
+        known: the names there are.
+        count: how many to offer at the most.
+    """
+    known = list(known)
+    found = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    if not found:
+        found = [k for k in known if name.lower() in k.lower()][:count]
+    return f" Nearest: {', '.join(found)}." if found else ""

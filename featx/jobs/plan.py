@@ -1,0 +1,101 @@
+"""job=plan: what extract would do and what it would take; writes nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.prepare import Prepared, prepare
+from featx.progress import describe_run, facts, say, size_text, time_text
+from featx.store.commit import Disk
+from featx.store.pack import packed_size_bound
+
+_PROBE_BATCHES = 2
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Print rows, shapes, bytes, disk, memory and time; returns the exit code."""
+    with prepare(config, config_yaml) as prepared:
+        plan = _plan(config, prepared)
+        if config.job.json:
+            say(json.dumps(plan, indent=2))
+        else:
+            say(facts([*describe_run(prepared), *_lines(plan)]))
+    return 0
+
+
+def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
+    num_rows = len(prepared.listing)
+    seconds_read = _seconds_per_image_read(prepared)
+    stored = prepared.row_bytes * num_rows
+    compute = prepared.engine.compute
+    parameters = sum(p.numel() * p.element_size() for p in _parameters(prepared))
+    part = min(prepared.part_rows, num_rows) * prepared.row_bytes
+    height, width = prepared.engine.backbone.preprocess.crop
+    batch = compute.batch_size * 3 * height * width * 4
+    return {
+        "rows": num_rows,
+        "layers": {
+            spec.name: {"shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.row_bytes}
+            for spec in prepared.specs
+        },
+        **compute.as_dict(),
+        "part_rows": prepared.part_rows,
+        "disk_needed": stored,
+        "disk_needed_while_packing": packed_size_bound(2 * stored),
+        "disk_free": Disk(Path(config.out).expanduser()).free_bytes(),
+        "memory": parameters + 3 * part + 6 * batch,
+        "images_per_second_model": 1 / prepared.seconds_per_image,
+        "images_per_second_read": 1 / seconds_read if seconds_read else None,
+        "seconds": num_rows * max(prepared.seconds_per_image, seconds_read or 0.0),
+    }
+
+
+def _parameters(prepared: Prepared) -> Any:
+    return prepared.engine.backbone.module.parameters()
+
+
+def _seconds_per_image_read(prepared: Prepared) -> float | None:
+    """Reading and decoding alone, with all threads, measured on the first images."""
+    from featx.loader import Loader, num_cpus
+
+    size = min(len(prepared.listing), 8 * num_cpus())
+    loader = Loader(
+        prepared.source,
+        prepared.listing.head(size * _PROBE_BATCHES),
+        prepared.engine.backbone.preprocess,
+        prepared.policy,
+        prepared.reference,
+        size,
+    )
+    from featx.types import Part
+
+    with loader:
+        begun = time.perf_counter()
+        part = Part(0, 0, min(len(prepared.listing), size * _PROBE_BATCHES))
+        count = sum(batch.count for _, batch in loader.batches([part]))
+        return (time.perf_counter() - begun) / count
+
+
+def _lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    model, read = plan["images_per_second_model"], plan["images_per_second_read"]
+    return [
+        ("rows", str(plan["rows"])),
+        (
+            "disk",
+            f"{size_text(plan['disk_needed'])} for the features, "
+            f"{size_text(plan['disk_needed_while_packing'])} while packing, "
+            f"{size_text(plan['disk_free'])} free"
+            + (
+                ""
+                if plan["disk_free"] > plan["disk_needed_while_packing"]
+                else "\nNOT ENOUGH: choose another out=DIR, a reduction, or pack=false"
+            ),
+        ),
+        ("memory", f"about {size_text(plan['memory'])} besides torch itself"),
+        ("speed", f"model {model:.1f} images/s, reading {read:.1f} images/s"),
+        ("time", f"about {time_text(plan['seconds'])} after the start"),
+    ]

@@ -1,0 +1,168 @@
+"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
+
+A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
+the batch. Nothing is substituted, nothing moves up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+
+from featx.decode import ImagePolicy, decode, own_pixel_limit
+from featx.errors import RunError
+from featx.preprocess import Preprocess
+from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
+
+PREFETCH_BATCHES = 3
+"""Batches being read while one is computed; bounds the memory whatever the number of images."""
+
+_RETRY_WAITS_S = (0.1, 0.5, 2.0)
+
+
+def num_cpus() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@dataclass
+class LoaderTimes:
+    """Busy seconds of the loader's threads together."""
+
+    read: float = 0.0
+    decode: float = 0.0
+    bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, read: float, decode: float, num_bytes: int) -> None:
+        with self._lock:
+            self.read += read
+            self.decode += decode
+            self.bytes += num_bytes
+
+
+class Loader:
+    """Reads, decodes and crops the images of one run; a context manager that owns its threads."""
+
+    def __init__(
+        self,
+        source: Source,
+        listing: Listing,
+        preprocess: Preprocess,
+        policy: ImagePolicy,
+        reference: bool,
+        batch_size: int,
+    ) -> None:
+        self.times = LoaderTimes()
+        self._source = source
+        self._listing = listing
+        self._preprocess = preprocess
+        self._policy = policy
+        self._reference = reference or not preprocess.has_fast_path
+        self._batch_size = batch_size
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Loader:
+        self._stack.enter_context(own_pixel_limit())
+        self._threads = ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-loader")
+        self._stack.callback(self._threads.shutdown, wait=True, cancel_futures=True)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        """The batches of some parts, in order; no batch crosses a part.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        waiting: deque[tuple[Part, Batch, list[Future[Failure | None]]]] = deque()
+        spans = (
+            (part, start, min(self._batch_size, part.stop - start))
+            for part in parts
+            for start in range(part.start, part.stop, self._batch_size)
+        )
+        for part, start, count in spans:
+            waiting.append((part, *self._begin(start, count)))
+            if len(waiting) > PREFETCH_BATCHES:
+                yield self._finish(*waiting.popleft())
+        while waiting:
+            yield self._finish(*waiting.popleft())
+
+    def load(self, rows: Iterable[int]) -> torch.Tensor:
+        """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
+        batch = torch.zeros((1, 3, *self._preprocess.crop), dtype=self._dtype)
+        found = [batch[0].clone() for row in rows if self._fill(row, batch[0]) is None]
+        return torch.stack(found) if found else batch[:0]
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self._reference else torch.uint8
+
+    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
+        images = torch.zeros((self._batch_size, 3, *self._preprocess.crop), dtype=self._dtype)
+        futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
+        return Batch(images, start, count, []), futures
+
+    def _finish(
+        self, part: Part, batch: Batch, futures: list[Future[Failure | None]]
+    ) -> tuple[Part, Batch]:
+        results = [future.result() for future in futures]
+        batch.failures = [failure for failure in results if failure is not None]
+        return part, batch
+
+    def _fill(self, row: int, place: torch.Tensor) -> Failure | None:
+        """Put one image in its place, or say why there is none."""
+        key = bytes(self._listing.keys[row])
+        begun = time.perf_counter()
+        try:
+            data = self._read(key)
+            read = time.perf_counter()
+            place.copy_(self._prepare(data))
+        except ImageFault as fault:
+            place.zero_()
+            return Failure(row, key, fault.status, fault.error, str(fault))
+        self.times.add(read - begun, time.perf_counter() - read, len(data))
+        return None
+
+    def _prepare(self, data: bytes) -> torch.Tensor:
+        resize = self._preprocess.resize
+        image = decode(data, self._policy, None if self._reference else resize)
+        short, long = sorted(image.size)
+        if resize and resize * resize * long > self._policy.max_pixels * short:
+            raise ImageFault(
+                Status.TOO_LARGE,
+                f"{image.width} x {image.height} pixels would be too long after resizing",
+            )
+        try:
+            if self._reference:
+                return self._preprocess.reference(image)
+            return self._preprocess.crop_uint8(image)
+        except Exception as error:
+            raise ImageFault(
+                Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
+            ) from error
+
+    def _read(self, key: bytes) -> bytes:
+        for wait_s in (*_RETRY_WAITS_S, None):
+            try:
+                return self._source.read(key)
+            except OSError as error:
+                # The disk, not the image: such a failure never becomes a row.
+                if wait_s is None:
+                    raise RunError(
+                        f"reading {os.fsdecode(key)} failed: {error.strerror or error}, "
+                        f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
+                        "images can be read again, give the same command again."
+                    ) from error
+                time.sleep(wait_s)
+        raise AssertionError("unreachable")

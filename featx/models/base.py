@@ -1,0 +1,146 @@
+"""What every backbone has, and how weights are named, hashed and read from files."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.errors import WeightsError
+from featx.preprocess import Preprocess
+
+WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
+
+
+@dataclass
+class Backbone:
+    """A frozen module in eval mode with all that travels with its weights.
+
+    Attributes:
+        module: takes (B, 3, H, W) float32, normalised, with (H, W) = preprocess.crop.
+        name: 'torchvision/resnet50'.
+        weights: what the parameters are: a tag, a file, or 'random (seed 0)'.
+        preprocess: as the weights ask.
+        num_prefix_tokens: class and register tokens in front of the patch tokens; 0 without any.
+        classifier: name of the module whose input is the embedding; None: the last Linear.
+        stages: names of the stages where the library says them; None: found from the shapes.
+    """
+
+    module: nn.Module
+    name: str
+    weights: str
+    preprocess: Preprocess
+    num_prefix_tokens: int = 0
+    classifier: str | None = None
+    stages: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.module.eval().requires_grad_(False)
+        self.weights_sha256 = state_sha256(self.module)
+
+
+def state_sha256(module: nn.Module) -> str:
+    """sha256 over name, dtype, shape and bytes of every parameter and buffer, in order."""
+    sha = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        data = tensor.detach().cpu().contiguous()
+        sha.update(f"{name} {data.dtype} {tuple(data.shape)};".encode())
+        sha.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
+
+
+def is_weights_file(weights: str) -> bool:
+    """Whether `model.weights` is meant as a path rather than as a library's tag."""
+    return weights.endswith(WEIGHT_FILES) or "/" in weights
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The state dict in a .safetensors or PyTorch file; only tensors are ever unpickled.
+
+    A checkpoint's inner `state_dict` or `model` and the prefix `module.` are looked through.
+
+    Raises:
+        WeightsError: the file is not there, is damaged, or holds more than tensors.
+    """
+    if not path.is_file():
+        raise WeightsError(
+            f"model.weights={path}: no such file (looked in {Path.cwd()}). Give a path to a "
+            f"{' or '.join(WEIGHT_FILES[:2])} file, a tag of the library, or null for random."
+        )
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise WeightsError(
+            f"model.weights={path} cannot be read: {reason}. Expected a file of tensors only: "
+            "save it with torch.save(model.state_dict(), path) or as safetensors."
+        ) from error
+    for inner in ("state_dict", "model"):
+        if isinstance(state, Mapping) and isinstance(state.get(inner), Mapping):
+            state = state[inner]
+    if not isinstance(state, Mapping):
+        raise WeightsError(f"model.weights={path} holds a {type(state).__name__}, no state dict.")
+    tensors = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    if tensors and all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
+
+
+def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: str) -> None:
+    """Put a state dict into a module, every key in its place.
+
+    Raises:
+        WeightsError: keys are missing, left over, or of another shape.
+    """
+    own = module.state_dict()
+    missing = sorted(set(own) - set(state))
+    extra = sorted(set(state) - set(own))
+    shapes = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in own
+        if name in state and state[name].shape != own[name].shape
+    ]
+    # Files of before PyTorch 0.4.1 lack the batch counter, which eval mode never reads.
+    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
+    if missing or extra or shapes:
+        raise WeightsError(
+            f"the weights {origin} are not of this model: {len(missing)} keys missing "
+            f"({', '.join(missing[:3])}), {len(extra)} left over ({', '.join(extra[:3])}), "
+            f"{len(shapes)} of another shape ({'; '.join(shapes[:3])}). Give weights of this very "
+            "model, or the model they belong to."
+        )
+    module.load_state_dict(dict(state), strict=False)
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random weights are the same for the same seed; the caller's random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def random_id(seed: int) -> str:
+    """How random weights are called in the store."""
+    return f"random (seed {seed})"
+
+
+def timm_stages(module: Any) -> tuple[str, ...] | None:
+    """The stages that a timm model names in its feature_info, or None where it names none."""
+    info = getattr(module, "feature_info", None)
+    rows = getattr(info, "info", info) or []
+    names = tuple(row["module"] for row in rows if isinstance(row, dict) and row.get("module"))
+    return names if names and set(names) <= set(dict(module.named_modules())) else None

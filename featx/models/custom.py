@@ -1,0 +1,103 @@
+"""The user's own module: model=custom model.target=package.module:factory."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as TF
+
+from featx.config import ModelConfig, TransformConfig
+from featx.errors import ModelError, WeightsError, nearest
+from featx.models.base import Backbone, load_weights, random_id, read_weights, seeded
+from featx.preprocess import Preprocess
+
+
+def build(config: ModelConfig, seed: int) -> Backbone:
+    """Call the factory, check what it returns, and load weights into it where a file is named."""
+    assert config.target is not None
+    factory = import_target(config.target)
+    with seeded(seed):
+        try:
+            module = factory(**config.args)
+        except TypeError as error:
+            raise ModelError(
+                f"model.target={config.target} cannot be called with model.args={config.args}: "
+                f"{error}."
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"model.target={config.target} returned a {type(module).__name__}, "
+            "expected a torch.nn.Module."
+        )
+    if config.weights == "default":
+        weights = "as the factory made them"
+    elif config.weights is None:
+        weights = random_id(seed)
+    else:
+        weights = config.weights
+        if weights.startswith(("http:", "https:")):
+            raise WeightsError(f"model.weights={weights}: download the file and give its path.")
+        load_weights(module, read_weights(Path(weights)), weights)
+    return Backbone(
+        module=module,
+        name=f"custom/{config.target}",
+        weights=weights,
+        preprocess=preprocess_of(config.transform),
+        num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+    )
+
+
+def import_target(target: str) -> Callable[..., Any]:
+    """package.module:factory -> the factory; modules in the current folder are found too.
+
+    Raises:
+        ModelError: there is no such module or no such name in it.
+    """
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise ModelError(f"model.target={target}: expected package.module:factory.")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ModelError(
+            f"model.target={target}: {error}. Run the command where {module_name} can be "
+            "imported: its folder, or a folder on PYTHONPATH."
+        ) from error
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        raise ModelError(
+            f"model.target={target}: {module_name} has no callable {attribute!r}."
+            f"{nearest(attribute, dir(module))}"
+        )
+    return factory  # type: ignore[no-any-return]  # callable() was checked
+
+
+def preprocess_of(config: TransformConfig) -> Preprocess:
+    """The stated transform, with Pillow as the reference."""
+
+    def reference(image: Image.Image) -> torch.Tensor:
+        mode = InterpolationMode(config.interpolation)
+        resized = TF.resize(image, [config.resize], mode, antialias=True)
+        x = TF.pil_to_tensor(TF.center_crop(resized, [config.crop, config.crop]))
+        normalised: torch.Tensor = TF.normalize(x.float() / 255, config.mean, config.std)
+        return normalised
+
+    return Preprocess(
+        reference=reference,
+        crop=(config.crop, config.crop),
+        resize=config.resize,
+        interpolation=config.interpolation,
+        mean=(config.mean[0], config.mean[1], config.mean[2]),
+        std=(config.std[0], config.std[1], config.std[2]),
+    )

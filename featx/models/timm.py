@@ -1,0 +1,151 @@
+"""Backbones of timm, with their pretrained tags and data configs."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+
+from featx.config import ModelConfig
+from featx.errors import ModelError, WeightsError
+from featx.models.base import (
+    Backbone,
+    is_weights_file,
+    load_weights,
+    random_id,
+    read_weights,
+    seeded,
+    timm_stages,
+)
+from featx.preprocess import Preprocess
+
+
+def build(config: ModelConfig, seed: int) -> Backbone:
+    """A timm model: `name`, `name.tag`, or hf-hub:owner/model."""
+    import timm
+
+    module: Any
+
+    name, weights = config.name, config.weights
+    local = weights is not None and is_weights_file(weights)
+    if weights not in (None, "default") and not local:
+        name = f"{name.split('.', 1)[0]}.{weights}"
+    _check_tag(timm, name)
+    pretrained = weights is not None and not local
+    with seeded(seed):
+        if pretrained:
+            cfg = _pretrained_cfg(timm, name)
+            with _download_errors(name, cfg):
+                module = timm.create_model(name, pretrained=True)
+        else:
+            module = timm.create_model(name, pretrained=False)
+    if local:
+        assert weights is not None
+        load_weights(module, read_weights(Path(weights)), weights)
+    tag = module.pretrained_cfg.get("tag") or "default"
+    origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
+    assert origin is not None
+    return wrap(module, f"timm/{name}", origin)
+
+
+def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
+    """A built timm model with its preprocessing, classifier and stages."""
+    return Backbone(
+        module=module,
+        name=name,
+        weights=weights,
+        preprocess=preprocess_of(module),
+        num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+        classifier=_classifier(module),
+        stages=timm_stages(module),
+    )
+
+
+def preprocess_of(module: torch.nn.Module) -> Preprocess:
+    """timm's evaluation transform for the weights of a module.
+
+    Raises:
+        ModelError: the model does not take three-channel pictures.
+    """
+    from timm.data.config import resolve_model_data_config
+    from timm.data.transforms_factory import create_transform
+
+    data: dict[str, Any] = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
+    channels, height, width = data["input_size"]
+    if channels != 3:
+        raise ModelError(f"this model takes {channels} channels; featx feeds RGB pictures.")
+    plain = data["crop_mode"] == "center" and height == width
+    return Preprocess(
+        reference=create_transform(**data, is_training=False),
+        crop=(height, width),
+        resize=int(height / data["crop_pct"]) if plain else None,
+        interpolation=data["interpolation"],
+        mean=tuple(data["mean"]),
+        std=tuple(data["std"]),
+    )
+
+
+def _classifier(module: Any) -> str | None:
+    name = module.pretrained_cfg.get("classifier")
+    if isinstance(name, tuple | list):
+        return None  # distilled models have two heads, and so no single embedding
+    return name if name and name in dict(module.named_modules()) else None
+
+
+def _check_tag(timm: Any, name: str) -> None:
+    if ":" in name or "." not in name:
+        return
+    base, tag = name.split(".", 1)
+    tags = [n.split(".", 1)[1] for n in timm.list_pretrained(f"{base}.*", include_tags=True)]
+    if tag not in tags:
+        known = ", ".join(tags) or "none"
+        raise WeightsError(f"timm has no weights {tag!r} for {base}; it has: {known}.")
+
+
+def _pretrained_cfg(timm: Any, name: str) -> Any:
+    if ":" in name:
+        return None
+    cfg = timm.get_pretrained_cfg(name)
+    if cfg is None or not (cfg.has_weights or cfg.hf_hub_id or cfg.url):
+        raise WeightsError(
+            f"timm has no pretrained weights for {name}. Give model.weights=PATH to a local "
+            ".safetensors or .pth, or model.weights=null for random weights."
+        )
+    return cfg
+
+
+@contextlib.contextmanager
+def _download_errors(name: str, cfg: Any) -> Iterator[None]:
+    """Say what is missing and what to do, at once where the hub's name cannot even be resolved."""
+    import huggingface_hub
+    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+
+    repository = name.split(":", 1)[1] if cfg is None else cfg.hf_hub_id
+    files = ("model.safetensors", "pytorch_model.bin")
+    cached = repository and any(
+        isinstance(huggingface_hub.try_to_load_from_cache(repository, file), str) for file in files
+    )
+
+    def failed(reason: object) -> WeightsError:
+        where = f"{repository}/{files[0]}" if repository else cfg.url
+        return WeightsError(
+            f"the weights {where} of {name} are not here and cannot be downloaded ({reason}). "
+            f"Looked in {HF_HUB_CACHE} and at {ENDPOINT}. Two ways on: run `hf download "
+            f"{repository or name}` on a machine with internet access and bring that folder, or "
+            "give model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
+            "with random weights)."
+        )
+
+    try:
+        if repository and not cached and not urllib.request.getproxies():
+            # The hub's client would retry a name that does not resolve for most of a minute.
+            socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
+        yield
+    except (OSError, RuntimeError) as error:
+        raise failed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error

@@ -1,0 +1,102 @@
+"""Resize, crop and normalise as the weights ask: uint8 in the loader, floats on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from featx.errors import ModelError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """The transform of one set of weights.
+
+    Attributes:
+        reference: the library's own transform: PIL RGB -> (3, H, W) float32, normalised.
+        crop: (height, width) of the centre crop in pixels, what the backbone sees.
+        resize: shorter side in pixels before the crop, or None where the fast path cannot follow
+            the library's transform and decode=fast uses the reference as well.
+        interpolation: 'bilinear' or 'bicubic', with antialiasing.
+        mean, std: per channel, of values in [0, 1].
+    """
+
+    reference: Callable[[Image.Image], torch.Tensor]
+    crop: tuple[int, int]
+    resize: int | None
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def has_fast_path(self) -> bool:
+        """Whether resize, crop and normalise are known well enough to be done on uint8."""
+        return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
+
+    def describe(self) -> str:
+        """One line for people and for the fingerprint."""
+        height, width = self.crop
+        resize = f"resize {self.resize}" if self.resize else "resize by the library"
+        return (
+            f"{resize} {self.interpolation} antialias, crop {height}x{width}, "
+            f"mean {list(self.mean)}, std {list(self.std)}"
+        )
+
+    def crop_uint8(self, image: Image.Image) -> torch.Tensor:
+        """The fast path: shorter side to `resize`, centre crop.
+
+        Returns:
+            (3, H, W) uint8. torch's antialiased uint8 resize stays within 1 of Pillow's.
+        """
+        assert self.resize is not None
+        x = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        height, width = x.shape[1:]
+        short = min(height, width)
+        if short != self.resize:
+            size = [max(1, self.resize * side // short) for side in (height, width)]
+            x = F.interpolate(
+                x[None], size=size, mode=self.interpolation, antialias=True, align_corners=False
+            )[0]
+        return centre_crop(x, self.crop)
+
+    def normalise(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 3, H, W) uint8 in [0, 255] -> float32 as the backbone wants it, on x's device."""
+        std = torch.tensor(self.std, device=x.device).view(3, 1, 1)
+        mean = torch.tensor(self.mean, device=x.device).view(3, 1, 1)
+        return x.float().mul_(1 / (255 * std)).sub_(mean / std)
+
+
+def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
+    """(C, H, W) -> (C, *crop), as torchvision's CenterCrop: rounded offsets, zeros outside."""
+    height, width = x.shape[1:]
+    pad_h, pad_w = max(0, crop[0] - height), max(0, crop[1] - width)
+    if pad_h or pad_w:
+        x = F.pad(x, (pad_w // 2, (pad_w + 1) // 2, pad_h // 2, (pad_h + 1) // 2))
+        height, width = x.shape[1:]
+    top, left = round((height - crop[0]) / 2), round((width - crop[1]) / 2)
+    return x[:, top : top + crop[0], left : left + crop[1]]
+
+
+def check_reference(preprocess: Preprocess) -> None:
+    """Run the reference once on a grey picture.
+
+    Raises:
+        ModelError: it does not give (3, *crop) float32.
+    """
+    from PIL import Image
+
+    height, width = preprocess.crop
+    x = preprocess.reference(Image.new("RGB", (width + 37, height + 11), (127, 127, 127)))
+    if x.shape != (3, height, width) or x.dtype != torch.float32:
+        raise ModelError(
+            f"the transform gives {tuple(x.shape)} {x.dtype}, expected (3, {height}, {width}) "
+            "float32: featx needs one fixed input size."
+        )

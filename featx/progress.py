@@ -1,0 +1,169 @@
+"""What the command says: lines before the run, one bar while it runs, a table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+PLAIN_INTERVAL_S = 10.0
+"""Where stderr is no terminal: a line this often instead of a bar."""
+
+_WAITING_SHARE = 0.2
+
+
+def say(text: str = "") -> None:
+    """A line of the command's result, on stdout."""
+    print(text, flush=True)
+
+
+def complain(text: str) -> None:
+    """A line about the run, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Aligned 'name  value' lines; further lines of a value are indented below it."""
+    width = max(len(name) for name, _ in rows)
+    lines = []
+    for name, value in rows:
+        first, *more = value.splitlines() or [""]
+        lines.append(f"{name:<{width}}  {first}".rstrip())
+        lines += [f"{'':<{width}}  {line}" for line in more]
+    return "\n".join(lines)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Aligned columns; the first `left` ones flush left, numbers flush right."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    lines = []
+    for row in [header, *rows]:
+        cells = [
+            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people: '2.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds for people: '41 s', '12 min', '3.5 h'."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Progress:
+    """Images per second, time left, failures, and which stage the others wait for."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._total = total
+        self._done = done
+        self._begun = self._told = time.perf_counter()
+        self._first = done
+        self._failures = 0
+        self._waiting = 0.0
+        self._bar = tqdm(
+            total=total, initial=done, unit="img", disable=not self._terminal, smoothing=0.1
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def step(self, images: int, failures: int, waited_s: float) -> None:
+        """One batch is done; waited_s of it the device stood waiting for images."""
+        self._done += images
+        self._failures += failures
+        self._waiting += waited_s
+        share = self._waiting / max(1e-9, time.perf_counter() - self._begun)
+        stage = "reading images" if share > _WAITING_SHARE else "the model"
+        if self._terminal:
+            self._bar.set_postfix_str(f"{self._failures} failed, bound by {stage}", refresh=False)
+            self._bar.update(images)
+        elif time.perf_counter() - self._told > PLAIN_INTERVAL_S:
+            self._told = time.perf_counter()
+            rate = (self._done - self._first) / (self._told - self._begun)
+            left = (self._total - self._done) / rate if rate else float("nan")
+            complain(
+                f"{self._done} of {self._total} images, {rate:.1f} images/s, {time_text(left)} "
+                f"left, {self._failures} failed, bound by {stage}"
+            )
+
+
+def describe_run(prepared: Any) -> list[tuple[str, str]]:
+    """What will be done, before it is done."""
+    config, listing, header = prepared.config, prepared.listing, prepared.header
+    classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
+    data = f"{config.data.root or config.data.name}: {len(listing)} images{classes}"
+    if listing.skipped:
+        skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
+        data += f"\nleft out: {skipped}"
+    compute = prepared.engine.compute
+    settings = {
+        "precision": compute.precision,
+        "compile": str(compute.compile).lower(),
+        "batch_size": str(compute.batch_size),
+        "part_rows": str(prepared.part_rows),
+    }
+    rows = [
+        ("data", data),
+        ("model", f"{header.model}, weights {header.weights}"),
+        ("", f"sha256 {header.weights_sha256}"),
+        ("transform", f"{header.transform}, decode={config.decode}"),
+        ("layers", layers_text(prepared)),
+        ("device", str(prepared.engine.device)),
+        *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
+    ]
+    if prepared.left_out:
+        rows.append(("left out", "\n".join(prepared.left_out)))
+    return rows
+
+
+def layers_text(prepared: Any) -> str:
+    """A line for each dataset: name, shape, dtype, bytes per row."""
+    shown = prepared.specs[:20]
+    lines = [
+        f"{spec.name}  {spec.shape}  {spec.dtype}  {size_text(spec.row_bytes)} a row"
+        + (f"  ({spec.capture} of {spec.layer})" if spec.name != spec.layer else "")
+        for spec in shown
+    ]
+    if len(prepared.specs) > len(shown):
+        lines.append(f"... and {len(prepared.specs) - len(shown)} more")
+    return "\n".join(lines)
+
+
+def describe_end(summary: Mapping[str, Any], out: str, layer: str) -> str:
+    """The table after the run, with three lines that open the result."""
+    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
+    rate = summary["images_per_second"]
+    rows = [
+        ("rows", str(summary["rows"])),
+        ("failures", str(summary["failures"])),
+        ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
+        ("seconds", seconds),
+        ("size", size_text(summary["bytes"])),
+        ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
+        ("store", out),
+    ]
+    opening = (
+        "import featx\n"
+        f'store = featx.open("{out}")\n'
+        f'X, y = store.xy("{layer}")      # ok rows only; store["{layer}"][10:20] reads lazily'
+    )
+    return f"{facts(rows)}\n\n{opening}"

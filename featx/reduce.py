@@ -1,0 +1,193 @@
+"""What is stored of a captured tensor: pure functions on the device, before anything is copied.
+
+A row's shape decides what a reduction means: (C,) a vector, (T, C) tokens, (C, H, W) or (H, W, C) a
+map. Which of the two a map is follows from the input's proportions; where that cannot be told, the
+reduction is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from featx.config import ReduceConfig
+from featx.errors import ReduceError
+
+Reduction = Callable[[torch.Tensor], torch.Tensor]
+
+VIEWS = frozenset({"none", "flatten", "cls"})
+"""Reductions whose result may share its storage with the layer's tensor."""
+
+_GEM_FLOOR = 1e-6
+
+
+def reduction(
+    config: ReduceConfig,
+    layer: str,
+    row_shape: tuple[int, ...],
+    input_size: tuple[int, int],
+    num_prefix_tokens: int,
+) -> Reduction:
+    """The function that turns (B, *row_shape) into what is stored.
+
+    Sums are taken in float32, whatever the tensor's dtype.
+
+    Args:
+        config: name and parameters.
+        layer: for messages.
+        row_shape: of the layer's tensor, without the batch.
+        input_size: (height, width) of the backbone's input in pixels.
+        num_prefix_tokens: class and register tokens of the backbone.
+
+    Raises:
+        ReduceError: the reduction does not fit this shape.
+    """
+    name = config.name
+    if name == "none":
+        return lambda x: x
+    if name == "flatten":
+        return lambda x: x.flatten(1)
+    if name in ("avg", "max", "gem"):
+        pool = {"avg": _avg, "max": _max, "gem": _gem(config.args.get("p", 3.0))}[name]
+        axes = _pooled_axes(name, layer, row_shape, input_size)
+        return lambda x: pool(x, axes)
+    if name in ("cls", "patch_avg"):
+        _check_tokens(name, layer, row_shape, input_size, num_prefix_tokens)
+        if name == "cls":
+            return lambda x: x[:, 0]
+        return lambda x: _avg(x[:, num_prefix_tokens:], (1,))
+    return _grid(int(config.args["size"]), layer, row_shape, input_size, num_prefix_tokens)
+
+
+def _avg(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    return x.mean(axes, dtype=torch.float32)
+
+
+def _max(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    return x.amax(axes)
+
+
+def _gem(p: float) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]:
+    """Generalised mean: (1/n sum max(x, 1e-6)^p)^(1/p).
+
+    F. Radenovic, G. Tolias, O. Chum, Fine-tuning CNN Image Retrieval with No Human Annotation, IEEE
+    TPAMI 41(7), 2019, equation 6; p is given, not learned.
+    """
+
+    def gem(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+        return x.float().clamp(min=_GEM_FLOOR).pow(p).mean(axes).pow(1 / p)
+
+    return gem
+
+
+def _pooled_axes(
+    name: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
+) -> tuple[int, ...]:
+    if len(row_shape) == 2:
+        return (1,)
+    if len(row_shape) == 3:
+        return (1, 2) if channels_last(name, layer, row_shape, input_size) else (2, 3)
+    raise ReduceError(
+        f"reduce={name} does not fit {layer}: its rows have shape {row_shape}, expected tokens "
+        "(T, C) or a map (C, H, W). Use none or flatten for this layer, for example "
+        f"layers={{{layer}: none}}."
+    )
+
+
+def channels_last(
+    name: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
+) -> bool:
+    """Whether a map is (H, W, C) rather than (C, H, W).
+
+    Raises:
+        ReduceError: it could be both, or neither.
+    """
+    height, width = input_size
+    first = row_shape[0] * width == row_shape[1] * height
+    last = row_shape[1] * width == row_shape[2] * height
+    if first != last:
+        return first
+    which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
+    raise ReduceError(
+        f"reduce={name} does not fit {layer}: its row shape {row_shape} {which}, so its channels "
+        "are unknown. Use none or flatten for this layer."
+    )
+
+
+def token_grid(
+    num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
+) -> tuple[int, int] | None:
+    """(rows, columns) of the patch tokens behind the prefix, or None where they make no grid."""
+    patches = num_tokens - num_prefix_tokens
+    height, width = input_size
+    for rows in range(1, patches + 1):
+        columns = rows * width // height
+        if rows * columns == patches and columns * height == rows * width:
+            return rows, columns
+    return None
+
+
+def _check_tokens(
+    name: str,
+    layer: str,
+    row_shape: tuple[int, ...],
+    input_size: tuple[int, int],
+    num_prefix_tokens: int,
+) -> None:
+    why = ""
+    if len(row_shape) != 2:
+        why = f"its rows have shape {row_shape}, expected tokens (T, C)"
+    elif name == "cls" and num_prefix_tokens == 0:
+        why = "this backbone has no class token"
+    elif token_grid(row_shape[0], input_size, num_prefix_tokens) is None:
+        why = (
+            f"{row_shape[0]} tokens are not {num_prefix_tokens} prefix tokens and a grid of "
+            "patches, so this layer has no class token where the backbone's last layers have one"
+        )
+    if why:
+        raise ReduceError(f"reduce={name} does not fit {layer}: {why}. Try avg, none or flatten.")
+
+
+def _grid(
+    size: int,
+    layer: str,
+    row_shape: tuple[int, ...],
+    input_size: tuple[int, int],
+    num_prefix_tokens: int,
+) -> Reduction:
+    """Averages over size x size cells of a map or of the patch tokens: (B, C, size, size)."""
+    if len(row_shape) == 2:
+        _check_tokens("grid", layer, row_shape, input_size, num_prefix_tokens)
+        found = token_grid(row_shape[0], input_size, num_prefix_tokens)
+        assert found is not None
+        cells = found
+
+        def to_map(x: torch.Tensor) -> torch.Tensor:
+            patches = x[:, num_prefix_tokens:]
+            return patches.transpose(1, 2).reshape(len(x), -1, cells[0], cells[1])
+
+    elif len(row_shape) == 3 and channels_last("grid", layer, row_shape, input_size):
+        cells = (row_shape[0], row_shape[1])
+
+        def to_map(x: torch.Tensor) -> torch.Tensor:
+            return x.permute(0, 3, 1, 2)
+
+    elif len(row_shape) == 3:
+        cells = (row_shape[1], row_shape[2])
+
+        def to_map(x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    else:
+        raise ReduceError(
+            f"reduce=grid does not fit {layer}: its rows have shape {row_shape}, expected a map "
+            "or patch tokens."
+        )
+    if min(cells) < size:
+        raise ReduceError(
+            f"reduce=grid does not fit {layer}: {size} x {size} cells are more than its "
+            f"{cells[0]} x {cells[1]} positions. Give a smaller reduce.size."
+        )
+    return lambda x: F.adaptive_avg_pool2d(to_map(x).float(), size)

@@ -1,0 +1,274 @@
+"""Every system call by which a store changes, in the one right order.
+
+A file appears under its final name only when it is whole and on the disk: written under a
+temporary name, synced, linked, and the folder synced. After `Disk.publish` returns, the file
+survives a crash of the process and of the machine, as far as fsync keeps its word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from featx.errors import RunError, StoreError, StoreLockedError
+
+TEMPORARY = ".tmp-"
+_NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
+
+
+class Disk:
+    """The folder of one store and all that is ever written to it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder and its parents, and make its name durable."""
+        if path.is_dir():
+            return
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(
+                f"cannot create the folder {path}: {error.strerror}. Choose another out=DIR."
+            ) from error
+        self.sync_folder(path.parent)
+
+    def publish(self, path: Path, data: bytes | memoryview) -> bool:
+        """Create `path` with `data`, whole or not at all.
+
+        Returns:
+            False when the name was taken already; the file that is there is kept.
+
+        Raises:
+            RunError: the disk is full or fails; nothing is left behind.
+        """
+        try:
+            with self._temporary(path) as temporary:
+                self._write_synced(temporary, data)
+                created = self._link(temporary, path)
+            self.sync_folder(path.parent)
+        except OSError as error:
+            raise _failed(path, error) from error
+        return created
+
+    def replace(self, path: Path, data: bytes) -> None:
+        """Put `data` in place of what `path` holds, whole or not at all."""
+        try:
+            with self._temporary(path) as temporary:
+                self._write_synced(temporary, data)
+                os.replace(temporary, path)  # noqa: PTH105 - all system calls in one manner
+            self.sync_folder(path.parent)
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    def append(self, path: Path, text: str) -> None:
+        """Add text to a file that can be made anew from the store; not synced."""
+        try:
+            with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
+                file.write(text)
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    @contextlib.contextmanager
+    def reserved(self, path: Path, size: int) -> Iterator[ReservedFile]:
+        """A file of at most `size` bytes, reserved first, published when the block ends well."""
+        try:
+            with self._temporary(path) as temporary:
+                descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                try:
+                    file = ReservedFile(descriptor, size)
+                    yield file
+                    file.settle()
+                finally:
+                    os.close(descriptor)
+                self._link(temporary, path)
+            self.sync_folder(path.parent)
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    def set_aside(self, path: Path, folder: Path) -> Path:
+        """Move a file that cannot be trusted out of the way; it is never deleted."""
+        self.make_folder(folder)
+        target = folder / f"{path.name}.{time.time_ns()}"
+        path.rename(target)
+        self.sync_folder(path.parent)
+        return target
+
+    def remove(self, path: Path) -> None:
+        """Delete a file or a folder of the store, if it is there."""
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def sync_folder(self, folder: Path) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems do not sync folders; there the name is as safe as it gets.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def free_bytes(self) -> int:
+        """Room left for us on the store's disk, in bytes."""
+        folder = self.root
+        while not folder.exists():
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
+
+    @contextlib.contextmanager
+    def _temporary(self, path: Path) -> Iterator[Path]:
+        temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+        try:
+            yield temporary
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _write_synced(self, path: Path, data: bytes | memoryview) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(descriptor, data, 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _link(self, temporary: Path, path: Path) -> bool:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            # Without hard links a rename could replace a file; the store's lock keeps others out.
+            if path.exists():
+                return False
+            temporary.rename(path)
+        return True
+
+
+class ReservedFile(io.RawIOBase):
+    """A file object for h5py over space that is already reserved, so no write can run out of it.
+
+    HDF5 sees the logical size; the file on disk is as long as what was reserved until `settle`.
+    """
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._reserved = size
+        self._size = 0
+        self._position = 0
+        os.posix_fallocate(descriptor, 0, max(1, size))
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self._size - self._position))
+        data = os.pread(self._descriptor, wanted, self._position)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        end = self._position + len(view)
+        if end > self._reserved:
+            raise OSError(errno.ENOSPC, f"{self._reserved} bytes were reserved, {end} are needed")
+        write_all(self._descriptor, view, self._position)
+        self._position = end
+        self._size = max(self._size, end)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        self._size = self._position if size is None else size
+        return self._size
+
+    def settle(self) -> None:
+        """Give back what was not used and make the contents durable."""
+        os.ftruncate(self._descriptor, self._size)
+        os.fsync(self._descriptor)
+
+
+def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """pwrite until all is written: a short write is no error, but it is not the end either."""
+    view = memoryview(data)
+    written = 0
+    while written < len(view):
+        count = os.pwrite(descriptor, view[written:], offset + written)
+        if count == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written += count
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path) -> Iterator[None]:
+    """Hold the store for writing as long as the block runs.
+
+    Raises:
+        StoreLockedError: somebody else holds it; the message says who.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(descriptor, 4096).decode(errors="replace").strip()
+            raise StoreLockedError(
+                f"{path.parent} is being written by another process: {holder or 'unknown'}. "
+                "Wait for it, stop it, or choose another out=DIR."
+            ) from error
+        holder_text = json.dumps(
+            {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
+        )
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder_text.encode(), 0)
+        yield
+        os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _failed(path: Path, error: OSError) -> RunError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        hint = "Make room and give the same command again"
+    else:
+        hint = "When the disk answers again, give the same command again"
+    return RunError(
+        f"writing {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
+    )

@@ -1,0 +1,144 @@
+"""Names, attributes, versions and chunk shapes: the one place that spells the store's format."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.fingerprint import digest
+from featx.types import LayerSpec, Part, Status, StoreHeader
+
+FORMAT = 1
+"""Version of the format; a reader refuses what is newer."""
+
+DESCRIPTOR = "featx.json"
+LISTING = "samples.h5"
+PACKED = "features.h5"
+PARTS = "parts"
+FAILURES_CSV = "failures.csv"
+SUMMARY = "summary.json"
+LOCK = ".lock"
+
+FEATURES = "features"
+CHECKSUMS = "checksums"
+KEY = "key"
+LABEL = "label"
+STATUS = "status"
+CLASSES = "classes"
+FAILURES = "failures"
+
+LIBVER = ("v110", "v110")
+"""HDF5 file version bounds: what HDF5 1.10 and everything after it reads."""
+
+CHUNK_BYTES = 1 << 20
+CHUNK_BYTES_COMPRESSED = 1 << 18
+PART_BYTES = 256 << 20
+COLUMN_CHUNK_ROWS = 1 << 14
+"""Rows per chunk of key, label and status, at the most."""
+
+
+def part_name(index: int) -> str:
+    """File name of part `index` below parts/."""
+    return f"part-{index:06d}.h5"
+
+
+def power_of_two_at_most(value: float) -> int:
+    """The largest power of two that is not above value, at least 1."""
+    return 1 << max(0, math.floor(math.log2(max(1.0, value))))
+
+
+def power_of_two_at_least(value: int) -> int:
+    """The smallest power of two that is not below value."""
+    return 1 << max(0, (value - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the rows of a listing fall into parts: part k holds rows [k * part_rows, ...).
+
+    Attributes:
+        num_rows: of the listing.
+        part_rows: a power of two.
+    """
+
+    num_rows: int
+    part_rows: int
+
+    @property
+    def slots(self) -> int:
+        """Rows a part has room for: part_rows, or less where the whole listing is smaller."""
+        return min(self.part_rows, power_of_two_at_least(self.num_rows))
+
+    def __len__(self) -> int:
+        return -(-self.num_rows // self.part_rows)
+
+    def part(self, index: int) -> Part:
+        """Part number `index`; the last one may be short."""
+        start = index * self.part_rows
+        return Part(index, start, min(start + self.part_rows, self.num_rows))
+
+    def chunk_rows(self, row_bytes: int, compressed: bool) -> int:
+        """Rows per chunk: a power of two, so that no chunk straddles two parts."""
+        budget = CHUNK_BYTES_COMPRESSED if compressed else CHUNK_BYTES
+        return min(self.slots, power_of_two_at_most(budget / max(1, row_bytes)))
+
+    @property
+    def column_chunk_rows(self) -> int:
+        """Rows per chunk of key, label and status."""
+        return min(self.slots, COLUMN_CHUNK_ROWS)
+
+
+def status_names() -> str:
+    """The attribute of /status: number -> name, as JSON."""
+    return json.dumps({int(s): s.label for s in Status})
+
+
+def root_attributes(header: StoreHeader, complete: bool) -> dict[str, Any]:
+    """The root attributes of a part or of the packed file."""
+    return {
+        "featx_format": FORMAT,
+        "fingerprint": digest(header.fingerprint),
+        "config": header.config,
+        "model": header.model,
+        "weights": header.weights,
+        "weights_sha256": header.weights_sha256,
+        "transform": header.transform,
+        "versions": json.dumps(dict(header.versions), sort_keys=True),
+        "complete": complete,
+    }
+
+
+def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
+    """The attributes of one dataset below /features."""
+    return {
+        "layer": spec.layer,
+        "capture": spec.capture,
+        "reduce": spec.reduce,
+        "compute_dtype": spec.compute_dtype,
+        **{f"reduce_{name}": value for name, value in spec.reduce_args.items()},
+    }
+
+
+def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[np.uint32]:
+    """(ceil(N / rows_per_chunk),) crc32 of the rows of each chunk, as they are when decoded.
+
+    Rows are taken in C order, little-endian; the padding of the last chunk does not count.
+    """
+    rows = np.ascontiguousarray(rows)
+    starts = range(0, len(rows), rows_per_chunk)
+    sums = [zlib.crc32(rows[i : i + rows_per_chunk].view(np.uint8).data) for i in starts]
+    return np.array(sums, dtype=np.uint32)
+
+
+def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:
+    """Strings as fixed-length UTF-8 bytes; an empty list gives shape (0,)."""
+    encoded = [value.encode("utf-8", "surrogateescape") for value in values]
+    width = max([len(value) for value in encoded], default=0)
+    return np.array(encoded, dtype=f"S{max(1, width)}")

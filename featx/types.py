@@ -1,0 +1,189 @@
+"""The things that travel through featx, from the listing to the store: the design on one page.
+
+    Source.listing() -> Listing                       which images, in which order
+    Loader           -> Batch                         (B, 3, H, W) and the faults of its rows
+    Engine.run(Batch.images) -> {layer: (B, ...)}     reduced, in the store's dtype
+    PartBuilder      -> one committed Part            rows [start, stop) of the listing
+    FeatureStore     -> rows, by position or by key
+
+Nothing flows back. This module imports numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Status(IntEnum):
+    """What became of a row; the numbers are part of the store format."""
+
+    OK = 0
+    MISSING = 1
+    EMPTY = 2
+    UNSUPPORTED = 3
+    DECODE_ERROR = 4
+    TRUNCATED = 5
+    TOO_LARGE = 6
+    TRANSFORM_ERROR = 7
+    NON_FINITE = 8
+    TIMEOUT = 9
+    CRASHES_DECODER = 10
+    ABSENT = 255
+
+    @property
+    def label(self) -> str:
+        """The name as people read it: 'decode error'."""
+        return self.name.lower().replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of a data set in their fixed order; row i of the store belongs to entry i.
+
+    Attributes:
+        keys: (N,) fixed-length bytes, unique, in bytewise order.
+        labels: (N,) int64, the index into classes, -1 where there is none.
+        classes: C names.
+        skipped: what was seen and left out, reason -> count.
+    """
+
+    keys: npt.NDArray[np.bytes_]
+    labels: npt.NDArray[np.int64]
+    classes: tuple[str, ...] = ()
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def head(self, count: int) -> Listing:
+        """The first rows only; classes keep their numbers."""
+        return Listing(self.keys[:count], self.labels[:count], self.classes, self.skipped)
+
+
+class Source(Protocol):
+    """A kind of data set: it lists and reads, nothing else."""
+
+    def listing(self) -> Listing:
+        """All images, in order. Raises DataError where there are none."""
+
+    def read(self, key: bytes) -> bytes:
+        """The encoded bytes of one image.
+
+        Raises:
+            ImageFault: this image cannot be had (missing, empty).
+            OSError: the environment fails (mount gone, I/O error); says nothing of the image.
+        """
+
+
+class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an error
+    """One image cannot become a row; caught at the loader's boundary and recorded.
+
+    Attributes:
+        status: the reason, as stored.
+        error: name of the exception behind it.
+    """
+
+    def __init__(self, status: Status, message: str, error: str = "ImageFault") -> None:
+        super().__init__(message)
+        self.status = status
+        self.error = error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed row, as it stands in failures.csv."""
+
+    row: int
+    key: bytes
+    status: Status
+    error: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows [start, stop) of the listing: the unit of work, of commit and of resume."""
+
+    index: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Batch:
+    """Consecutive rows on their way to the device; the shape never changes within a run.
+
+    Attributes:
+        images: (B, 3, H, W), uint8 in [0, 255] for decode=fast, else normalised float32;
+            rows past count and failed rows are zero.
+        start: the first row of the listing in this batch.
+        count: how many rows of the listing it holds, at most B.
+        failures: the failed ones among them.
+    """
+
+    images: torch.Tensor
+    start: int
+    count: int
+    failures: list[Failure]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One dataset of the store: what is captured where, and what a row of it looks like.
+
+    Attributes:
+        name: the dataset's name below /features.
+        layer: the module's dotted name.
+        capture: 'output' or 'input' of that module.
+        reduce: the reduction's name; reduce_args its parameters.
+        shape: of one row, without the batch dimension.
+        dtype: of the store, 'float16' or 'float32'.
+        compute_dtype: in which the layer gave it, e.g. 'bfloat16'.
+    """
+
+    name: str
+    layer: str
+    capture: str
+    reduce: str
+    reduce_args: Mapping[str, float]
+    shape: tuple[int, ...]
+    dtype: str
+    compute_dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one row takes in the store."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What every file of one run says of itself: the root attributes of the format.
+
+    Attributes:
+        fingerprint: every setting that changes values, name -> value (JSON types only).
+        config: the configuration as the user gave it, YAML.
+        model, weights, weights_sha256: the backbone and the identity of its parameters.
+        transform: the preprocessing, as one readable line.
+        versions: library -> version.
+    """
+
+    fingerprint: Mapping[str, Any]
+    config: str
+    model: str
+    weights: str
+    weights_sha256: str
+    transform: str
+    versions: Mapping[str, str]

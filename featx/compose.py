@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -11,7 +12,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
-from featx.config import Config, known_keys
+from featx.config import Config, described_keys, known_keys
 from featx.errors import ConfigError, nearest
 
 
@@ -48,8 +49,34 @@ class AnyModel(ConfigSource):
 
 def register() -> None:
     """Tell Hydra the schema and the source of model names."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(group="hydra/help", name="featx", node=_help())
     Plugins.instance().register(AnyModel)
+
+
+def _help() -> dict[str, str]:
+    """What `--help` prints, in the form of Hydra's hydra/help group."""
+    rows = described_keys()
+    width = max(len(f"{key}={default}") for key, default, _ in rows)
+    lines = []
+    for key, default, sentence in rows:
+        first, *more = textwrap.wrap(sentence, max(30, 118 - width)) or [""]
+        lines.append(f"  {f'{key}={default}':<{width}}  {first}")
+        lines += [" " * (width + 4) + line for line in more]
+    keys = "\n".join(lines)
+    template = (
+        "featx: features of pretrained vision backbones, on disk.\n\n"
+        "  python -m featx model=resnet50 layers=[layer4]\n"
+        "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
+        "  python -m featx job=layers model=vit_b_16\n"
+        "  python -m featx -m model=resnet18,mobilenet_v2\n\n"
+        f"Keys and their defaults:\n{keys}\n\n"
+        "--cfg job shows the configuration, --hydra-help what else Hydra can do.\n"
+        "Exit codes: 0 done, 1 the run failed (the same command goes on), 2 a wrong command,\n"
+        "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
+    )
+    return {"app_name": "featx", "header": "", "footer": "", "template": template}
 
 
 def explain(error: Exception) -> ConfigError:

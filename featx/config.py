@@ -6,6 +6,8 @@ to hold one; OmegaConf is imported where YAML or overrides become a Config.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -57,6 +59,7 @@ class JobConfig:
     """What the command does."""
 
     name: str = "extract"
+    """Taken from the key `job` itself."""
     json: bool = False
     """Print the job's result as JSON (layers, plan)."""
 
@@ -75,7 +78,9 @@ class TransformConfig:
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     """Per channel (R, G, B), of values in [0, 1]."""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    """Per channel (R, G, B), of values in [0, 1]."""
     interpolation: str = "bilinear"
+    """nearest, bilinear or bicubic, with antialiasing."""
 
     def __post_init__(self) -> None:
         _check_choice("model.transform.interpolation", self.interpolation, INTERPOLATIONS)
@@ -96,6 +101,7 @@ class ModelConfig:
     """The backbone."""
 
     name: str = "efficientnet_lite0"
+    """The library's name for it, with model=torchvision or model=timm; else the key `model`."""
     library: str = "auto"
     """packaged, torchvision, timm or custom; auto asks them in that order who knows the name."""
     weights: str | None = "default"
@@ -131,6 +137,8 @@ class ReduceConfig:
     """What is stored of each captured tensor."""
 
     name: str = "none"
+    """none keeps the tensor as the layer gave it; or one of flatten, avg, max, gem, cls,
+    patch_avg, grid."""
     p: float | None = None
     """Exponent of gem, 3 when not given."""
     size: int | None = None
@@ -164,6 +172,7 @@ class DataConfig:
     """The images and the policy for odd ones."""
 
     name: str = "textiles"
+    """Taken from the key `data` itself."""
     root: str | None = None
     """The folder, for data=folder."""
     follow_links: bool = False
@@ -198,19 +207,23 @@ class Config:
     """One run. The command's keys, one to one."""
 
     job: JobConfig = field(default_factory=JobConfig)
+    """extract, plan (what it would take; writes nothing) or layers (what can be captured)."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
     """A preset, a list of names, globs or presets, or a mapping of these to reductions."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid."""
     data: DataConfig = field(default_factory=DataConfig)
+    """folder, textiles (2000 packaged pictures) or sample (a few that come with featx)."""
     out: str = "runs/${data.name}/${model.name}"
     """The store, a folder; the same command with the same folder goes on where it stopped."""
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
     dtype: str = "float16"
-    """Of the stored features, whatever they were computed in."""
+    """float16 or float32, of the stored features, whatever they were computed in."""
     batch_size: Any = "auto"
-    """Images per forward."""
+    """Images per forward; auto suits the device."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
     compile: Any = "auto"
@@ -220,7 +233,7 @@ class Config:
     part_rows: Any = "auto"
     """Rows per part, a power of two; auto from bytes per row and measured speed."""
     codec: str = "none"
-    """Compression of the stored chunks."""
+    """Compression of the stored chunks: none, lzf, gzip, zstd or blosc2."""
     max_failures: float = 0.01
     """Share (below 1) or number of images that may fail before the exit code is 3."""
     nonfinite: str = "error"
@@ -300,20 +313,46 @@ def _as_reduce(value: object) -> ReduceConfig:
     )
 
 
+def described_keys() -> list[tuple[str, str, str]]:
+    """(key, default, sentence) of every key of the command, for --help and the README.
+
+    The sentence is the string under the field, which only the source holds.
+    """
+    sentences: dict[tuple[str, str], str] = {}
+    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            for before, after in itertools.pairwise(node.body):
+                if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
+                    assert isinstance(before.target, ast.Name)
+                    assert isinstance(after.value, ast.Constant)
+                    text = " ".join(str(after.value.value).split())
+                    sentences[node.name, before.target.id] = text
+
+    def walk(node: Any, prefix: str) -> list[tuple[str, str, str]]:
+        rows = []
+        for f in fields(node):
+            value = getattr(node, f.name)
+            nested = is_dataclass(value)
+            # A group's own name is the key of the group: model=resnet50, not model.name=resnet50.
+            default = getattr(value, "name", "") if nested else value
+            shown = str(default).lower() if isinstance(default, bool) else str(default)
+            shown = re.sub(r"\$\{(\w+)\.name\}", r"<\1>", shown)
+            sentence = sentences[type(node).__name__, f.name]
+            if f.name != "name":
+                shown = "null" if default is None else shown
+                rows.append((prefix + f.name, shown, sentence))
+            if nested:
+                rows += walk(value, f"{prefix}{f.name}.")
+        return rows
+
+    return walk(Config(), "")
+
+
 def known_keys() -> list[str]:
     """Every key of the command, dotted: 'out', 'model.weights', ..."""
 
-    def walk(cls: type, prefix: str) -> list[str]:
-        keys = []
-        for f in fields(cls):
-            keys.append(prefix + f.name)
-            nested = getattr(cls(), f.name) if cls is Config else None
-            nested = TransformConfig() if (prefix, f.name) == ("model.", "transform") else nested
-            if is_dataclass(nested):
-                keys += walk(type(nested), f"{prefix}{f.name}.")
-        return keys
-
-    return walk(Config, "")
+    names = [key for key, _, _ in described_keys()]
+    return [*names, "model.name"]
 
 
 def from_omegaconf(node: DictConfig) -> Config:
@@ -339,7 +378,7 @@ def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
     names = {f.name for f in fields(schema)}
     for key in node:
         if key not in names:
-            unknown = f"{prefix}{key}"
+            unknown = prefix + str(key)
             raise ConfigError(f"unknown key {unknown!r}.{nearest(unknown, known_keys())}")
         if schema is Config and is_dataclass(nested := getattr(schema(), str(key))):
             _refuse_added_keys(node[key], type(nested), f"{prefix}{key}.")

@@ -1,0 +1,68 @@
+"""Shared fixtures: pictures, tiny models, and the command as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SHARED_DATA = REPOSITORY.parent / "shared" / "data"
+
+
+def make_picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A smooth RGB picture with structure at several scales, another one for each seed."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width] / max(width, height)
+    waves = [
+        np.sin(2 * np.pi * (rng.uniform(1, 6) * x + rng.uniform(1, 6) * y) + rng.uniform(0, 6))
+        for _ in range(3)
+    ]
+    pixels = 127 + 90 * np.stack(waves, axis=-1) + rng.normal(0, 8, (height, width, 3))
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8), "RGB")
+
+
+@pytest.fixture(scope="session")
+def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """21 JPEGs in two class folders and one without a class; sizes differ."""
+    root = tmp_path_factory.mktemp("photos")
+    for i in range(21):
+        folder = root / ("cat", "dog")[i % 2] if i else root
+        folder.mkdir(exist_ok=True)
+        make_picture(240 + 10 * i, 300 - 5 * i, seed=i).save(folder / f"{i:03d}.jpg", quality=92)
+    return root
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """../shared/data, which a fresh clone does not have."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip("../shared/data is not here")
+    return SHARED_DATA
+
+
+@pytest.fixture
+def featx(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`python -m featx ...` in an empty folder, as a user runs it."""
+
+    def run(
+        *overrides: str, cwd: Path = tmp_path, timeout: float = 300
+    ) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        return subprocess.run(
+            [sys.executable, "-m", "featx", *overrides],
+            cwd=cwd,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,258 @@
+"""featx.extract in this process, on tiny models of our own: what can go wrong with a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import featx
+from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
+from featx.jobs.extract import Interrupted
+
+MODELS = '''
+import torch
+from torch import nn
+
+
+class Tiny(nn.Module):
+    """Eight channels of means over patches; `pool` is the embedding of a picture."""
+
+    def __init__(self, scale=1.0, poison=None):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 8, stride=8)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.head = nn.Linear(8, 4)
+        self.scale = scale
+        self.poison = poison
+
+    def forward(self, x):
+        x = self.conv(x) * self.scale
+        x = self.pool(x)
+        if self.poison is not None:
+            bright = x.new_tensor(1.0) * (x.flatten(1).mean(1) > self.poison)
+            x = x + torch.where(bright > 0, float("nan"), 0.0)[:, None, None, None]
+        return self.head(x.flatten(1))
+
+
+class Fickle(Tiny):
+    """Skips a layer from its eighth call on."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = self.conv(x)
+        if self.calls < 8:
+            y = self.pool(y)
+        return self.head(y.mean((2, 3)))
+'''
+
+CUSTOM = {
+    "name": "tiny",
+    "library": "custom",
+    "target": "featx_test_models:Tiny",
+    "weights": None,
+    "transform": {"resize": 64, "crop": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "featx_test_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "featx_test_models", raising=False)
+
+
+def extract(data: object, **keys: object) -> featx.FeatureStore:
+    defaults = {"model": CUSTOM, "layers": ["pool"], "precision": "fp32", "out": "store"}
+    return featx.extract(**{**defaults, "data": data, **keys})
+
+
+def test_rows_labels_and_keys_belong_together(photo_folder: Path) -> None:
+    store = extract(photo_folder)
+    assert store.complete
+    assert list(store.keys) == sorted(store.keys)
+    assert store.classes == ("cat", "dog")
+    folders = [key.split("/")[0] if "/" in key else None for key in store.keys]
+    expected = [store.classes.index(name) if name else -1 for name in folders]
+    assert store.labels.tolist() == expected
+    alone = extract(photo_folder / "dog", out="alone", batch_size=1)
+    for i, key in enumerate(alone.keys):
+        row = store.row(f"dog/{key}")
+        np.testing.assert_allclose(store["pool"][row], alone["pool"][i], rtol=2e-3, atol=1e-4)
+
+
+def test_a_failed_picture_changes_no_neighbour(photo_folder: Path, tmp_path: Path) -> None:
+    """The same rows, with and without damage in some of them, are the same bit for bit."""
+    good = extract(photo_folder, out="good", dtype="float32")
+    root = tmp_path / "damaged"
+    shutil.copytree(photo_folder, root)
+    (root / "cat" / "004.jpg").write_bytes(b"not a picture")
+    (root / "dog" / "007.jpg").write_bytes((root / "dog" / "007.jpg").read_bytes()[:500])
+    damaged = extract(root, out="bad", dtype="float32")
+    assert damaged.keys.tolist() == good.keys.tolist()
+    bad = [damaged.row("cat/004.jpg"), damaged.row("dog/007.jpg")]
+    assert np.flatnonzero(~damaged.ok).tolist() == bad
+    assert [f["status"] for f in damaged.failures] == ["unsupported", "truncated"]
+    assert np.isnan(damaged["pool"][bad]).all()
+    rest = np.setdiff1d(np.arange(len(good)), bad)
+    assert damaged["pool"][rest].tobytes() == good["pool"][rest].tobytes()
+
+
+def test_every_way_to_cut_the_rows_gives_the_same_features(photo_folder: Path) -> None:
+    reference = extract(photo_folder, out="a", dtype="float32", batch_size=32)
+    for batch_size, part_rows in ((1, 1), (3, 8), (4, 4), (5, 16), (64, "auto")):
+        out = f"b{batch_size}-{part_rows}"
+        cut = extract(
+            photo_folder, out=out, dtype="float32", batch_size=batch_size, part_rows=part_rows
+        )
+        assert cut.complete
+        np.testing.assert_allclose(cut["pool"][:], reference["pool"][:], rtol=1e-5, atol=1e-6)
+
+
+def test_one_picture_and_a_limit(photo_folder: Path) -> None:
+    store = extract({"name": "folder", "root": str(photo_folder), "limit": 1})
+    assert len(store) == 1
+    assert store["pool"].shape == (1, 8, 1, 1)
+    assert store.ok.all()
+
+
+def test_kept_parts_and_packed_file_hold_the_same(photo_folder: Path, tmp_path: Path) -> None:
+    parts = extract(photo_folder, out="kept", part_rows=4, batch_size=4, pack=False)
+    assert not (tmp_path / "kept" / "features.h5").exists()
+    assert len(list((tmp_path / "kept" / "parts").glob("part-*.h5"))) == 6
+    before = parts["pool"][:]
+    packed = extract(photo_folder, out="kept", part_rows=4, batch_size=4)
+    assert (tmp_path / "kept" / "features.h5").exists()
+    assert not (tmp_path / "kept" / "parts").exists()
+    assert packed["pool"][:].tobytes() == before.tobytes()
+    assert parts["pool"][:].tobytes() == before.tobytes()
+
+
+@pytest.mark.parametrize("codec", ["lzf", "gzip", "zstd", "blosc2"])
+def test_codecs_change_no_value(photo_folder: Path, codec: str) -> None:
+    plain = extract(photo_folder, out="plain", layers=["conv"])
+    coded = extract(photo_folder, out=codec, layers=["conv"], codec=codec)
+    assert coded["conv"][:].tobytes() == plain["conv"][:].tobytes()
+    with h5py.File(f"{codec}/features.h5") as file:
+        assert file.attrs["codec"] == codec
+
+
+def test_a_value_too_large_for_float16_stops_the_run(photo_folder: Path) -> None:
+    model = {**CUSTOM, "args": {"scale": 1e7}}
+    with pytest.raises(NonFiniteError, match=r"layer pool, row 0 \(.*over 65504.*dtype=float32"):
+        extract(photo_folder, model=model)
+    assert extract(photo_folder, model=model, dtype="float32", out="wide").ok.all()
+
+
+def test_recorded_non_finite_rows_are_failures(photo_folder: Path) -> None:
+    clean = extract(photo_folder, out="clean", layers=["embedding"], dtype="float32")
+    means = clean["embedding"][:].mean(1)
+    between = float(np.sort(means)[10:12].mean())
+    poisoned = means > between
+    keys = {"model": {**CUSTOM, "args": {"poison": between}}, "layers": ["embedding"]}
+    store = extract(photo_folder, nonfinite="record", dtype="float32", **keys)
+    assert (~store.ok).tolist() == poisoned.tolist()
+    assert {f["status"] for f in store.failures} == {"non finite"}
+    assert np.isnan(store["embedding"][poisoned]).all()
+    kept = store["embedding"][~poisoned]
+    np.testing.assert_allclose(kept, clean["embedding"][~poisoned], rtol=1e-6)
+    with pytest.raises(NonFiniteError, match="layer embedding.*nan in fp32"):
+        extract(photo_folder, out="strict", dtype="float32", **keys)
+
+
+def test_every_picture_failing_is_not_success(tmp_path: Path) -> None:
+    from featx.config import from_keywords, from_omegaconf
+    from featx.jobs import extract as job
+
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "x.jpg").write_bytes(b"no")
+    keys = {"model": CUSTOM, "data": "bad", "layers": ["pool"], "max_failures": 5.0, "out": "s"}
+    assert job.run(from_omegaconf(from_keywords(keys)), "") == 3
+
+
+def test_resolved_choices_are_reused_on_resume(photo_folder: Path, tmp_path: Path) -> None:
+    extract(photo_folder, precision="auto", batch_size="auto")
+    resolved = json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"]
+    shutil.rmtree(tmp_path / "store" / "parts", ignore_errors=True)
+    (tmp_path / "store" / "features.h5").unlink()
+    # bf16 is what this store was begun with, whatever a new probe would say.
+    again = extract(photo_folder, precision="auto", batch_size="auto")
+    assert json.loads((tmp_path / "store" / "featx.json").read_text())["resolved"] == resolved
+    assert again.complete
+    with pytest.raises(StoreMismatchError, match=r"batch_size: the store has \d+, now 2"):
+        extract(photo_folder, batch_size=2)
+
+
+def test_an_interrupted_run_keeps_its_parts(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes while a part is half done: that part is done again, the others are kept."""
+    from featx.store.session import StoreSession
+
+    commit = StoreSession.commit
+
+    def commit_and_signal(self: StoreSession, builder: object) -> None:
+        commit(self, builder)  # type: ignore[arg-type]
+        if builder.part.index == 1:  # type: ignore[attr-defined]
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(StoreSession, "commit", commit_and_signal)
+    keys = {"part_rows": 4, "batch_size": 2, "dtype": "float32"}
+    with pytest.raises(Interrupted) as interrupted:
+        extract(photo_folder, **keys)
+    assert interrupted.value.signum == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    half = featx.open("store")
+    assert not half.complete
+    assert half.status.tolist() == [0] * 8 + [255] * 13
+    assert np.isnan(half["pool"][8:]).all()
+    assert np.isfinite(half["pool"][:8]).all()
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    whole = extract(photo_folder, out="whole", **keys)
+    assert extract(photo_folder, **keys)["pool"][:].tobytes() == whole["pool"][:].tobytes()
+
+
+def test_a_second_writer_is_refused(photo_folder: Path, tmp_path: Path) -> None:
+    from featx.store.commit import exclusive_lock
+
+    (tmp_path / "store").mkdir()
+    with (
+        exclusive_lock(tmp_path / "store" / ".lock"),
+        pytest.raises(StoreLockedError, match=str(os.getpid())),
+    ):
+        extract(photo_folder)
+
+
+def test_a_model_that_changes_its_mind_is_stopped(photo_folder: Path) -> None:
+    model = {**CUSTOM, "target": "featx_test_models:Fickle"}
+    with pytest.raises(RunError, match=r"pool.* did not fire"):
+        extract(photo_folder, model=model, batch_size=1)
+
+
+def test_the_model_is_left_as_it_was_and_no_thread_stays(photo_folder: Path) -> None:
+    before = threading.active_count()
+    first = extract(photo_folder, out="first")
+    second = extract(photo_folder, out="second")
+    assert first.attrs["weights_sha256"] == second.attrs["weights_sha256"]
+    assert threading.active_count() == before
+
+
+def test_fast_decoding_stays_near_the_reference(photo_folder: Path) -> None:
+    keys = {"model": {"name": "resnet18", "weights": None}, "layers": ["avgpool"]}
+    fast = extract(photo_folder, out="fast", **keys).xy("avgpool")[0]
+    reference = extract(photo_folder, out="reference", decode="reference", **keys).xy("avgpool")[0]
+    cosine = (fast * reference).sum(1) / np.linalg.norm(fast, axis=1)
+    cosine /= np.linalg.norm(reference, axis=1)
+    assert cosine.min() >= 0.999

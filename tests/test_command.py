@@ -1,0 +1,291 @@
+"""The command as a user runs it: a process in an empty folder, its output, files and exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+
+Featx = Callable[..., subprocess.CompletedProcess[str]]
+
+RESNET = ("model=resnet18", "model.weights=null", "precision=fp32")
+
+
+def datasets(path: Path) -> dict[str, np.ndarray]:
+    """Every dataset of a file, read whole with plain h5py."""
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(path, "r") as file:
+        file.visititems(
+            lambda name, item: (
+                found.update({name: item[()]}) if isinstance(item, h5py.Dataset) else None
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
+        (["data.rot=3"], "Nearest: data.root"),
+        (["+foo=1"], "unknown key 'foo'"),
+        (["job=extrct"], "job=extrct: expected one of extract, layers, plan. Nearest: extract"),
+        (["model=resnet5O"], "Nearest: resnet50"),
+        (["data=folder"], "data.root=DIR"),
+        (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),
+        (["data.root=photos"], "add data=folder"),
+        (["reduce=agv"], "Nearest: avg"),
+        (["reduce=avg", "reduce.p=3"], "reduce.p has an effect with reduce=gem only"),
+        (["layers=[]"], "layers is empty"),
+        (["layers={layer4: agv}"], "reduce=agv: expected one of"),
+        (["layers=["], "cannot read 'layers=['"),
+        (["batch_size=many"], "batch_size=many: expected auto or a whole number"),
+        (["part_rows=100"], "expected a power of two, such as 128"),
+        (["batch_size=64", "part_rows=32"], "batch_size=64 is larger than part_rows=32"),
+        (["dtype=int8"], "dtype=int8: expected one of float16, float32"),
+        (["device=tpu"], "device=tpu: expected auto, cpu"),
+        (["model=custom"], "model.target"),
+        (["model.target=a:b"], "model.target has an effect with model=custom only"),
+        (["data.background=notacolour"], "notacolour: expected a colour name"),
+        (["max_failures=-1"], "expected 0 or more"),
+    ],
+)
+def test_a_mistake_ends_with_one_message_and_code_2_before_any_model_loads(
+    featx: Featx, overrides: list[str], expected: str
+) -> None:
+    begun = time.monotonic()
+    done = featx(*overrides)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert time.monotonic() - begun < 5
+
+
+def test_debug_shows_the_traceback(featx: Featx, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEATX_DEBUG", "1")
+    done = featx("data=folder", "data.root=/no/such/folder")
+    assert done.returncode != 0
+    assert "Traceback" in done.stderr
+    assert "DataError" in done.stderr
+
+
+def test_importing_featx_is_quick_and_loads_neither_torch_nor_hydra() -> None:
+    code = (
+        "import sys, time; t = time.perf_counter(); import featx; "
+        "print(time.perf_counter() - t); "
+        "assert not {'torch', 'hydra', 'omegaconf', 'h5py', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.2
+
+
+def test_help_lists_every_key(featx: Featx) -> None:
+    done = featx("--help")
+    assert done.returncode == 0
+    for key in ("job=extract", "model.weights=default", "out=runs/<data>/<model>", "seed=0"):
+        assert key in done.stdout
+
+
+def test_extract_on_the_sample_pictures(featx: Featx, tmp_path: Path) -> None:
+    """The embedded pictures, no extra and no terminal: plain lines, a table, a plain HDF5 file."""
+    done = featx("data=sample", *RESNET, "layers=[layer4,avgpool]", "data.limit=5")
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stderr
+    out = tmp_path / "runs" / "sample" / "resnet18"
+    assert 'featx.open("runs/sample/resnet18")' in done.stdout
+    names = {"features.h5", "featx.json", "samples.h5", "failures.csv", "summary.json", ".hydra"}
+    assert names <= set(os.listdir(out))
+    assert not (out / "parts").exists()
+    with h5py.File(out / "features.h5") as file:
+        assert file["features/layer4"].shape == (5, 512, 7, 7)
+        assert file["features/avgpool"].shape == (5, 512, 1, 1)
+        assert file["features/layer4"].attrs["layer"] == "layer4"
+        assert file["label"].dtype == np.int64
+        assert file["status"][:].tolist() == [0] * 5
+        assert file.attrs["complete"]
+        assert file.attrs["model"] == "torchvision/resnet18"
+        assert len(file.attrs["weights_sha256"]) == 64
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["rows"] == 5
+    assert summary["images_per_second"] > 0
+    assert {"read", "decode", "model", "write"} <= set(summary["seconds"])
+    assert len(summary["runs"]) == 1
+
+
+def test_multirun_makes_one_store_a_model(featx: Featx, tmp_path: Path) -> None:
+    done = featx(
+        "-m", "model=resnet18,mobilenet_v2", "model.weights=null", "precision=fp32",
+        "data=sample", "data.limit=3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for model in ("resnet18", "mobilenet_v2"):
+        assert (tmp_path / "runs" / "sample" / model / "features.h5").is_file()
+    assert set(os.listdir(tmp_path)) == {"runs"}
+
+
+def test_multirun_goes_on_after_a_job_that_fails(featx: Featx, tmp_path: Path) -> None:
+    done = featx(
+        "-m", "model=resnet5O,resnet18", "model.weights=null", "precision=fp32",
+        "data=sample", "data.limit=2",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "resnet5O" in done.stderr
+    assert (tmp_path / "runs" / "sample" / "resnet18" / "features.h5").is_file()
+
+
+def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
+    done = featx("job=plan", "job.json=true", "data=sample", *RESNET, "layers=[layer4]")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert plan["layers"]["layer4"] == {"shape": [512, 7, 7], "dtype": "float16", "bytes": 50176}
+    assert plan["disk_needed"] == plan["rows"] * 50176
+    assert plan["disk_free"] > 0
+    assert plan["seconds"] > 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_layers_lists_what_can_be_captured(featx: Featx, tmp_path: Path) -> None:
+    done = featx("job=layers", "job.json=true", "model=resnet18", "model.weights=null")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout)}
+    conv = rows["conv1"]
+    assert conv["type"] == "Conv2d"
+    assert conv["shape"] == [64, 112, 112]
+    assert conv["parameters"] == 64 * 3 * 7 * 7
+    assert conv["bytes_per_row"] == 2 * 64 * 112 * 112
+    assert conv["mflops"] == pytest.approx(2 * 64 * 112 * 112 * 3 * 49 / 1e6, rel=1e-6)
+    assert rows["layer1.0.relu@2"]["calls"] == 2
+    order = list(rows)
+    assert order.index("conv1") < order.index("layer1") < order.index("layer4") < order.index("fc")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_bad_picture_is_recorded_and_the_exit_code_is_3(
+    featx: Featx, photo_folder: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "photos"
+    shutil.copytree(photo_folder, root)
+    good = (root / "cat" / "002.jpg").read_bytes()
+    (root / "cat" / "002.jpg").write_bytes(good[: len(good) // 2])
+    (root / "dog" / "empty.png").touch()
+    done = featx("data=folder", "data.root=photos", *RESNET, "out=store")
+    assert done.returncode == 3
+    assert "2 of 22 images failed, more than max_failures=0.01 (0 images)" in done.stderr
+    lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
+    assert lines[0] == "row,key,status,error,message"
+    assert lines[1].split(",")[1:3] == ["cat/002.jpg", "truncated"]
+    assert lines[2].split(",")[1:3] == ["dog/empty.png", "empty"]
+    with h5py.File(tmp_path / "store" / "features.h5") as file:
+        keys = [key.decode() for key in file["key"][:]]
+        bad = [keys.index("cat/002.jpg"), keys.index("dog/empty.png")]
+        assert file["status"][:][bad].tolist() == [5, 2]
+        finite = np.isfinite(file["features/embedding"][:]).all(axis=1)
+        assert np.flatnonzero(~finite).tolist() == bad
+    # Enough failures allowed, and the same store is fine.
+    again = featx("data=folder", "data.root=photos", *RESNET, "out=store", "max_failures=2")
+    assert again.returncode == 0
+
+
+def test_another_setting_is_refused_with_both_values(
+    featx: Featx, photo_folder: Path, tmp_path: Path
+) -> None:
+    command = ("data=folder", f"data.root={photo_folder}", *RESNET, "out=store", "data.limit=2")
+    assert featx(*command).returncode == 0
+    before = (tmp_path / "store" / "features.h5").read_bytes()
+    done = featx(*command, "seed=1", "dtype=float32")
+    assert done.returncode == 2
+    assert "dtype: the store has 'float16', now 'float32'" in done.stderr
+    assert "random (seed 0)" in done.stderr
+    assert "overwrite=true" in done.stderr
+    assert (tmp_path / "store" / "features.h5").read_bytes() == before
+    assert featx(*command, "dtype=float32", "overwrite=true").returncode == 0
+    with h5py.File(tmp_path / "store" / "features.h5") as file:
+        assert file["features/embedding"].dtype == np.float32
+
+
+def start(overrides: tuple[str, ...], cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "featx", *overrides],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+)
+def test_a_stopped_run_goes_on_and_ends_bit_identical(
+    featx: Featx, photo_folder: Path, tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    common = ("data=folder", f"data.root={photo_folder}", "model=resnet50", "model.weights=null")
+    common = (*common, "precision=fp32", "part_rows=4", "batch_size=4", "layers=[layer3,avgpool]")
+    process = start((*common, "out=stopped"), tmp_path)
+    parts = tmp_path / "stopped" / "parts"
+    wait_for(lambda: (parts / "part-000000.h5").exists(), process)
+    process.send_signal(signum)
+    begun = time.monotonic()
+    process.communicate()
+    assert process.returncode == code
+    assert time.monotonic() - begun < 10
+    committed = {path.name: path.read_bytes() for path in parts.glob("part-*.h5")}
+    assert 1 <= len(committed) < 6
+    resumed = featx(*common, "out=stopped")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{4 * len(committed)} of 21 rows are there already" in resumed.stderr
+    assert featx(*common, "out=whole").returncode == 0
+    stopped, whole = (datasets(tmp_path / n / "features.h5") for n in ("stopped", "whole"))
+    assert stopped.keys() == whole.keys()
+    for name in whole:
+        assert stopped[name].tobytes() == whole[name].tobytes(), name
+
+
+def test_the_wheel_carries_conf_and_pictures(tmp_path: Path) -> None:
+    """Built, installed in a fresh environment, run from an empty folder far from the checkout."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, REPOSITORY],
+        check=True,
+        capture_output=True,
+    )
+    wheel = next(tmp_path.glob("featx-*.whl"))
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    site = next((tmp_path / "env" / "lib").glob("python*")) / "site-packages"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel]
+    subprocess.run(install, check=True, capture_output=True)
+    # The dependencies of the running environment, without its editable featx.
+    (site / "dependencies.pth").write_text(str(Path(np.__file__).parent.parent) + "\n")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    command = [tmp_path / "env" / "bin" / "python", "-m", "featx", "data=sample", *RESNET]
+    done = subprocess.run(
+        [*command, "data.limit=2"], cwd=empty, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (empty / "runs" / "sample" / "resnet18" / "features.h5").is_file()
+    where = "import featx; print(featx.__file__)"
+    printed = subprocess.run(
+        [tmp_path / "env" / "bin" / "python", "-c", where],
+        cwd=empty, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert str(site) in printed

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from featx.errors import RunError, StoreError, StoreLockedError
+from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 
 TEMPORARY = ".tmp-"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
@@ -36,13 +36,18 @@ class Disk:
         """Create a folder and its parents, and make its name durable."""
         if path.is_dir():
             return
+        new = [folder for folder in (path, *path.parents) if not folder.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StoreError(
                 f"cannot create the folder {path}: {error.strerror}. Choose another out=DIR."
             ) from error
-        self.sync_folder(path.parent)
+        try:
+            for folder in reversed(new):
+                self.sync_folder(folder.parent)
+        except OSError as error:
+            raise _failed(path, error) from error
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
         """Create `path` with `data`, whole or not at all.
@@ -94,6 +99,8 @@ class Disk:
                     os.close(descriptor)
                 self._link(temporary, path)
             self.sync_folder(path.parent)
+        except FeatxError:
+            raise  # the block's own verdict: a StoreError is an OSError too
         except OSError as error:
             raise _failed(path, error) from error
 
@@ -101,16 +108,22 @@ class Disk:
         """Move a file that cannot be trusted out of the way; it is never deleted."""
         self.make_folder(folder)
         target = folder / f"{path.name}.{time.time_ns()}"
-        path.rename(target)
-        self.sync_folder(path.parent)
+        try:
+            path.rename(target)
+            self.sync_folder(path.parent)
+        except OSError as error:
+            raise _failed(target, error) from error
         return target
 
     def remove(self, path: Path) -> None:
         """Delete a file or a folder of the store, if it is there."""
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _failed(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in a folder durable."""
@@ -174,7 +187,8 @@ class ReservedFile(io.RawIOBase):
         self._reserved = size
         self._size = 0
         self._position = 0
-        os.posix_fallocate(descriptor, 0, max(1, size))
+        if hasattr(os, "posix_fallocate"):  # macOS has none; a full disk then shows on writing
+            os.posix_fallocate(descriptor, 0, max(1, size))
 
     def readable(self) -> bool:
         return True
@@ -238,8 +252,14 @@ def exclusive_lock(path: Path) -> Iterator[None]:
 
     Raises:
         StoreLockedError: somebody else holds it; the message says who.
+        StoreError: the folder cannot be written to, or its file system has no locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to {path.parent}: {error.strerror}. Choose another out=DIR."
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,6 +269,11 @@ def exclusive_lock(path: Path) -> Iterator[None]:
                 f"{path.parent} is being written by another process: {holder or 'unknown'}. "
                 "Wait for it, stop it, or choose another out=DIR."
             ) from error
+        except OSError as error:
+            raise StoreError(
+                f"{path.parent} cannot be locked: {error.strerror}. Choose an out=DIR on a disk "
+                "that has file locks."
+            ) from error
         holder_text = json.dumps(
             {
                 "pid": os.getpid(),
@@ -256,19 +281,26 @@ def exclusive_lock(path: Path) -> Iterator[None]:
                 "since": time.strftime("%Y-%m-%d %H:%M:%S"),
             }
         )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder_text.encode(), 0)
+        _note_holder(descriptor, holder_text)
         yield
-        os.ftruncate(descriptor, 0)
+        _note_holder(descriptor, "")
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):  # nothing of the store is written through it
+            os.close(descriptor)
 
 
-def _failed(path: Path, error: OSError) -> RunError:
+def _note_holder(descriptor: int, text: str) -> None:
+    """Say in the lock file who holds it: for people only, so a full disk does not matter here."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, text.encode(), 0)
+
+
+def _failed(path: Path, error: OSError, doing: str = "writing") -> RunError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Make room and give the same command again"
     else:
         hint = "When the disk answers again, give the same command again"
     return RunError(
-        f"writing {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
+        f"{doing} {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
     )

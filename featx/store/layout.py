@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import zlib
@@ -25,6 +26,7 @@ PARTS = "parts"
 FAILURES_CSV = "failures.csv"
 SUMMARY = "summary.json"
 LOCK = ".lock"
+QUARANTINE = "quarantine"
 
 FEATURES = "features"
 CHECKSUMS = "checksums"
@@ -42,6 +44,17 @@ CHUNK_BYTES_COMPRESSED = 1 << 18
 PART_BYTES = 256 << 20
 COLUMN_CHUNK_ROWS = 1 << 14
 """Rows per chunk of key, label and status, at the most."""
+
+
+PART_GLOB = "part-*.h5"
+
+UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
+"""What reading a file can raise in h5py; `is_damage` tells whose fault it is."""
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error tells of the file; else the system could not read it now (EIO, EACCES)."""
+    return not isinstance(error, OSError) or error.errno in (None, errno.EISDIR)
 
 
 def part_name(index: int) -> str:

@@ -7,6 +7,7 @@ packed file is whole, checked and durable.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ import numpy as np
 from featx.errors import FeatxError, RunError, StoreError
 from featx.store import codecs, layout
 from featx.store.commit import Disk
+from featx.store.files import open_hdf5
 from featx.store.session import read_descriptor
-from featx.store.writer import read_failures, write_classes, write_failures
+from featx.store.writer import make_groups, read_failures, write_classes, write_failures
 
 HEADROOM_BYTES = 16 << 20
 """Beyond the parts' own size: HDF5's metadata, and room for others."""
@@ -33,15 +35,20 @@ def pack_in_child(root: Path) -> None:
     """Pack the store in a child process.
 
     Raises:
-        RunError: packing failed; the parts are all there and hold every row.
+        RunError: packing failed; the parts are kept, those found damaged in quarantine/.
     """
-    command = [sys.executable, "-m", "featx.store.pack", str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # -P keeps the user's folder off the child's path: a types.py there would be imported.
+    command = [sys.executable, "-P", "-m", "featx.store.pack", str(root)]
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise RunError(
-            f"packing {root / layout.PACKED} failed: {reason[0]} The parts hold every row and "
-            "featx.open reads them; the same command tries again, pack=false keeps the parts."
+            f"packing {root / layout.PACKED} failed: {reason[0]} The parts are kept and "
+            "featx.open reads them; the same command goes on, pack=false leaves the parts as "
+            "they are."
         )
 
 
@@ -59,23 +66,52 @@ def pack(root: Path) -> None:
         codecs.load_plugin()
     grid = layout.Grid(descriptor["num_rows"], descriptor["part_rows"])
     paths = [root / layout.PARTS / layout.part_name(i) for i in range(len(grid))]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise StoreError(
+            f"{root} cannot be packed yet: {len(missing)} parts are missing, {missing[0]} first."
+        )
     size = packed_size_bound(sum(path.stat().st_size for path in paths))
-    with Disk(root).reserved(root / layout.PACKED, size) as file:
-        with h5py.File(file, "w", libver=layout.LIBVER) as packed:
-            _copy(paths, packed, grid)
-        with h5py.File(file, "r") as packed:
-            check_chunks(packed)
+    disk = Disk(root)
+    with disk.reserved(root / layout.PACKED, size) as file:
+        try:
+            with h5py.File(file, "w", libver=layout.LIBVER) as packed:
+                _copy(paths, packed, grid, descriptor["fingerprint_sha256"])
+            with h5py.File(file, "r") as packed:
+                check_chunks(packed)
+        except layout.UNREADABLE as error:
+            damaged = _set_damaged_aside(disk, paths)
+            if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
+                raise  # the disk's failure, not a part's
+            raise StoreError(f"{error}{damaged}") from error
 
 
-def _copy(paths: list[Path], packed: h5py.File, grid: layout.Grid) -> None:
+def _set_damaged_aside(disk: Disk, paths: list[Path]) -> str:
+    """Move the parts that differ from their checksums to quarantine/, and say so."""
+    text = ""
+    for path in paths:
+        try:
+            with open_hdf5(path) as source:
+                check_chunks(source)
+        except layout.UNREADABLE as error:
+            if not layout.is_damage(error):
+                continue
+            target = disk.set_aside(path, disk.root / layout.QUARANTINE)
+            text += f" {path.name} is damaged ({error}), moved to {target}."
+    return text
+
+
+def _copy(paths: list[Path], packed: h5py.File, grid: layout.Grid, fingerprint: str) -> None:
     failures = []
     for index, path in enumerate(paths):
         part = grid.part(index)
-        with h5py.File(path, "r", locking=False) as source:
+        with open_hdf5(path) as source:
+            if source.attrs["fingerprint"] != fingerprint:
+                raise StoreError(f"{path} is of another run.")
+            if source.attrs["start"] != part.start or len(source[layout.KEY]) != len(part):
+                raise StoreError(f"{path} holds the rows of another part.")
             if index == 0:
                 _create_like(source, packed, grid)
-            elif source.attrs["fingerprint"] != packed.attrs["fingerprint"]:
-                raise StoreError(f"{path} is of another run than part 0.")
             for name in _row_datasets(source):
                 copy_chunks(source[name], packed[name], part.start)
                 sums = source[f"{layout.CHECKSUMS}/{name}"][:]
@@ -90,18 +126,15 @@ def _create_like(source: h5py.File, packed: h5py.File, grid: layout.Grid) -> Non
     for name, value in source.attrs.items():
         if name not in ("part", "start"):
             packed.attrs[name] = value
+    make_groups(packed)
     for name in _row_datasets(source):
         template = source[name]
         properties = template.id.get_create_plist().copy()
         shape = (grid.num_rows, *template.shape[1:])
         limit = (len(grid) * grid.slots, *template.shape[1:])
         path = name.encode()
-        links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-        links.set_create_intermediate_group(True)
         space = h5py.h5s.create_simple(shape, limit)
-        made = h5py.h5d.create(
-            packed.id, path, template.id.get_type(), space, dcpl=properties, lcpl=links
-        )
+        made = h5py.h5d.create(packed.id, path, template.id.get_type(), space, dcpl=properties)
         dataset = h5py.Dataset(made)
         for key, value in template.attrs.items():
             dataset.attrs[key] = value

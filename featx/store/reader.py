@@ -10,26 +10,21 @@ import contextlib
 import itertools
 import json
 import os
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
 from featx.errors import LayerError, StoreError, nearest
-from featx.store import codecs, layout
+from featx.store import layout
+from featx.store.array import LayerArray
+from featx.store.files import Handles, OpenFile, check_hard
 from featx.types import Part, Status
 
-MAX_OPEN_FILES = 16
-"""File handles one store keeps open in one process."""
-
-_MAX_COMPRESSION = 4096
-"""A filtered dataset that claims to expand more than this is refused before memory is taken."""
+T = TypeVar("T")
 
 
 def open(path: str | os.PathLike[str]) -> FeatureStore:
@@ -55,8 +50,9 @@ class FeatureStore:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.root = Path(path)
-        self._handles = _Handles()
+        self.root = Path(path).expanduser().absolute()
+        self._handles = Handles()
+        self._num_rows = 0
         self._segments: list[tuple[Path, Part]] = []
         self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
         self._layer_attrs: dict[str, dict[str, Any]] = {}
@@ -64,8 +60,8 @@ class FeatureStore:
 
     def refresh(self) -> FeatureStore:
         """Look again which parts are there; for a run that still goes on."""
-        self._handles = _Handles()
-        for name in ("keys", "labels", "status", "failures", "_positions", "_key_bytes"):
+        self._handles = Handles()
+        for name in ("keys", "labels", "status", "failures", "_key_bytes"):
             self.__dict__.pop(name, None)
         self._find()
         return self
@@ -110,8 +106,7 @@ class FeatureStore:
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
         """(N,) int64: index into `classes`, -1 where an image has none."""
-        with self._listing_file() as file:
-            labels: npt.NDArray[np.int64] = file[layout.LABEL][:]
+        labels: npt.NDArray[np.int64] = self._column(layout.LABEL, "i")
         return labels
 
     @cached_property
@@ -129,23 +124,30 @@ class FeatureStore:
     def failures(self) -> list[dict[str, Any]]:
         """The failed rows in order: row, key, status (name), error, message."""
         found = []
-        for path, part in self._segments:
-            with self._handles.use(path) as file:
-                group = file[layout.FAILURES]
-                columns = [group[name][:].tolist() for name in ("row", "error", "message")]
-                if part.stop > self._num_rows:
-                    raise StoreError(f"{path} holds rows beyond the listing.")
-            for row, error, message in zip(*columns, strict=True):
-                found.append(
-                    {
-                        "row": row,
-                        "key": str(self.keys[row]),
-                        "status": Status(int(self.status[row])).label,
-                        "error": error.decode("utf-8", "replace"),
-                        "message": message.decode("utf-8", "replace"),
-                    }
-                )
+        for row, error, message in self._again_if_packed(self._read_failures):
+            found.append(
+                {
+                    "row": row,
+                    "key": str(self.keys[row]),
+                    "status": Status(int(self.status[row])).label,
+                    "error": error.decode("utf-8", "replace"),
+                    "message": message.decode("utf-8", "replace"),
+                }
+            )
         return sorted(found, key=lambda failure: failure["row"])
+
+    def _read_failures(self) -> list[tuple[int, bytes, bytes]]:
+        found: list[tuple[int, bytes, bytes]] = []
+        for path, part in self._segments:
+            with self._segment(path, part) as opened:
+                columns = [
+                    opened.dataset(f"{layout.FAILURES}/{name}")[:].tolist()
+                    for name in ("row", "error", "message")
+                ]
+            if not all(part.start <= row < part.stop for row in columns[0]):
+                raise StoreError(f"{path} has failures of rows that are not in it.")
+            found += zip(*columns, strict=True)
+        return found
 
     def row(self, key: str | bytes) -> int:
         """The position of an image by its key.
@@ -157,7 +159,8 @@ class FeatureStore:
         at = int(np.searchsorted(self._key_bytes, np.bytes_(wanted)))
         if at < len(self) and bytes(self._key_bytes[at]) == wanted:
             return at
-        raise KeyError(f"{self.root} has no row {key!r}.{nearest(str(key), self.keys.tolist())}")
+        nearby = self.keys[max(0, at - 500) : at + 500].tolist()
+        raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Features and labels of the ok rows, as scikit-learn takes them.
@@ -166,24 +169,40 @@ class FeatureStore:
             X (n, D) float32, each row flattened, and y (n,) int64.
         """
         rows = np.flatnonzero(self.ok)
-        features = self[layer][rows].reshape(len(rows), -1).astype(np.float32)
+        width = int(np.prod(self[layer].shape[1:], dtype=np.int64))
+        features = self[layer][rows].reshape(len(rows), width).astype(np.float32)
         return features, self.labels[rows]
 
     @cached_property
     def _key_bytes(self) -> npt.NDArray[np.bytes_]:
-        with self._listing_file() as file:
-            keys: npt.NDArray[np.bytes_] = file[layout.KEY][:]
+        keys: npt.NDArray[np.bytes_] = self._column(layout.KEY, "S")
         return keys
 
+    def _column(self, name: str, kind: str) -> npt.NDArray[Any]:
+        """A column of the listing: one entry per row, of numpy's kind `kind`."""
+        path = self._packed or self.root / layout.LISTING
+        with self._handles.use(path) as opened:
+            dataset = opened.dataset(name)
+            if dataset.shape != (len(self),) or dataset.dtype.kind != kind:
+                raise StoreError(
+                    f"{path}: /{name} is {dataset.shape} {dataset.dtype}; the store has "
+                    f"{len(self)} rows."
+                )
+            column: npt.NDArray[Any] = dataset[:]
+        return column
+
     @contextlib.contextmanager
-    def _listing_file(self) -> Iterator[h5py.File]:
-        listing = self.root / layout.LISTING if self.root.is_dir() else self.root
-        if self._packed is not None:
-            listing = self._packed
-        with self._handles.use(listing) as file:
-            for name in (layout.KEY, layout.LABEL):
-                _check_plain(file, name)
-            yield file
+    def _segment(self, path: Path, part: Part) -> Iterator[OpenFile]:
+        """The open file of one part, or the packed one; what is of another run is refused."""
+        with self._handles.use(path) as opened:
+            if not opened.known:
+                attrs = opened.file.attrs
+                if attrs.get("fingerprint") != self.attrs.get("fingerprint"):
+                    raise StoreError(f"{path} is of another run than {self.root}.")
+                if attrs.get("start", 0) != part.start:
+                    raise StoreError(f"{path} holds the rows of another part.")
+                opened.known = True
+            yield opened
 
     def _find(self) -> None:
         """Find where the rows are and what the datasets look like."""
@@ -198,31 +217,43 @@ class FeatureStore:
                 raise StoreError(f"{path} holds no store: there is no {layout.DESCRIPTOR} in it.")
         if self._packed is not None:
             self._find_packed(self._packed)
-        else:
+            return
+        try:
             self._find_parts()
+        except (LookupError, TypeError, ValueError) as error:
+            raise StoreError(f"{path / layout.DESCRIPTOR} is damaged ({error}).") from error
+        except FileNotFoundError as error:
+            if not (path / layout.PACKED).is_file():
+                raise StoreError(f"{path} holds no store: {error.filename} is missing.") from error
+        if (path / layout.PACKED).is_file():
+            self._find()  # packed while we looked: parts may be going
 
     def _find_packed(self, path: Path) -> None:
-        with self._handles.use(path) as file:
-            if "featx_format" not in file.attrs:
+        with self._handles.use(path) as opened:
+            attrs = opened.file.attrs
+            if "featx_format" not in attrs:
                 raise StoreError(f"{path} is an HDF5 file, but no featx store.")
-            _check_version(path, int(file.attrs["featx_format"]))
-            self._num_rows = len(file[layout.KEY])
-            self.attrs = {name: _plain(value) for name, value in file.attrs.items()}
-            start = int(self.attrs.get("start", 0))
-            if start:
+            _check_version(path, attrs["featx_format"])
+            if "part" in attrs:
                 raise StoreError(f"{path} is one part of a store; open the store's folder.")
-            self.complete = bool(file.attrs["complete"])
-            self.classes = _texts(file[layout.CLASSES][:])
+            self.attrs = {name: _plain(value) for name, value in attrs.items()}
+            self.complete = bool(self.attrs.get("complete", False))
+            self.classes = _texts(opened.dataset(layout.CLASSES)[:])
+            self._num_rows = opened.dataset(layout.KEY).size
+            check_hard(opened.file, layout.FEATURES)
             self._shapes, self._layer_attrs = {}, {}
-            for name in file[layout.FEATURES]:
-                dataset = _check_plain(file, f"{layout.FEATURES}/{name}")
-                if len(dataset) != self._num_rows:
-                    raise StoreError(f"{path}: {name} has {len(dataset)} rows, not the listing's.")
+            for name in opened.file[layout.FEATURES]:
+                dataset = opened.dataset(f"{layout.FEATURES}/{name}")
+                if dataset.shape[:1] != (self._num_rows,) or dataset.dtype.kind != "f":
+                    raise StoreError(
+                        f"{path}: {name} is {dataset.shape} {dataset.dtype}; expected floats, "
+                        f"{self._num_rows} rows."
+                    )
                 self._shapes[name] = (dataset.shape[1:], dataset.dtype)
                 self._layer_attrs[name] = dict(dataset.attrs)
-            for name in (layout.KEY, layout.LABEL, layout.STATUS):
-                _check_plain(file, name)
+            opened.dataset(layout.STATUS)
         self._segments = [(path, Part(0, 0, self._num_rows))]
+        self._column(layout.LABEL, "i")
 
     def _find_parts(self) -> None:
         descriptor = json.loads((self.root / layout.DESCRIPTOR).read_bytes())
@@ -237,19 +268,28 @@ class FeatureStore:
             "codec": descriptor["codec"],
         }
         self._shapes, self._layer_attrs = {}, {}
-        for spec in descriptor["layers"]:
+        # HDF5 gives a file's datasets in the order of their names; so do the parts.
+        for spec in sorted(descriptor["layers"], key=lambda spec: str(spec["name"])):
             self._shapes[spec["name"]] = (tuple(spec["shape"]), np.dtype(spec["dtype"]))
             names = ("layer", "capture", "reduce", "compute_dtype")
             self._layer_attrs[spec["name"]] = {name: spec[name] for name in names}
-        names_there = set(os.listdir(self.root / layout.PARTS))  # noqa: PTH208 - names only
+        names_there = set(os.listdir(self.root / layout.PARTS))
         self._segments = [
             (self.root / layout.PARTS / layout.part_name(i), grid.part(i))
             for i in range(len(grid))
             if layout.part_name(i) in names_there
         ]
         self.complete = len(self._segments) == len(grid)
-        with self._listing_file() as file:
-            self.classes = _texts(file[layout.CLASSES][:])
+        with self._handles.use(self.root / layout.LISTING) as opened:
+            self.classes = _texts(opened.dataset(layout.CLASSES)[:])
+
+    def _again_if_packed(self, read: Callable[[], T]) -> T:
+        """What `read` returns, after another look where the parts went because of packing."""
+        try:
+            return read()
+        except FileNotFoundError:
+            self.refresh()
+            return read()
 
     def _read(
         self,
@@ -260,13 +300,7 @@ class FeatureStore:
         dtype: npt.DTypeLike,
     ) -> npt.NDArray[Any]:
         """Rows of one dataset in any order and with repeats; rows not there hold the fill."""
-        try:
-            return self._read_segments(path, rows, fill, shape, dtype)
-        except FileNotFoundError:
-            # The parts went because the run was packed meanwhile; the rows are the same.
-            self._handles = _Handles()
-            self._find()
-            return self._read_segments(path, rows, fill, shape, dtype)
+        return self._again_if_packed(lambda: self._read_segments(path, rows, fill, shape, dtype))
 
     def _read_segments(
         self,
@@ -283,8 +317,8 @@ class FeatureStore:
             low, high = np.searchsorted(ordered, [part.start, part.stop])
             if low == high:
                 continue
-            with self._handles.use(file_path) as file:
-                dataset = _check_plain(file, path)
+            with self._segment(file_path, part) as opened:
+                dataset = opened.dataset(path)
                 if dataset.shape != (len(part), *shape) or dataset.dtype != dtype:
                     raise StoreError(
                         f"{file_path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
@@ -310,159 +344,8 @@ def _runs(
         yield int(ordered[low]), int(ordered[high - 1]) + 1, places[low:high]
 
 
-class LayerArray:
-    """One layer of a store, (N, ...): indexed like numpy, read from disk when it is.
-
-    Indices are an int, a slice, a list or array of ints in any order and with repeats, or a
-    boolean mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
-    """
-
-    def __init__(self, store: FeatureStore, name: str) -> None:
-        self._store = store
-        self.name = name
-        row_shape, self.dtype = store._shapes[name]
-        self.shape: tuple[int, ...] = (len(store), *row_shape)
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        """layer, capture, reduce and compute_dtype of the dataset."""
-        return dict(self._store._layer_attrs[self.name])
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __repr__(self) -> str:
-        return f"<LayerArray {self.name} {self.shape} {self.dtype}>"
-
-    def __getitem__(self, index: Any) -> npt.NDArray[Any]:
-        if index is Ellipsis:
-            index = slice(None)
-        rest: tuple[Any, ...] = ()
-        if isinstance(index, tuple):
-            index, *others = index
-            rest = tuple(others)
-        rows, single = _row_indices(index, len(self))
-        read = self._store._read(
-            f"{layout.FEATURES}/{self.name}", rows, np.nan, self.shape[1:], self.dtype
-        )
-        chosen: npt.NDArray[Any] = read[(0 if single else slice(None), *rest)]
-        return chosen
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
-        if copy is False:
-            raise ValueError("the rows are on disk; an array of them is always a copy")
-        return self[:] if dtype is None else self[:].astype(dtype)
-
-
-def _row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """Any row index as (n,) int64 in [0, length), and whether it was a single int.
-
-    Raises:
-        IndexError: an index is out of range, a mask of another length, or of no known kind.
-    """
-    if isinstance(index, slice):
-        return np.arange(*index.indices(length), dtype=np.int64), False
-    array = np.asarray(index)
-    if array.dtype == np.bool_:
-        if array.shape != (length,):
-            raise IndexError(f"a mask of shape {array.shape} does not fit {length} rows")
-        return np.flatnonzero(array).astype(np.int64), False
-    if array.size == 0:
-        return np.empty(0, dtype=np.int64), False
-    if array.ndim > 1 or array.dtype.kind not in "iu":
-        raise IndexError(f"rows are chosen by int, slice, mask or list of ints, not {index!r}")
-    rows = array.astype(np.int64).reshape(-1)
-    wrapped = np.where(rows < 0, rows + length, rows)
-    outside = (wrapped < 0) | (wrapped >= length)
-    if outside.any():
-        raise IndexError(f"row {int(rows[outside][0])} is out of range for {length} rows")
-    return wrapped, array.ndim == 0
-
-
-class _Handles:
-    """Open files of this process, the least recently used closed first."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._files: OrderedDict[Path, h5py.File] = OrderedDict()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._reset()
-
-    @contextlib.contextmanager
-    def use(self, path: Path) -> Iterator[h5py.File]:
-        """An open file; never one that a parent process opened before a fork."""
-        if self._pid != os.getpid():
-            self._reset()
-        with self._lock:
-            file = self._files.pop(path, None) or _open_file(path)
-            self._files[path] = file
-            while len(self._files) > MAX_OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
-            yield file
-
-
-def _open_file(path: Path) -> h5py.File:
-    with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
-        pass
-    try:
-        file = h5py.File(path, "r", locking=False, rdcc_nbytes=0)
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read as HDF5: {error}.") from error
-    codec = file.attrs.get("codec", "none")
-    if codec != "none":
-        # Whole chunks are decoded; the default cache keeps neighbours from decoding them again.
-        file.close()
-        if codec in ("zstd", "blosc2"):
-            codecs.load_plugin()
-        file = h5py.File(path, "r", locking=False)
-    return file
-
-
-def _check_plain(file: h5py.File, path: str) -> h5py.Dataset:
-    """The dataset at `path`, if it lies in this very file and is as large as it claims.
-
-    Raises:
-        StoreError: it is a link, virtual, external, missing, or larger than the file could hold.
-    """
-    where = ""
-    for name in path.split("/"):
-        where = f"{where}/{name}".lstrip("/")
-        link = file.get(where, getlink=True)
-        if link is None:
-            raise StoreError(f"{file.filename} has no /{where}.")
-        if not isinstance(link, h5py.HardLink):
-            raise StoreError(f"{file.filename}: /{where} points to another place; refused.")
-    dataset = file[path]
-    if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
-        raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused.")
-    size = dataset.size * dataset.dtype.itemsize
-    filtered = dataset.id.get_create_plist().get_nfilters() > 0
-    if size > dataset.id.get_storage_size() * (_MAX_COMPRESSION if filtered else 1):
-        raise StoreError(
-            f"{file.filename}: /{path} claims {size} bytes, the file holds "
-            f"{dataset.id.get_storage_size()} of it; refused."
-        )
-    return dataset
-
-
-def _check_version(path: Path, version: int) -> None:
-    if version > layout.FORMAT:
+def _check_version(path: Path, version: Any) -> None:
+    if int(version) > layout.FORMAT:
         raise StoreError(
             f"{path} has store format {version}, this featx reads up to {layout.FORMAT}. "
             "Upgrade featx: pip install -U featx."

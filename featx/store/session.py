@@ -24,10 +24,13 @@ from featx.errors import StoreError, StoreMismatchError
 from featx.fingerprint import differences, digest
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
+from featx.store.files import open_hdf5
 from featx.store.writer import PartBuilder, read_failures
 from featx.types import Failure, LayerSpec, Listing, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
+
+_NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 
 
 def listing_digest(listing: Listing) -> str:
@@ -54,7 +57,10 @@ def read_descriptor(root: Path) -> dict[str, Any] | None:
         raise StoreError(f"cannot read {path}: {error.strerror}.") from error
     try:
         descriptor = json.loads(text)
-        version = descriptor["featx_format"]
+        version = int(descriptor["featx_format"])
+        missing = set(_NEEDED) - set(descriptor)
+        if version <= layout.FORMAT and missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except (ValueError, TypeError, KeyError) as error:
         raise StoreError(
             f"{path} is damaged ({error}). If the store can go, start anew with overwrite=true; "
@@ -123,7 +129,9 @@ class StoreSession:
     def commit(self, builder: PartBuilder) -> None:
         """Make one part durable; from here on no crash takes it away."""
         data = builder.build(self.header, self.listing, self.grid, self.codec)
-        self.disk.publish(self._part_path(builder.part.index), data)
+        path = self._part_path(builder.part.index)
+        if not self.disk.publish(path, data) and (problem := self._problem(path, builder.part)):
+            raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
         self._done.add(builder.part.index)
         self.committed_bytes += len(data)
         self.failures.extend(builder.failures)
@@ -158,9 +166,12 @@ class StoreSession:
         return sum(self._part_path(index).stat().st_size for index in self._done)
 
     def drop_parts(self) -> None:
-        """Delete the parts; only after the packed file was published."""
+        """Delete the parts, and their folder where nothing else lies in it.
+
+        Only after the packed file was published.
+        """
         assert self.packed
-        self.disk.remove(self.root / layout.PARTS)
+        self._remove_parts()
 
     def _part_path(self, index: int) -> Path:
         return self.root / layout.PARTS / layout.part_name(index)
@@ -183,38 +194,45 @@ class StoreSession:
         }
 
     def _begin(self) -> None:
+        text = json.dumps(self._descriptor(), indent=2) + "\n"
         before = read_descriptor(self.root)
-        if before is None:
-            text = json.dumps(self._descriptor(), indent=2) + "\n"
-            self.disk.publish(self.root / layout.DESCRIPTOR, text.encode())
-        else:
+        if before is None and not self.disk.publish(self.root / layout.DESCRIPTOR, text.encode()):
+            before = read_descriptor(self.root)  # where locks do not work: somebody was first
+        if before is not None:
             refuse_difference(self.root, before["fingerprint"], self.header.fingerprint)
-        if not (self.root / layout.LISTING).exists():
-            self.disk.publish(self.root / layout.LISTING, listing_file(self.listing))
+            fixed, now = ("num_rows", "part_rows", "codec", "layers"), json.loads(text)
+            refuse_difference(self.root, *({key: d[key] for key in fixed} for d in (before, now)))
+        listing = self.root / layout.LISTING
+        if listing.exists() and (problem := self._listing_problem(listing)):
+            self._quarantine(listing, problem)
+        if not listing.exists():
+            self.disk.publish(listing, listing_file(self.listing))
         self.disk.make_folder(self.root / layout.PARTS)
 
     def _survey(self) -> None:
         """Find the committed parts, read their failures, and clear what a crash left behind."""
         packed = self.root / layout.PACKED
         parts = self.root / layout.PARTS
-        for leftover in [*self.root.glob(f"{TEMPORARY}*"), *parts.glob(f"{TEMPORARY}*")]:
-            self.disk.remove(leftover)
+        for folder in (self.root, parts, self.root / ".hydra"):
+            for leftover in folder.glob(f"{TEMPORARY}*"):
+                self.disk.remove(leftover)
         if packed.exists():
-            problem = self._problem(packed, Part(0, 0, len(self.listing)))
+            whole = Part(0, 0, len(self.listing))
+            problem = self._problem(packed, whole) or self._read_failures(packed)
             if problem is None:
                 self._done = set(range(len(self.grid)))
                 self.packed = True
-                self.disk.remove(parts)
+                self.drop_parts()
             else:
                 self._quarantine(packed, problem)
         if not self.packed:
-            for path in sorted(parts.glob("part-*.h5")):
-                index = int(path.stem.removeprefix("part-"))
-                problem = (
-                    self._problem(path, self.grid.part(index))
-                    if index < len(self.grid)
-                    else "there is no such part in this run"
-                )
+            expected = {layout.part_name(i): i for i in range(len(self.grid))}
+            for path in sorted(parts.glob(layout.PART_GLOB)):
+                index = expected.get(path.name)
+                if index is None:
+                    self._quarantine(path, "there is no such part in this run")
+                    continue
+                problem = self._problem(path, self.grid.part(index)) or self._read_failures(path)
                 if problem is None:
                     self._done.add(index)
                 else:
@@ -222,13 +240,18 @@ class StoreSession:
         self.write_failures()
 
     def _problem(self, path: Path, part: Part) -> str | None:
-        """Why a file cannot count as rows [start, stop) of this run, or None; reads failures."""
+        """Why a file cannot count as rows [start, stop) of this run, or None."""
         try:
-            with h5py.File(path, "r", locking=False) as file:
+            with open_hdf5(path) as file:
                 if file.attrs["fingerprint"] != digest(self.header.fingerprint):
                     return "it is of another run"
                 if int(file.attrs.get("start", 0)) != part.start:
                     return "it holds the rows of another part"
+                if path.name == layout.PACKED and not file.attrs["complete"]:
+                    return "it is not complete"
+                for name in (layout.KEY, layout.LABEL, layout.STATUS):
+                    if file[name].shape != (len(part),):
+                        return f"dataset {name} has shape {file[name].shape}"
                 if not np.array_equal(
                     file[layout.KEY][:], self.listing.keys[part.start : part.stop]
                 ):
@@ -237,19 +260,61 @@ class StoreSession:
                     dataset = file[f"{layout.FEATURES}/{spec.name}"]
                     if dataset.shape != (len(part), *spec.shape) or dataset.dtype != spec.dtype:
                         return f"dataset {spec.name} has shape {dataset.shape}, {dataset.dtype}"
+                return None
+        except layout.UNREADABLE as error:
+            return _damage(path, error)
+
+    def _read_failures(self, path: Path) -> str | None:
+        """Take over the failures of a committed file; why that cannot be, or None."""
+        try:
+            with open_hdf5(path) as file:
                 self.failures.extend(read_failures(file))
-        except (OSError, KeyError, ValueError, RuntimeError) as error:
-            return f"it cannot be read ({error})"
+        except layout.UNREADABLE as error:
+            return _damage(path, error)
         return None
 
     def _quarantine(self, path: Path, problem: str) -> None:
-        target = self.disk.set_aside(path, self.root / "quarantine")
+        target = self.disk.set_aside(path, self.root / layout.QUARANTINE)
         logger.warning("%s does not count: %s. Moved to %s.", path, problem, target)
 
+    def _listing_problem(self, path: Path) -> str | None:
+        """Why a file cannot count as the listing of this run, or None."""
+        try:
+            with open_hdf5(path) as file:
+                columns = {layout.KEY: self.listing.keys, layout.LABEL: self.listing.labels}
+                for name, values in columns.items():
+                    if file[name].shape != values.shape or not np.array_equal(file[name], values):
+                        return f"its dataset {name} is not that of this run"
+        except layout.UNREADABLE as error:
+            return _damage(path, error)
+        return None
+
     def _clear(self) -> None:
-        names = (layout.PACKED, layout.PARTS, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
+        """Delete a store, its descriptor last; in a folder that is no store, nothing."""
+        ours = (layout.DESCRIPTOR, layout.LISTING, layout.PACKED)
+        if not any((self.root / name).exists() for name in ours):
+            return
+        self._remove_parts()
+        names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
         for name in (*names, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
+
+    def _remove_parts(self) -> None:
+        parts = self.root / layout.PARTS
+        for pattern in (layout.PART_GLOB, f"{TEMPORARY}*"):
+            for path in parts.glob(pattern):
+                self.disk.remove(path)
+        with contextlib.suppress(OSError):  # not ours alone, or not there
+            parts.rmdir()
+
+
+def _damage(path: Path, error: Exception) -> str:
+    """The problem of a damaged file; raises StoreError where only the system could not read it."""
+    if not layout.is_damage(error):
+        raise StoreError(
+            f"cannot read {path}: {error}. When it can be read, give the same command again."
+        ) from error
+    return f"it cannot be read ({error})"
 
 
 def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -47,12 +47,18 @@ class PartBuilder:
         assert first >= 0, "a batch begins before its part"
         assert first + count <= len(self.part), "a batch crosses a part"
         assert set(features) == set(self._features), "a layer is missing"
+        assert (self._status[first : first + count] == Status.ABSENT).all(), "rows came twice"
         self._status[first : first + count] = Status.OK
         for name, rows in features.items():
-            self._features[name][first : first + count] = rows
+            stored = self._features[name]
+            # numpy would broadcast a row over the others, or cast 1e6 to infinity, without a word.
+            assert rows.shape == (count, *stored.shape[1:]), f"{name} has shape {rows.shape}"
+            assert rows.dtype == stored.dtype, f"{name} is {rows.dtype}"
+            stored[first : first + count] = rows
         for failure in failures:
             row = failure.row - self.part.start
             assert first <= row < first + count, "a failure outside its batch"
+            assert failure.status not in (Status.OK, Status.ABSENT), "a failure without a reason"
             self._status[row] = failure.status
             for stored in self._features.values():
                 stored[row] = np.nan
@@ -80,6 +86,7 @@ class PartBuilder:
         with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
             file.attrs.update(layout.root_attributes(header, complete=False))
             file.attrs.update(part=self.part.index, start=self.part.start, codec=codec)
+            make_groups(file)
             for name, values in columns.items():
                 _write_rows(file, name, values, grid, grid.column_chunk_rows, {})
             for name, values in self._features.items():
@@ -125,6 +132,12 @@ def _write_rows(
     return dataset
 
 
+def make_groups(file: h5py.File) -> None:
+    """The groups of the format; those HDF5 makes by itself would carry the time of day."""
+    for name in (layout.FEATURES, layout.CHECKSUMS, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
+        file.create_group(name)
+
+
 def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
     """/classes: (C,) fixed-length UTF-8 bytes."""
     file[layout.CLASSES] = layout.text_array(classes)
@@ -136,7 +149,8 @@ def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
     group = file.create_group(layout.FAILURES)
     group["row"] = np.array([f.row for f in ordered], dtype=np.int64)
     group["error"] = layout.text_array([f.error for f in ordered])
-    group["message"] = layout.text_array([f.message for f in ordered])
+    printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
+    group["message"] = layout.text_array(printable)
 
 
 def read_failures(file: h5py.File) -> list[Failure]:

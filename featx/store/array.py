@@ -1,0 +1,99 @@
+"""One layer of a store as an array that is read from disk where it is indexed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.store import layout
+
+if TYPE_CHECKING:
+    from featx.store.reader import FeatureStore
+
+
+class LayerArray:
+    """One layer of a store, (N, ...): indexed like numpy, read from disk when it is.
+
+    Indices are an int, a slice, a list or array of ints in any order and with repeats, or a
+    boolean mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
+    """
+
+    def __init__(self, store: FeatureStore, name: str) -> None:
+        self._store = store
+        self.name = name
+        row_shape, self.dtype = store._shapes[name]
+        self.shape: tuple[int, ...] = (len(store), *row_shape)
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """layer, capture, reduce and compute_dtype of the dataset."""
+        return dict(self._store._layer_attrs[self.name])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"<LayerArray {self.name} {self.shape} {self.dtype}>"
+
+    def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+        first, *rest = index if isinstance(index, tuple) and index else (index,)
+        if isinstance(first, tuple) or first is Ellipsis:
+            if len(rest) < self.ndim:
+                rest = [Ellipsis, *rest] if rest else []
+                first = slice(None)
+            else:
+                first, *rest = rest
+        rows, single = _row_indices(first, len(self))
+        read = self._store._read(
+            f"{layout.FEATURES}/{self.name}", rows, np.nan, self.shape[1:], self.dtype
+        )
+        if not rest:
+            return read[0] if single else read
+        if single:
+            first = 0
+        elif not isinstance(first, slice):
+            first = np.arange(len(rows))  # pairs with other lists of indices, as in numpy
+        else:
+            first = slice(None)
+        chosen: npt.NDArray[Any] = read[(first, *rest)]
+        return chosen
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("the rows are on disk; an array of them is always a copy")
+        return self[:] if dtype is None else self[:].astype(dtype)
+
+
+def _row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
+    """Any row index as (n,) int64 in [0, length), and whether it was a single int.
+
+    Raises:
+        IndexError: an index is out of range, a mask of another length, or of no known kind.
+    """
+    if isinstance(index, slice):
+        return np.arange(*index.indices(length), dtype=np.int64), False
+    array = np.asarray(index)
+    if array.dtype == np.bool_:
+        if array.shape != (length,):
+            raise IndexError(f"a mask of shape {array.shape} does not fit {length} rows")
+        return np.flatnonzero(array).astype(np.int64), False
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64), False
+    if array.ndim > 1 or array.dtype.kind not in "iu":
+        raise IndexError(f"rows are chosen by int, slice, mask or list of ints, not {index!r}")
+    asked = array.reshape(-1)
+    outside = (asked < -length) | (asked >= length)
+    if outside.any():
+        raise IndexError(f"row {int(asked[outside][0])} is out of range for {length} rows")
+    rows = asked.astype(np.int64)
+    return np.where(rows < 0, rows + length, rows), array.ndim == 0

@@ -1,0 +1,367 @@
+"""Every system call of a commit: their order, and what is left when one of them fails."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_store import temporary_files
+from system_calls import Calls, watched
+
+from featx.errors import RunError, StoreError, StoreLockedError
+from featx.store.commit import Disk, ReservedFile, exclusive_lock, write_all
+
+CONTENT = bytes(range(256)) * 40
+
+
+def test_publish_writes_syncs_links_and_syncs_the_folder_in_this_order(tmp_path: Path) -> None:
+    target = tmp_path / "part.h5"
+    with watched(Calls(tmp_path)) as calls:
+        assert Disk(tmp_path).publish(target, CONTENT)
+    assert target.read_bytes() == CONTENT
+    names = [name for name, _ in calls.seen]
+    assert names == [
+        "open", "pwrite", "fsync", "close", "link", "unlink", "open", "fsync", "close"
+    ]  # fmt: skip
+    temporary = calls.seen[0][1]
+    assert temporary != str(target)
+    assert {subject for _, subject in calls.seen[:6]} == {temporary}
+    assert {subject for _, subject in calls.seen[6:]} == {str(tmp_path)}
+
+
+def test_publish_keeps_what_is_there_and_syncs_its_name(tmp_path: Path) -> None:
+    """The first writer may have died between its link and its sync."""
+    target = tmp_path / "part.h5"
+    target.write_bytes(b"first")
+    with watched(Calls(tmp_path)) as calls:
+        assert not Disk(tmp_path).publish(target, CONTENT)
+    assert target.read_bytes() == b"first"
+    assert ("fsync", str(tmp_path)) in calls.seen
+    assert temporary_files(tmp_path) == []
+
+
+def test_replace_syncs_before_it_renames(tmp_path: Path) -> None:
+    target = tmp_path / "summary.json"
+    target.write_bytes(b"old")
+    with watched(Calls(tmp_path)) as calls:
+        Disk(tmp_path).replace(target, b"new")
+    assert target.read_bytes() == b"new"
+    names = [name for name, _ in calls.seen]
+    assert names.index("fsync") < names.index("close") < names.index("replace")
+    assert calls.seen[-2] == ("fsync", str(tmp_path))
+
+
+FAULTS = [errno.ENOSPC, errno.EIO, "short"]
+
+
+@pytest.mark.parametrize("error", FAULTS)
+def test_publish_whatever_call_fails_leaves_all_or_nothing(
+    tmp_path: Path, error: int | str
+) -> None:
+    ended: list[str | None] = []
+    messages: list[str] = []
+    for fail_at in range(1, 40):
+        root = tmp_path / str(fail_at)
+        root.mkdir()
+        target = root / "part.h5"
+        disk = Disk(root)
+        # An unlink that fails leaves its file behind whatever we do; it has a test of its own.
+        with watched(Calls(root, fail_at, error, spare=("unlink",))) as calls:
+            try:
+                disk.publish(target, CONTENT)
+            except RunError as failure:
+                ended.append(calls.failed)
+                messages.append(str(failure))
+            else:
+                assert target.read_bytes() == CONTENT, f"{calls.failed} failed unnoticed"
+                assert error == "short" or calls.untouched
+        assert not target.exists() or target.read_bytes() == CONTENT
+        assert temporary_files(root) == []
+        disk.publish(target, CONTENT)
+        assert target.read_bytes() == CONTENT
+        if calls.untouched:
+            break
+    else:
+        pytest.fail("no run ended untouched")
+    if error != "short":
+        assert ended == ["open", "pwrite", "fsync", "close", "link", "open", "fsync", "close"]
+    for message in messages:
+        assert "part.h5" in message
+        assert os.strerror(int(error)) in message
+        assert "Nothing committed is lost" in message
+        assert ("Make room" in message) == (error == errno.ENOSPC)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_replace_whatever_call_fails_leaves_the_old_or_the_new(tmp_path: Path, error: int) -> None:
+    target = tmp_path / "summary.json"
+    disk = Disk(tmp_path)
+    for fail_at in range(1, 40):
+        target.write_bytes(b"old")
+        with watched(Calls(tmp_path, fail_at, error, spare=("unlink",))) as calls:
+            try:
+                disk.replace(target, CONTENT)
+            except RunError:
+                assert target.read_bytes() in (b"old", CONTENT)
+            else:
+                assert target.read_bytes() == CONTENT
+        assert temporary_files(tmp_path) == []
+        if calls.untouched:
+            return
+    pytest.fail("no run ended untouched")
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, "short"])
+def test_reserved_whatever_call_fails_leaves_all_or_nothing(
+    tmp_path: Path, error: int | str
+) -> None:
+    failed = []
+    for fail_at in range(1, 40):
+        target = tmp_path / f"{fail_at}.h5"
+        with watched(Calls(tmp_path, fail_at, error, spare=("unlink",))) as calls:
+            try:
+                with Disk(tmp_path).reserved(target, 1 << 20) as file:
+                    file.write(CONTENT)
+            except RunError:
+                failed.append(calls.failed)
+        assert not target.exists() or target.read_bytes() == CONTENT
+        assert temporary_files(tmp_path) == []
+        if calls.untouched:
+            break
+    else:
+        pytest.fail("no run ended untouched")
+    assert error == "short" or {"posix_fallocate", "pwrite", "ftruncate", "fsync"} <= set(failed)
+
+
+def test_unlink_that_fails_is_an_error_and_the_file_is_whole(tmp_path: Path) -> None:
+    target = tmp_path / "part.h5"
+    fail_at = 6
+    with (
+        watched(Calls(tmp_path, fail_at, errno.EIO)) as calls,
+        pytest.raises(RunError, match="Input/output error"),
+    ):
+        Disk(tmp_path).publish(target, CONTENT)
+    assert calls.failed == "unlink"
+    assert target.read_bytes() == CONTENT
+
+
+def test_an_interrupt_while_writing_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Disk(tmp_path).publish(tmp_path / "part.h5", CONTENT)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS])
+def test_without_hard_links_a_rename_commits_and_never_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_link(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", no_link)
+    target = tmp_path / "part.h5"
+    assert Disk(tmp_path).publish(target, CONTENT)
+    assert not Disk(tmp_path).publish(target, b"second")
+    assert target.read_bytes() == CONTENT
+    assert temporary_files(tmp_path) == []
+
+
+def test_writes_of_one_byte_at_a_time_still_write_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:1], offset))
+    descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+    write_all(descriptor, CONTENT[:300], 7)
+    os.close(descriptor)
+    assert (tmp_path / "f").read_bytes() == bytes(7) + CONTENT[:300]
+
+
+def test_a_write_that_writes_nothing_is_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    with pytest.raises(RunError, match="No space left"):
+        Disk(tmp_path).publish(tmp_path / "part.h5", CONTENT)
+
+
+def test_new_folders_are_synced_up_to_the_one_that_was_there(tmp_path: Path) -> None:
+    """Else a crash could take a whole store whose files are all synced."""
+    deep = tmp_path / "runs" / "textiles" / "resnet18"
+    with watched(Calls(tmp_path)) as calls:
+        Disk(deep).make_folder(deep)
+    synced = [subject for name, subject in calls.seen if name == "fsync"]
+    assert synced == [str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "textiles")]
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(StoreError, match="cannot create the folder"):
+        Disk(tmp_path).make_folder(tmp_path / "file" / "store")
+
+
+def test_set_aside_keeps_the_file_and_other_files_of_that_name(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    for content in (b"one", b"two"):
+        (tmp_path / "part.h5").write_bytes(content)
+        target = disk.set_aside(tmp_path / "part.h5", tmp_path / "quarantine")
+        assert target.read_bytes() == content
+    assert not (tmp_path / "part.h5").exists()
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2
+
+
+@pytest.mark.parametrize("method", ["remove", "set_aside"])
+def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    path = tmp_path / "part.h5"
+    path.write_bytes(b"x")
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    disk = Disk(tmp_path)
+    disk.make_folder(tmp_path / "q")
+    monkeypatch.setattr(os, "unlink", failing)
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(RunError, match="Input/output error"):
+        disk.remove(path) if method == "remove" else disk.set_aside(path, tmp_path / "q")
+
+
+class TestReservedFile:
+    def test_it_behaves_as_a_file_of_its_logical_size(self, tmp_path: Path) -> None:
+        descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
+        file = ReservedFile(descriptor, 100)
+        assert os.fstat(descriptor).st_size == 100
+        assert file.write(b"0123456789") == 10
+        assert file.tell() == 10
+        assert file.seek(-4, os.SEEK_END) == 6
+        assert file.read(100) == b"6789"
+        assert file.seek(2) == 2
+        assert file.read(3) == b"234"
+        assert file.seek(1, os.SEEK_CUR) == 6
+        assert file.truncate(8) == 8
+        assert file.read(100) == b"67"
+        file.settle()
+        os.close(descriptor)
+        assert (tmp_path / "f").read_bytes() == b"01234567"
+
+    def test_writing_past_the_reservation_is_a_full_disk(self, tmp_path: Path) -> None:
+        target = tmp_path / "f"
+        with (
+            pytest.raises(RunError, match="10 bytes were reserved, 12 are needed"),
+            Disk(tmp_path).reserved(target, 10) as file,
+        ):
+            file.write(bytes(12))
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_error_of_the_block_passes_unchanged(self, tmp_path: Path) -> None:
+        """A StoreError is an OSError too, and must not be told as a disk that fails."""
+        with (
+            pytest.raises(StoreError, match=r"^of another run$"),
+            Disk(tmp_path).reserved(tmp_path / "f", 10),
+        ):
+            raise StoreError("of another run")
+        assert list(tmp_path.iterdir()) == []
+
+
+HOLD = """
+import sys, pathlib
+from featx.store.commit import exclusive_lock
+with exclusive_lock(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def another_holder(lock: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLD, str(lock)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        try:
+            yield holder
+        finally:
+            holder.kill()
+
+
+def test_a_held_store_is_refused_and_the_message_names_the_process(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with another_holder(lock) as holder:
+        with pytest.raises(StoreLockedError) as refused, exclusive_lock(lock):
+            pytest.fail("two hold the lock")
+        assert f'"pid": {holder.pid}' in str(refused.value)
+        assert "choose another out=DIR" in str(refused.value)
+        assert json.loads(lock.read_text())["pid"] == holder.pid, "the refused one wrote into it"
+
+
+def test_a_killed_holder_leaves_the_store_free(tmp_path: Path) -> None:
+    lock = tmp_path / ".lock"
+    with another_holder(lock) as holder:
+        holder.kill()
+        holder.wait()
+        with exclusive_lock(lock):
+            assert json.loads(lock.read_text())["pid"] == os.getpid()
+
+
+def test_the_lock_is_free_after_an_exception(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), exclusive_lock(tmp_path / ".lock"):
+            raise ZeroDivisionError
+    with exclusive_lock(tmp_path / ".lock"):
+        pass
+    assert (tmp_path / ".lock").read_bytes() == b""
+
+
+def test_a_second_lock_in_the_same_process_is_refused(tmp_path: Path) -> None:
+    with (
+        exclusive_lock(tmp_path / ".lock"),
+        pytest.raises(StoreLockedError),
+        exclusive_lock(tmp_path / ".lock"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As root no folder is read-only, so the system call says it."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with (
+        pytest.raises(StoreError, match=f"cannot write to {tmp_path}: {os.strerror(number)}"),
+        exclusive_lock(tmp_path / ".lock"),
+    ):
+        pass
+
+
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(StoreError, match="cannot be locked"), exclusive_lock(tmp_path / ".lock"):
+        pytest.fail("written without a lock")

@@ -1,0 +1,148 @@
+"""The format's arithmetic: parts, chunks, checksums, attributes."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_store import make_header, make_spec
+
+from featx.fingerprint import differences, digest
+from featx.store import layout
+from featx.types import Status
+
+
+@given(st.integers(1, 5000), st.integers(0, 12))
+def test_parts_tile_the_listing_without_gap_or_overlap(num_rows: int, power: int) -> None:
+    grid = layout.Grid(num_rows, 1 << power)
+    parts = [grid.part(i) for i in range(len(grid))]
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(num_rows))
+    assert all(len(part) == grid.part_rows for part in parts[:-1])
+    assert 0 < len(parts[-1]) <= grid.slots <= grid.part_rows
+
+
+@given(
+    st.integers(1, 1 << 20),
+    st.integers(0, 15),
+    st.integers(1, 1 << 25),
+    st.booleans(),
+)
+def test_a_chunk_never_straddles_two_parts(
+    num_rows: int, power: int, row_bytes: int, compressed: bool
+) -> None:
+    grid = layout.Grid(num_rows, 1 << power)
+    for rows in (grid.chunk_rows(row_bytes, compressed), grid.column_chunk_rows):
+        assert rows >= 1
+        assert grid.part_rows % rows == 0
+        assert rows <= grid.slots
+    budget = layout.CHUNK_BYTES_COMPRESSED if compressed else layout.CHUNK_BYTES
+    rows = grid.chunk_rows(row_bytes, compressed)
+    assert rows == 1 or rows * row_bytes <= budget
+
+
+@given(st.integers(1, 1 << 40))
+def test_powers_of_two_enclose_the_number(value: int) -> None:
+    below, above = layout.power_of_two_at_most(value), layout.power_of_two_at_least(value)
+    assert below <= value <= above
+    assert below.bit_count() == above.bit_count() == 1
+    assert above // below in (1, 2)
+
+
+def test_part_names_sort_as_their_numbers() -> None:
+    names = [layout.part_name(i) for i in (0, 3, 10, 999, 100_000)]
+    assert names == sorted(names)
+    assert names[1] == "part-000003.h5"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "S7", "int64", "uint8"])
+def test_checksums_are_crc32_of_the_rows_of_each_chunk(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.integers(1, 100, size=(10, 3)).astype(dtype)
+    sums = layout.chunk_checksums(rows, 4)
+    assert sums.tolist() == [zlib.crc32(rows[i : i + 4].tobytes()) for i in (0, 4, 8)]
+    # The same rows seen with other strides have the same sums.
+    wide = np.repeat(rows, 2, axis=1)[:, ::2]
+    assert layout.chunk_checksums(wide, 4).tolist() == sums.tolist()
+
+
+@given(st.integers(0, 6 * 4 * 32 - 1))
+def test_one_flipped_bit_changes_exactly_one_checksum(bit: int) -> None:
+    rows = np.linspace(0, 1, 24, dtype=np.float32).reshape(6, 4)
+    before = layout.chunk_checksums(rows, 2)
+    flipped = rows.copy()
+    flipped.view(np.uint8).reshape(-1)[bit // 8] ^= 1 << bit % 8
+    assert (layout.chunk_checksums(flipped, 2) != before).sum() == 1
+
+
+def test_text_keeps_unusual_bytes() -> None:
+    names = ["", "käse", b"\xff\xfe".decode("utf-8", "surrogateescape")]
+    array = layout.text_array(names)
+    assert [value.decode("utf-8", "surrogateescape") for value in array.tolist()] == names
+    assert layout.text_array([]).shape == (0,)
+
+
+def test_status_names_name_every_number_of_the_contract() -> None:
+    names = {int(number): name for number, name in json.loads(layout.status_names()).items()}
+    assert names == {
+        0: "ok",
+        1: "missing",
+        2: "empty",
+        3: "unsupported",
+        4: "decode error",
+        5: "truncated",
+        6: "too large",
+        7: "transform error",
+        8: "non finite",
+        9: "timeout",
+        10: "crashes decoder",
+        255: "absent",
+    }
+    assert set(names) == {int(status) for status in Status}
+
+
+def test_attributes_carry_what_the_contract_names() -> None:
+    header = make_header()
+    root = layout.root_attributes(header, complete=False)
+    assert set(root) == {
+        "featx_format",
+        "fingerprint",
+        "config",
+        "model",
+        "weights",
+        "weights_sha256",
+        "transform",
+        "versions",
+        "complete",
+    }
+    assert root["fingerprint"] == digest(header.fingerprint)
+    layer = layout.layer_attributes(make_spec("a", (3,)))
+    assert layer["reduce_p"] == 3.0
+    assert {"layer", "capture", "reduce", "compute_dtype"} <= set(layer)
+
+
+look_alikes = [None, True, 1, 1.0, 0, False, "1", [1], [1.0], [], "", "not there"]
+fingerprints = st.dictionaries(st.sampled_from("abc"), st.sampled_from(look_alikes))
+
+
+@given(fingerprints, fingerprints)
+def test_fingerprints_differ_exactly_where_their_digests_do(before: dict, now: dict) -> None:
+    """Else a resume could be let in and then throw away every part as another run's."""
+    assert bool(differences(before, now)) == (digest(before) != digest(now))
+
+
+@given(fingerprints)
+def test_a_fingerprint_read_back_from_json_is_the_same(values: dict) -> None:
+    values["shape"] = (3, 4)
+    again = json.loads(json.dumps(values))
+    assert digest(again) == digest(values)
+    assert differences(again, values) == []
+
+
+def test_a_key_that_is_new_is_a_difference_even_if_it_is_null() -> None:
+    assert differences({}, {"a": None}) == [("a", "not there", None)]
+    assert differences({"b": 1, "a": 1}, {"b": 2, "a": 1}) == [("b", 1, 2)]
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})

@@ -1,0 +1,312 @@
+"""The packed file: the contract's datasets and attributes, and packing that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from made_store import MadeRun, dataset_digests, make_run, temporary_files
+
+from featx.errors import RunError, StoreError
+from featx.fingerprint import digest
+from featx.store import layout
+from featx.store.pack import check_chunks, pack, pack_in_child, packed_size_bound
+from featx.store.reader import FeatureStore
+
+CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
+
+
+def part_files(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "parts").iterdir()}
+
+
+@pytest.fixture
+def run() -> MadeRun:
+    return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+
+
+PLAIN_H5PY = """
+import sys, json, h5py, numpy as np
+with h5py.File(sys.argv[1]) as f:
+    out = {"sum": float(np.nansum(f["features/flat"][:])), "keys": len(f["key"]),
+           "complete": bool(f.attrs["complete"]), "model": f.attrs["model"],
+           "classes": [c.decode() for c in f["classes"][:]]}
+assert not any(name.startswith("featx") for name in sys.modules)
+print(json.dumps(out))
+"""
+
+
+def test_plain_h5py_reads_it_without_featx(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, packed=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", PLAIN_H5PY, str(tmp_path / "features.h5")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {
+        "sum": pytest.approx(float(np.nansum(run.expected("flat"))), rel=1e-5),
+        "keys": 29,
+        "complete": True,
+        "model": "toy",
+        "classes": ["cat", "dög"],
+    }
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_dataset_and_attribute_of_the_contract_is_there(tmp_path: Path, codec: str) -> None:
+    run = make_run(
+        num_rows=29, part_rows=8, shapes={"layer4:input": (3, 2)}, dtype="float16", codec=codec,
+        failed=[4],
+    )  # fmt: skip
+    run.write(tmp_path, packed=True)
+    with h5py.File(tmp_path / "features.h5") as file:
+        assert set(file) >= {"features", "key", "label", "status", "classes"}
+        features = file["features/layer4:input"]
+        assert (features.shape, features.dtype) == ((29, 3, 2), np.float16)
+        assert np.isnan(features.fillvalue)
+        assert {"layer", "capture", "reduce", "compute_dtype"} <= set(features.attrs)
+        assert features.attrs["reduce_p"] == 3.0
+        assert (file["key"].shape, file["key"].dtype) == ((29,), run.listing.keys.dtype)
+        assert file["key"][:].tolist() == sorted(run.listing.keys.tolist())
+        assert (file["label"].shape, file["label"].dtype) == ((29,), np.int64)
+        assert file["label"][:].tolist() == run.listing.labels.tolist()
+        assert (file["status"].shape, file["status"].dtype) == ((29,), np.uint8)
+        assert json.loads(file["status"].attrs["names"])["0"] == "ok"
+        assert [name.decode() for name in file["classes"][:]] == ["cat", "dög"]
+        attrs = dict(file.attrs)
+    assert attrs.pop("complete")
+    assert attrs.pop("featx_format") == 1
+    assert attrs.pop("fingerprint") == digest(run.header.fingerprint)
+    assert json.loads(attrs.pop("versions")) == run.header.versions
+    for name in ("config", "model", "weights", "weights_sha256", "transform"):
+        assert attrs.pop(name) == getattr(run.header, name)
+    assert attrs == {"codec": codec}
+
+
+def test_datasets_are_plain_and_the_file_stands_alone(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path / "store", packed=True)
+    shutil.move(tmp_path / "store" / "features.h5", tmp_path / "elsewhere.h5")
+    shutil.rmtree(tmp_path / "store")
+    with h5py.File(tmp_path / "elsewhere.h5") as file:
+        check_chunks(file)
+
+        def visit(name: str, item: object) -> None:
+            assert isinstance(file.get(name, getlink=True), h5py.HardLink)
+            if isinstance(item, h5py.Dataset):
+                assert not item.is_virtual
+                assert not item.external
+
+        file.visititems(visit)
+    store = FeatureStore(tmp_path / "elsewhere.h5")
+    assert np.array_equal(store["map"], run.expected("map"), equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_values_are_the_parts_values(tmp_path: Path, codec: str) -> None:
+    run = make_run(num_rows=29, part_rows=8, codec=codec, failed=[0, 28])
+    run.write(tmp_path)
+    rows: dict[str, list[np.ndarray]] = {}
+    for path in sorted((tmp_path / "parts").iterdir()):
+        with h5py.File(path) as file:
+            for name in ("key", "label", "status", "features/flat", "features/map"):
+                rows.setdefault(name, []).append(file[name][:])
+    pack(tmp_path)
+    with h5py.File(tmp_path / "features.h5") as file:
+        for name, values in rows.items():
+            assert file[name][:].tobytes() == np.concatenate(values).tobytes()
+
+
+def test_the_order_of_the_parts_leaves_no_trace(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path / "a", packed=True)
+    run.write(tmp_path / "b", [3, 1, 0, 2], packed=True)
+    time.sleep(1.1)  # no time of day in the file either
+    for part in (2, 0, 3, 1):
+        run.write(tmp_path / "c", [part], packed=part == 1)
+    first = dataset_digests(tmp_path / "a" / "features.h5")
+    assert len(first) >= 8
+    for other in ("b", "c"):
+        assert dataset_digests(tmp_path / other / "features.h5") == first
+        assert (tmp_path / other / "features.h5").read_bytes() == (
+            tmp_path / "a" / "features.h5"
+        ).read_bytes()
+
+
+def test_packing_reserves_enough_for_many_tiny_chunks(tmp_path: Path) -> None:
+    run = make_run(num_rows=80, part_rows=1, shapes={"flat": (1,)}, failed=range(0, 80, 3))
+    run.write(tmp_path)
+    bound = packed_size_bound(sum(len(data) for data in part_files(tmp_path).values()))
+    pack(tmp_path)
+    assert (tmp_path / "features.h5").stat().st_size < bound
+    assert np.array_equal(FeatureStore(tmp_path)["flat"], run.expected("flat"), equal_nan=True)
+
+
+def test_a_missing_part_is_refused(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1, 3])
+    with pytest.raises(StoreError, match=r"1 parts are missing, part-000002\.h5 first"):
+        pack(tmp_path)
+    with pytest.raises(StoreError, match="holds no store"):
+        pack(tmp_path / "parts")
+    assert not (tmp_path / "features.h5").exists()
+
+
+def test_swapped_or_foreign_parts_are_refused(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path / "a")
+    run.changed(model="other").write(tmp_path / "b")
+    parts = tmp_path / "a" / "parts"
+    shutil.copy(parts / "part-000001.h5", parts / "part-000002.h5")
+    with pytest.raises(StoreError, match=r"part-000002\.h5 holds the rows of another part"):
+        pack(tmp_path / "a")
+    shutil.copy(tmp_path / "b" / "parts" / "part-000002.h5", parts / "part-000002.h5")
+    with pytest.raises(StoreError, match=r"part-000002\.h5 is of another run"):
+        pack(tmp_path / "a")
+    shutil.copytree(tmp_path / "b" / "parts", parts, dirs_exist_ok=True)
+    with pytest.raises(StoreError, match=r"part-000000\.h5 is of another run"):
+        pack(tmp_path / "a")
+    assert not (tmp_path / "a" / "features.h5").exists()
+    assert temporary_files(tmp_path) == []
+
+
+def flip_a_bit_of(path: Path, name: str) -> None:
+    with h5py.File(path) as file:
+        info = file[name].id.get_chunk_info(0)
+    data = bytearray(path.read_bytes())
+    data[info.byte_offset + info.size // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["features/flat", "features/map", "key", "label", "status"])
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_a_flipped_bit_in_a_part_never_reaches_the_packed_file(
+    run: MadeRun, tmp_path: Path, name: str, codec: str
+) -> None:
+    """It is found, the part set aside, and the run goes on with computing it anew."""
+    run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20], codec=codec)
+    run.write(tmp_path)
+    flip_a_bit_of(tmp_path / "parts" / "part-000001.h5", name)
+    others = part_files(tmp_path)
+    others.pop("part-000001.h5")
+    with pytest.raises(StoreError, match=r"part-000001\.h5 is damaged .* moved to .*quarantine"):
+        pack(tmp_path)
+    assert part_files(tmp_path) == others
+    assert not (tmp_path / "features.h5").exists()
+    run.write(tmp_path, [1], packed=True)
+    assert np.array_equal(FeatureStore(tmp_path)["flat"], run.expected("flat"), equal_nan=True)
+
+
+def test_zeros_in_place_of_a_parts_data_are_found(run: MadeRun, tmp_path: Path) -> None:
+    """What ext4 leaves of unsynced data after a power loss."""
+    run.write(tmp_path)
+    path = tmp_path / "parts" / "part-000000.h5"
+    with h5py.File(path) as file:
+        info = file["features/map"].id.get_chunk_info(0)
+    data = bytearray(path.read_bytes())
+    data[info.byte_offset : info.byte_offset + info.size] = bytes(info.size)
+    path.write_bytes(data)
+    with pytest.raises(RunError, match=r"part-000000\.h5 is damaged"):
+        pack_in_child(tmp_path)
+
+
+def test_packing_again_keeps_the_file_that_is_there(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path)
+    pack(tmp_path)
+    before = (tmp_path / "features.h5").stat()
+    pack(tmp_path)
+    after = (tmp_path / "features.h5").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert temporary_files(tmp_path) == []
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from featx.errors import RunError
+from featx.store.pack import pack_in_child
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    pack_in_child(Path(sys.argv[1]))
+except RunError as error:
+    print(error)
+    sys.exit(7)
+"""
+
+UNRESERVED = """
+import os, resource, sys
+from pathlib import Path
+from featx.store.pack import pack
+del os.posix_fallocate
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+pack(Path(sys.argv[1]))
+"""
+
+
+def test_a_disk_without_room_leaves_the_parts_and_says_so(run: MadeRun, tmp_path: Path) -> None:
+    """RLIMIT_FSIZE refuses a file's growth just as a full disk does."""
+    run.write(tmp_path)
+    before = part_files(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path), str(1 << 20)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    assert "features.h5 failed" in done.stdout
+    assert os.strerror(27) in done.stdout  # EFBIG
+    assert "The parts are kept" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+    assert part_files(tmp_path) == before
+    assert not (tmp_path / "features.h5").exists()
+    assert temporary_files(tmp_path) == []
+    store = FeatureStore(tmp_path)
+    assert store.complete
+    assert np.array_equal(store["flat"], run.expected("flat"), equal_nan=True)
+    pack_in_child(tmp_path)
+    assert FeatureStore(tmp_path / "features.h5").complete
+
+
+@pytest.mark.parametrize("limit", [0, 1000, 40_000])
+def test_a_disk_that_fills_up_without_a_reservation_makes_no_file(
+    tmp_path: Path, limit: int
+) -> None:
+    """Where space cannot be reserved HDF5 meets the full disk itself, and may crash on it."""
+    run = make_run(num_rows=64, part_rows=32, shapes={"flat": (512,)})
+    run.write(tmp_path)
+    before = part_files(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", UNRESERVED, str(tmp_path), str(limit)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert part_files(tmp_path) == before
+    assert not (tmp_path / "features.h5").exists()
+
+
+def test_a_child_that_crashes_is_an_error(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RunError, match="exit code 1"):
+        pack_in_child(tmp_path)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    assert layout.PACKED not in [path.name for path in tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("size", [4096, 1 << 18])
+def test_many_chunks_of_maps_are_copied_to_their_own_rows(tmp_path: Path, size: int) -> None:
+    """Rows so large that each is a chunk of its own, in parts of two."""
+    run = make_run(num_rows=7, part_rows=2, shapes={"map": (size // 64, 8, 8)}, failed=[3])
+    run.write(tmp_path, [3, 0, 2, 1], packed=True)
+    assert np.array_equal(FeatureStore(tmp_path)["map"], run.expected("map"), equal_nan=True)

@@ -1,0 +1,618 @@
+"""A store begun, stopped, damaged, gone on with: what counts as done and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from made_store import MadeRun, dataset_digests, make_listing, make_run, temporary_files
+from system_calls import SYSTEM_CALLS, Calls, watched
+
+from featx.errors import FeatxError, RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.store.pack import pack
+from featx.store.reader import FeatureStore
+from featx.store.session import listing_digest, read_descriptor
+
+
+@pytest.fixture
+def run() -> MadeRun:
+    """Four parts of 8 rows, the last one short; failures in the first and the third."""
+    return make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
+
+
+def part_path(root: Path, index: int) -> Path:
+    return root / "parts" / f"part-{index:06d}.h5"
+
+
+def missing(run: MadeRun, root: Path) -> list[int]:
+    """What a resume finds to be done."""
+    with run.session(root).hold() as session:
+        return [part.index for part in session.missing()]
+
+
+def test_a_new_store_has_its_descriptor_listing_and_no_rows(run: MadeRun, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "store"
+    with run.session(root).hold() as session:
+        assert [part.index for part in session.missing()] == [0, 1, 2, 3]
+        assert session.rows_done == 0
+    descriptor = json.loads((root / "featx.json").read_text())
+    assert descriptor["featx_format"] == 1
+    assert descriptor["part_rows"] == 8
+    assert descriptor["fingerprint"] == run.header.fingerprint
+    assert [layer["name"] for layer in descriptor["layers"]] == ["flat", "map"]
+    with h5py.File(root / "samples.h5") as file:
+        assert file["key"][:].tolist() == run.listing.keys.tolist()
+        assert file["label"][:].tolist() == run.listing.labels.tolist()
+
+
+def test_the_descriptor_is_written_before_everything_else(run: MadeRun, tmp_path: Path) -> None:
+    with watched(Calls(tmp_path)) as calls, run.session(tmp_path).hold() as session:
+        session.commit(run.builder(run.grid.part(0)))
+    linked = [Path(subject).name for name, subject in calls.seen if name == "link"]
+    assert [name.split(".")[1][4:] for name in linked] == ["featx", "samples", "part-000000"]
+
+
+def test_resume_finds_what_is_done_with_its_failures(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [2, 0])
+    with run.session(tmp_path).hold() as session:
+        assert [part.index for part in session.missing()] == [1, 3]
+        assert session.rows_done == 16
+        assert session.failures == list(run.failures)
+
+
+def test_the_next_session_does_only_what_is_missing(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [1])
+    before = part_path(tmp_path, 1).stat()
+    run.write(tmp_path, missing(run, tmp_path))
+    after = part_path(tmp_path, 1).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert missing(run, tmp_path) == []
+
+
+def test_a_packed_store_is_done_and_leftover_parts_go(run: MadeRun, tmp_path: Path) -> None:
+    """The process may die between publishing the packed file and deleting the parts."""
+    run.write(tmp_path)
+    pack(tmp_path)
+    part_path(tmp_path, 2).unlink()
+    with run.session(tmp_path).hold() as session:
+        assert session.packed
+        assert session.missing() == []
+        assert session.failures == list(run.failures)
+    assert not (tmp_path / "parts").exists()
+    assert np.array_equal(FeatureStore(tmp_path)["flat"], run.expected("flat"), equal_nan=True)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def no_hdf5(path: Path) -> None:
+    path.write_bytes(b"not at all" * 100)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def edit(change: Callable[[h5py.File], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with h5py.File(path, "r+") as file:
+            change(file)
+
+    return damage
+
+
+def drop(name: str) -> Callable[[Path], None]:
+    return edit(lambda file: file.__delitem__(name))
+
+
+def replace_dataset(name: str, values: Any) -> Callable[[Path], None]:
+    def change(file: h5py.File) -> None:
+        del file[name]
+        file[name] = values
+
+    return edit(change)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "zeroed": zero,
+    "empty": empty,
+    "truncated": truncate,
+    "no hdf5": no_hdf5,
+    "a folder": folder,
+    "no features": drop("features"),
+    "no layer": drop("features/map"),
+    "no key": drop("key"),
+    "no status": drop("status"),
+    "no failures": drop("failures"),
+    "no fingerprint": edit(lambda file: file.attrs.__delitem__("fingerprint")),
+    "layer of another shape": replace_dataset("features/flat", np.zeros((8, 6), np.float32)),
+    "layer of another type": replace_dataset("features/flat", np.zeros((8, 5), np.float16)),
+    "layer with fewer rows": replace_dataset("features/flat", np.zeros((7, 5), np.float32)),
+    "a group for a layer": edit(
+        lambda file: (file.__delitem__("features/flat"), file.create_group("features/flat"))  # type: ignore[arg-type]
+    ),
+    "other keys": replace_dataset("key", np.array([b"x"] * 8)),
+    "short status": replace_dataset("status", np.zeros(7, np.uint8)),
+    "huge key": edit(
+        lambda file: (
+            file.__delitem__("key"),
+            file.create_dataset("key", (1 << 40,), "S8", chunks=(1024,)),
+        )  # type: ignore[arg-type]
+    ),
+    "failure of another part": replace_dataset("failures/row", np.array([99])),
+    "start is text": edit(lambda file: file.attrs.create("start", "x")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_set_aside_and_done_again(
+    run: MadeRun, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.write(tmp_path)
+    DAMAGES[damage](part_path(tmp_path, 0))
+    with caplog.at_level(logging.WARNING):
+        assert missing(run, tmp_path) == [0]
+    assert "part-000000.h5 does not count" in caplog.text
+    aside = list((tmp_path / "quarantine").iterdir())
+    assert len(aside) == 1
+    assert aside[0].name.startswith("part-000000.h5.")
+    run.write(tmp_path, [0], packed=True)
+    assert_whole(run, tmp_path)
+
+
+def assert_whole(run: MadeRun, root: Path) -> None:
+    store = FeatureStore(root)
+    assert store.complete
+    for name in run.features:
+        assert np.array_equal(store[name], run.expected(name), equal_nan=True)
+    assert store.status.tolist() == run.status().tolist()
+    assert store.keys.tolist() == [os.fsdecode(key) for key in run.listing.keys.tolist()]
+    assert [failure["row"] for failure in store.failures] == [f.row for f in run.failures]
+
+
+def test_swapped_parts_do_not_count(run: MadeRun, tmp_path: Path) -> None:
+    """Both have the right shape and fingerprint; only their places are wrong."""
+    run.write(tmp_path)
+    one, two = part_path(tmp_path, 1), part_path(tmp_path, 2)
+    one.rename(tmp_path / "x")
+    two.rename(one)
+    (tmp_path / "x").rename(two)
+    with pytest.raises(StoreError, match="holds the rows of another part"):
+        FeatureStore(tmp_path)["flat"][8:16]
+    assert missing(run, tmp_path) == [1, 2]
+    run.write(tmp_path, [2, 1], packed=True)
+    assert_whole(run, tmp_path)
+
+
+def test_a_copy_of_a_part_does_not_count_for_its_neighbour(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1, 2])
+    shutil.copy(part_path(tmp_path, 2), part_path(tmp_path, 3))
+    assert missing(run, tmp_path) == [3]
+
+
+def test_parts_of_another_run_do_not_count(run: MadeRun, tmp_path: Path) -> None:
+    other = run.changed(model="other")
+    other.write(tmp_path / "other")
+    run.write(tmp_path / "store", [0])
+    shutil.copy(part_path(tmp_path / "other", 1), part_path(tmp_path / "store", 1))
+    with pytest.raises(StoreError, match="of another run"):
+        FeatureStore(tmp_path / "store")["flat"][8]
+    assert missing(run, tmp_path / "store") == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["part-3.h5", "part-0000003.h5", "part-x.h5", "part-000003 (copy).h5", "part--00001.h5",
+     "part-000004.h5", "part-.h5"],
+)  # fmt: skip
+def test_a_good_part_under_a_wrong_name_does_not_count(
+    run: MadeRun, tmp_path: Path, name: str
+) -> None:
+    """The reader would not find it under that name."""
+    run.write(tmp_path)
+    part_path(tmp_path, 3).rename(tmp_path / "parts" / name)
+    assert missing(run, tmp_path) == [3]
+    run.write(tmp_path, [3], packed=True)
+    assert_whole(run, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "truncated", "empty", "no hdf5", "not complete"])
+def test_a_damaged_packed_file_is_set_aside_and_the_parts_are_kept(
+    run: MadeRun, tmp_path: Path, damage: str
+) -> None:
+    run.write(tmp_path)
+    pack(tmp_path)
+    change = {**DAMAGES, "not complete": edit(lambda file: file.attrs.modify("complete", False))}
+    change[damage](tmp_path / "features.h5")
+    with run.session(tmp_path).hold() as session:
+        assert not session.packed
+        assert session.missing() == []
+    assert [path.name[:11] for path in (tmp_path / "quarantine").iterdir()] == ["features.h5"]
+    run.write(tmp_path, [], packed=True)
+    assert_whole(run, tmp_path)
+
+
+def test_a_part_under_the_packed_files_name_does_not_count(tmp_path: Path) -> None:
+    run = make_run(num_rows=5, part_rows=8)
+    run.write(tmp_path)
+    shutil.copy(part_path(tmp_path, 0), tmp_path / "features.h5")
+    with run.session(tmp_path).hold() as session:
+        assert not session.packed
+
+
+@pytest.mark.parametrize("other", ["rows", "labels", "damaged"])
+def test_a_listing_that_is_not_this_runs_is_set_aside_and_written_anew(
+    run: MadeRun, tmp_path: Path, other: str
+) -> None:
+    """A reader takes keys and labels from it as long as there are parts."""
+    run.write(tmp_path, [0, 1])
+    if other == "damaged":
+        truncate(tmp_path / "samples.h5")
+    else:
+        listing = make_listing(28) if other == "rows" else run.listing
+        labels = listing.labels[::-1].copy()
+        foreign = replace(run, listing=replace(listing, labels=labels))
+        foreign.write(tmp_path / "foreign", [])
+        shutil.copy(tmp_path / "foreign" / "samples.h5", tmp_path / "samples.h5")
+    assert missing(run, tmp_path) == [2, 3]
+    store = FeatureStore(tmp_path)
+    assert store.labels.tolist() == run.listing.labels.tolist()
+    assert store.row(bytes(run.listing.keys[11])) == 11
+
+
+def test_a_listing_that_is_gone_is_written_anew(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    (tmp_path / "samples.h5").unlink()
+    assert missing(run, tmp_path) == [1, 2, 3]
+    assert len(FeatureStore(tmp_path).keys) == 29
+
+
+def test_leftovers_of_a_kill_are_cleared(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    (tmp_path / ".hydra").mkdir()
+    for sub in ("", "parts", ".hydra"):
+        (tmp_path / sub / ".tmp-part-000001.h5.123.456").write_bytes(b"half")
+    assert missing(run, tmp_path) == [1, 2, 3]
+    assert temporary_files(tmp_path) == []
+
+
+def test_other_settings_are_refused_with_the_keys_and_both_values(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    run.write(tmp_path, [0])
+    before = part_path(tmp_path, 0).read_bytes()
+    changed = run.changed(size=[256, 256], interpolation="bicubic")
+    with pytest.raises(StoreMismatchError) as refused, changed.session(tmp_path).hold():
+        pytest.fail("two runs in one store")
+    text = str(refused.value)
+    assert "size: the store has [224, 224], now [256, 256]" in text
+    assert "interpolation: the store has 'not there', now 'bicubic'" in text
+    assert "model" not in text
+    assert "overwrite=true" in text
+    assert part_path(tmp_path, 0).read_bytes() == before
+    assert missing(run, tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("name", "value"), [("part_rows", 16), ("codec", "gzip"), ("specs", ())])
+def test_another_layout_is_refused_even_under_the_same_fingerprint(
+    run: MadeRun, tmp_path: Path, name: str, value: Any
+) -> None:
+    run.write(tmp_path, [0])
+    changed = replace(run, **{name: value})
+    with pytest.raises(StoreMismatchError), changed.session(tmp_path).hold():
+        pytest.fail("parts of two layouts in one store")
+
+
+def test_overwrite_clears_the_store_and_begins_anew(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, packed=True)
+    changed = make_run(num_rows=10, part_rows=4, seed=7)
+    with changed.session(tmp_path).hold(overwrite=True) as session:
+        assert [part.index for part in session.missing()] == [0, 1, 2]
+        assert session.failures == []
+    assert not (tmp_path / "features.h5").exists()
+    changed.write(tmp_path, packed=True)
+    assert_whole(changed, tmp_path)
+
+
+def test_overwrite_also_clears_parts_and_a_damaged_descriptor(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 2])
+    (tmp_path / "featx.json").write_text("{")
+    with run.session(tmp_path).hold(overwrite=True) as session:
+        assert len(session.missing()) == 4
+
+
+def test_overwrite_leaves_a_folder_that_is_no_store_alone(run: MadeRun, tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / ".hydra").mkdir()
+    mine = [tmp_path / "parts" / "wheel.h5", tmp_path / ".hydra" / "x", tmp_path / "summary.json"]
+    for path in mine:
+        path.write_bytes(b"mine")
+    with run.session(tmp_path).hold(overwrite=True):
+        pass
+    run.write(tmp_path, packed=True)
+    assert [path.read_bytes() for path in mine] == [b"mine"] * 3
+    assert_whole(run, tmp_path)
+
+
+def test_overwrite_deletes_the_descriptor_last(run: MadeRun, tmp_path: Path) -> None:
+    """Killed half way, the folder must still be known as a store, not as somebody's files."""
+    run.write(tmp_path, packed=True)
+    with (
+        watched(Calls(tmp_path)) as calls,
+        run.session(tmp_path).hold(overwrite=True),
+    ):
+        deleted = [Path(subject).name for name, subject in calls.seen if name == "unlink"]
+    deleted = [name for name in deleted if not name.startswith(".tmp")]
+    assert deleted.index("features.h5") < deleted.index("samples.h5") < deleted.index("featx.json")
+
+
+def test_a_second_session_is_refused_while_the_first_holds_the_store(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    with (
+        run.session(tmp_path).hold(),
+        pytest.raises(StoreLockedError, match=f'"pid": {os.getpid()}'),
+        run.session(tmp_path).hold(overwrite=True),
+    ):
+        pass
+
+
+def test_a_refused_overwrite_deletes_nothing(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with run.session(tmp_path).hold() as _:
+        with pytest.raises(StoreLockedError), run.session(tmp_path).hold(overwrite=True):
+            pass
+        assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_part_that_appears_meanwhile_is_kept_only_if_it_is_ours(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    """Where locks do nothing: the link that came first stands, but is not trusted blindly."""
+    other = run.changed(model="other")
+    other.write(tmp_path / "other")
+    with run.session(tmp_path / "store").hold() as session:
+        shutil.copy(part_path(tmp_path / "other", 0), part_path(tmp_path / "store", 0))
+        with pytest.raises(StoreError, match=r"appeared meanwhile.*another run"):
+            session.commit(run.builder(run.grid.part(0)))
+        assert 0 in [part.index for part in session.missing()]
+
+
+def test_a_descriptor_that_appears_meanwhile_is_compared(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.changed(model="other").write(tmp_path, [])
+    answers = [None, read_descriptor(tmp_path)]
+    monkeypatch.setattr("featx.store.session.read_descriptor", lambda _: answers.pop(0))
+    with pytest.raises(StoreMismatchError, match="'other'"), run.session(tmp_path).hold():
+        pytest.fail("two runs in one store")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 1}', "\xff"]
+)
+def test_a_damaged_descriptor_is_refused_with_what_to_do(
+    run: MadeRun, tmp_path: Path, text: str
+) -> None:
+    run.write(tmp_path, [0])
+    (tmp_path / "featx.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(StoreError, match=r"damaged.*overwrite=true"), run.session(tmp_path).hold():
+        pass
+    with pytest.raises(StoreError, match="damaged"):
+        FeatureStore(tmp_path)
+    assert part_path(tmp_path, 0).exists()
+
+
+def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    descriptor = json.loads((tmp_path / "featx.json").read_text())
+    (tmp_path / "featx.json").write_text(json.dumps({**descriptor, "featx_format": 2}))
+    with (
+        pytest.raises(StoreError, match=r"format 2, this featx reads up to 1\. Upgrade featx"),
+        run.session(tmp_path).hold(),
+    ):
+        pass
+
+
+def test_no_store_has_no_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    assert read_descriptor(tmp_path) is None
+    assert read_descriptor(tmp_path / "nowhere") is None
+    assert read_descriptor(tmp_path / "file") is None
+
+
+def test_failures_csv_holds_every_failure_once_in_order(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [2])
+    run.write(tmp_path, [0])
+    with run.session(tmp_path).hold():
+        pass
+    with (tmp_path / "failures.csv").open(newline="") as file:
+        header, *rows = list(csv.reader(file))
+    assert header == ["row", "key", "status", "error", "message"]
+    assert rows == [
+        [str(f.row), os.fsdecode(f.key), f.status.label, f.error, f.message] for f in run.failures
+    ]
+
+
+def test_failures_csv_grows_with_every_commit(run: MadeRun, tmp_path: Path) -> None:
+    with run.session(tmp_path).hold() as session:
+        for index in (2, 0):
+            session.commit(run.builder(run.grid.part(index)))
+        with (tmp_path / "failures.csv").open(newline="") as file:
+            assert [row[0] for row in csv.reader(file)] == ["row", "17", "20", "2"]
+
+
+def test_unusual_bytes_in_keys_reach_the_csv_and_the_reader(tmp_path: Path) -> None:
+    keys = np.array(sorted([b"a\xff\xfe.jpg", b"b\n,\"'.jpg", "ü€.jpg".encode(), b" .jpg"]))
+    listing = replace(make_listing(4), keys=keys)
+    run = replace(make_run(num_rows=4, part_rows=2, failed=[0, 1, 2, 3]), listing=listing)
+    run = replace(run, failures=tuple(replace(f, key=bytes(keys[f.row])) for f in run.failures))
+    for packed in (False, True):
+        run.write(tmp_path, missing(run, tmp_path), packed)
+        store = FeatureStore(tmp_path)
+        assert [os.fsencode(key) for key in store.keys.tolist()] == keys.tolist()
+        assert [store.row(key) for key in keys.tolist()] == [0, 1, 2, 3]
+        assert [store.row(key) for key in store.keys.tolist()] == [0, 1, 2, 3]
+        assert [os.fsencode(f["key"]) for f in store.failures] == keys.tolist()
+        with (tmp_path / "failures.csv").open(
+            newline="", encoding="utf-8", errors="surrogateescape"
+        ) as file:
+            rows = list(csv.reader(file))[1:]
+        assert [os.fsencode(row[1]) for row in rows] == keys.tolist()
+
+
+def test_summary_keeps_the_earlier_runs(run: MadeRun, tmp_path: Path) -> None:
+    for rows in (3, 5):
+        with run.session(tmp_path).hold() as session:
+            session.write_summary({"rows": rows})
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == {"rows": 5, "runs": [{"rows": 3}, {"rows": 5}]}
+
+
+def test_the_listings_digest_sees_every_key_label_and_class() -> None:
+    listing = make_listing(9)
+    others = [
+        replace(listing, keys=listing.keys.astype("S20")),
+        replace(listing, keys=listing.keys[::-1].copy()),
+        replace(listing, labels=listing.labels + 1),
+        replace(listing, classes=("cat", "dog")),
+        listing.head(8),
+    ]
+    digests = {listing_digest(one) for one in [listing, *others]}
+    assert len(digests) == 6
+    assert listing_digest(make_listing(9)) == listing_digest(listing)
+
+
+@pytest.mark.parametrize(
+    "error", [pytest.param(errno.ENOSPC, marks=pytest.mark.slow), errno.EIO, "short"]
+)
+def test_a_run_survives_any_failing_system_call(tmp_path: Path, error: int | str) -> None:
+    """Whichever call fails: a clear error, nothing half there, and the same run goes on."""
+    run = make_run(num_rows=6, part_rows=4, shapes={"flat": (3,)}, failed=[5])
+    spare = tuple(name for name in SYSTEM_CALLS if name != "pwrite") if error == "short" else ()
+    expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")
+    for fail_at in range(1, 400):
+        root = tmp_path / str(fail_at)
+        with watched(Calls(root, fail_at, error, spare)) as calls:
+            try:
+                run.write(root)
+            except FeatxError as failure:
+                assert error != "short"
+                assert calls.failed is not None
+                assert os.strerror(int(error)) in str(failure)  # noqa: PT017
+        if root.exists():
+            for path in root.rglob("part-*.h5"):
+                with h5py.File(path) as file:
+                    assert file.attrs["featx_format"] == 1
+            run.write(root, missing(run, root), packed=True)
+            assert temporary_files(root) == []
+            assert dataset_digests(root / "features.h5") == expected
+        shutil.rmtree(root, ignore_errors=True)
+        if calls.untouched:
+            assert fail_at > (5 if error == "short" else 40)
+            return
+    pytest.fail("no run ended untouched")
+
+
+def test_a_full_disk_in_the_middle_keeps_what_is_committed(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run.session(tmp_path).hold() as session:
+        session.commit(run.builder(run.grid.part(0)))
+
+        def full(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", full)
+            with pytest.raises(RunError, match=r"No space left on device.*Make room"):
+                session.commit(run.builder(run.grid.part(1)))
+        assert [part.index for part in session.missing()] == [1, 2, 3]
+        session.commit(run.builder(run.grid.part(1)))
+    assert missing(run, tmp_path) == [2, 3]
+
+
+WRITE_FOREVER = """
+import sys
+from pathlib import Path
+from made_store import make_run
+from featx.store.pack import pack
+run, root = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70]), Path(sys.argv[1])
+session = run.session(root)
+with session.hold():
+    print("held", flush=True)
+    for part in session.missing():
+        session.commit(run.builder(part))
+    if not session.packed:
+        pack(root)
+        session.packed = True
+        session.drop_parts()
+"""
+
+
+def kill_until_done(tmp_path: Path, seed: int) -> None:
+    run = make_run(num_rows=77, part_rows=4, failed=[2, 17, 70])
+    expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")
+    root = tmp_path / "killed"
+    rng = np.random.default_rng(seed)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    kills, acknowledged = 0, 0
+    for attempt in range(40):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITE_FOREVER, str(root)],
+            stdout=subprocess.PIPE,
+            env=environment,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"held\n"
+            time.sleep(rng.uniform(0, 0.06 * (attempt + 1)))
+            process.kill()
+            kills += process.wait() == -signal.SIGKILL
+        if not (root / "features.h5").exists():
+            present = FeatureStore(root).num_rows_present
+            assert present >= acknowledged, "a committed part was lost"
+            acknowledged = present
+        else:
+            break
+    assert kills, "it was never killed; the test proves nothing"
+    with run.session(root).hold() as session:
+        assert session.packed
+    assert dataset_digests(root / "features.h5") == expected
+    assert_whole(run, root)
+    assert temporary_files(root) == []
+
+
+def test_killed_again_and_again_the_store_ends_as_if_it_never_was(tmp_path: Path) -> None:
+    kill_until_done(tmp_path, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 8))
+def test_killed_at_other_moments(tmp_path: Path, seed: int) -> None:
+    kill_until_done(tmp_path, seed)

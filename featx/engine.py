@@ -11,16 +11,17 @@ import ctypes
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
 
 from featx.config import ReduceConfig
-from featx.errors import ConfigError, LayerError, RunError
+from featx.errors import ConfigError, LayerError, ModelError, RunError
 from featx.hooks import TapHooks, find_overwritten, no_fast_path, trace
 from featx.models.base import Backbone
 from featx.reduce import VIEWS, Reduction, reduction
@@ -98,37 +99,52 @@ class Engine:
         self._taps: list[Tap] = []
         self._copied: frozenset[str] = frozenset()
         self._views: set[str] = set()
+        self._watched: dict[str, tuple[torch.Tensor, int]] = {}
+        self._largest: dict[str, torch.Tensor] = {}
         self._compute_dtypes: dict[str, torch.dtype] = {}
         self._order: list[str] = []
+        self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
         self.compute = Compute("fp32", False, False, 1)
 
     def __enter__(self) -> Engine:
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._stack.enter_context(no_fast_path())
+        self._settings.enter_context(no_fast_path())
+        if self.device.type == "cuda":
+            self._settings.enter_context(exact_cuda())
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        self._settings.close()
 
     def trace(self) -> Trace:
         """One pass over noise that records every module call."""
         return trace(self._module, self._noise(_TRACE_BATCH))
 
-    def bind(self, chosen: Sequence[tuple[Tap, ReduceConfig]], traced: Trace) -> None:
+    def bind(self, chosen: Sequence[tuple[Tap, ReduceConfig]]) -> None:
         """Fix the taps: find which need a copy, what their rows look like, and where to stop.
 
         Raises:
             LayerError: a tap's shape does not follow the batch.
+            ModelError: a row depends on the rows beside it, or on chance.
             ReduceError: a reduction does not fit its tensor.
+            RunError: the model does other things than in the trace.
         """
         self._taps = [tap for tap, _ in chosen]
         x = self._noise(_BIND_BATCH)
-        self._copied = find_overwritten(self._module, self._taps, x)
-        with torch.no_grad(), TapHooks(self._module, self._taps) as hooks:
-            values = hooks.forward(x)
+        # Copies of x, for a model may write to its input.
+        self._copied = find_overwritten(self._module, self._taps, x.clone())
+        with torch.no_grad(), TapHooks(self._module, self._taps, _clone) as hooks:
+            values = hooks.forward(x.clone())
             self._order = list(hooks.fired)
+        if sorted(self._order) != sorted(tap.name for tap in self._taps):
+            raise RunError(
+                f"a second forward pass fired {self._order}, the trace promised "
+                f"{[tap.name for tap in self._taps]}. The model does different things for "
+                "different batches; featx cannot vouch for its rows."
+            )
         for tap, config in chosen:
             shape = tuple(values[tap.name].shape)
             if shape[:1] != (_BIND_BATCH,):
@@ -146,11 +162,32 @@ class Engine:
                 self.backbone.preprocess.crop,
                 self.backbone.num_prefix_tokens,
             )
+        self._check_rows(x, values)
+
+    def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """Change every image but the first: the first row must not notice.
+
+        BatchNorm without running statistics, or `F.dropout(x)`, which forgets about eval mode,
+        would give rows that depend on the padding, on failed neighbours, or on chance.
+        """
+        others = x.clone()
+        others[1:] = 0
+        hooks = TapHooks(self._module, self._taps, _clone, self._order, stop=True)
+        with torch.no_grad(), hooks:
+            again = hooks.forward(others)
+        for name, value in values.items():
+            row, same = value[0].double(), again[name][0].double()
+            if not torch.allclose(row, same, rtol=0, atol=_same_row(row), equal_nan=True):
+                raise ModelError(
+                    f"{name}: the row of one image changes by {(row - same).abs().max():.2g} when "
+                    "the other images of its batch change, or from one pass to the next (dropout "
+                    "or batch statistics in eval mode?). Its rows would not be reproducible; "
+                    "mend the model, or choose a layer before that."
+                )
 
     def settle(self, compute: Compute) -> None:
         """Fix how features are computed; may be called again with another choice."""
         self._stack.close()
-        self._stack.enter_context(no_fast_path())
         self.compute = compute
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
         self._module.to(memory_format=memory_format)
@@ -195,6 +232,18 @@ class Engine:
         self.model_seconds += computed - begun
         self.copy_seconds += time.perf_counter() - computed
         return on_cpu
+
+    def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
+        """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds.
+
+        Their largest value is above 0 and below 6.1e-5, the smallest number that float16 holds with
+        all its bits; far below, it holds zeros only.
+        """
+        smallest = torch.finfo(torch.float16).tiny
+        return {
+            name: ((largest > 0) & (largest < smallest)).cpu().numpy()
+            for name, largest in self._largest.items()
+        }
 
     def explain(self, images: torch.Tensor, row: int, name: str) -> str:
         """Why a stored row is not finite: what the layer gave before the cast."""
@@ -241,7 +290,23 @@ class Engine:
 
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.no_grad(), self._autocast():
-            return dict(self._forward(self._memory_format(x)))
+            values = dict(self._forward(self._memory_format(x)))
+            while written := self._written_again():
+                self._copied |= written
+                values = dict(self._forward(self._memory_format(x)))
+        for name, value in values.items():
+            if len(value) != len(x):
+                raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")
+        return values
+
+    def _written_again(self) -> frozenset[str]:
+        """The taps of the last pass that were written to after they had been kept, uncopied.
+
+        `bind` finds most of them, but an in-place clamp that changes nothing on noise may change
+        a picture, and what is a copy in one memory format or precision is none in another.
+        """
+        watched, self._watched = self._watched, {}
+        return frozenset(name for name, (x, version) in watched.items() if x._version != version)
 
     def _keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
         """Reduce and cast at once, while the tensor is as the layer made it."""
@@ -253,8 +318,14 @@ class Engine:
         self._compute_dtypes[tap.name] = tensor.dtype
         reduced = self._reductions[tap.name](tensor)
         stored = reduced.to(self._store_dtype)
-        if tap.name in self._copied and stored is reduced and tap.name in self._views:
+        if self._store_dtype == torch.float16 and reduced.dtype != torch.float16:
+            self._largest[tap.name] = reduced.reshape(len(reduced), -1).abs().amax(1)
+        if stored is not reduced or tap.name not in self._views:
+            return stored
+        # A compiled pass and inference tensors keep no count of writes.
+        if tap.name in self._copied or self.compute.compile or tensor.is_inference():
             return stored.clone()
+        self._watched[tap.name] = (tensor, tensor._version)
         return stored
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
@@ -262,9 +333,11 @@ class Engine:
         return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
 
     def _memory_format(self, x: torch.Tensor) -> torch.Tensor:
-        if self.compute.channels_last:
-            return x.contiguous(memory_format=torch.channels_last)
-        return x.contiguous()
+        """A copy: a model may write to its input, and the caller's images stay as they are."""
+        channels_last = self.compute.channels_last
+        return x.clone(
+            memory_format=torch.channels_last if channels_last else torch.contiguous_format
+        )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = COMPUTE_DTYPES[self.compute.precision]
@@ -283,6 +356,16 @@ class Engine:
         return torch.randn(shape, generator=generator).to(self.device)
 
 
+def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+def _same_row(row: torch.Tensor) -> float:
+    """How far the same row may lie apart in two passes: 1e-3 of its largest finite value."""
+    finite = row[torch.isfinite(row)]
+    return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
 
@@ -299,15 +382,28 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
+@contextlib.contextmanager
+def exact_cuda() -> Iterator[None]:
+    """fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits."""
+    cudnn: Any = torch.backends.cudnn  # its attributes are made in ways that mypy cannot follow
+    conv, matmul = cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic
+    conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = "ieee", "ieee", True
+    try:
+        yield
+    finally:
+        conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = before
+
+
 def row_cosines(
     features: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
 ) -> float:
     """The smallest cosine between matching rows, over all layers; -1 where one is not finite."""
     smallest = 1.0
     for name, value in features.items():
-        a = value.flatten(1).double()
-        b = reference[name].flatten(1).double()
-        if not torch.isfinite(a).all():
+        a = value.reshape(len(value), -1).double()
+        b = reference[name].reshape(len(value), -1).double()
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             return -1.0
         lengths = a.norm(dim=1) * b.norm(dim=1)
         cosine = torch.where(lengths > 0, (a * b).sum(1) / lengths, (a == b).all(1).double())
@@ -318,5 +414,6 @@ def row_cosines(
 def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
     """dataset name -> (B,) bool: the rows without NaN or infinity."""
     return {
-        name: torch.isfinite(value).flatten(1).all(1).numpy() for name, value in features.items()
+        name: torch.isfinite(value).reshape(len(value), -1).all(1).numpy()
+        for name, value in features.items()
     }

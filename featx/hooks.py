@@ -226,16 +226,17 @@ def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) ->
     with torch.no_grad(), TapHooks(module, taps, keep) as hooks:
         values = hooks.forward(x)
         return frozenset(
-            name
-            for name, value in values.items()
-            if not torch.equal(
-                value.contiguous().view(torch.uint8), copies[name].contiguous().view(torch.uint8)
-            )
+            name for name, value in values.items() if not _same_values(value, copies[name])
         )
 
 
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every element, NaN to NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 @contextlib.contextmanager
-def capture(model: nn.Module, layers: Sequence[str]) -> Iterator[Captured]:
+def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
     """Keep the outputs of named layers while the block runs.
 
         with featx.capture(model, ["layer4", "avgpool"]) as features:
@@ -248,12 +249,13 @@ def capture(model: nn.Module, layers: Sequence[str]) -> Iterator[Captured]:
 
     Args:
         model: any torch.nn.Module, in whatever mode it is.
-        layers: dotted names; `relu@2` for the second call of a module that is called several
-            times, `encoder[0]` or `block.hidden` for one element of a nested output.
+        layers: a dotted name, or several; `relu@2` for the second call of a module that is called
+            several times, `encoder[0]` or `block.hidden` for one element of a nested output.
 
     Raises:
         LayerError: there is no such module; on access, the layer was not called, or several times.
     """
+    layers = [layers] if isinstance(layers, str) else layers
     names = {name: name for name, _ in model.named_modules(remove_duplicate=False)}
     taps = [parse_tap(layer, names) for layer in layers]
     captured = Captured(taps)

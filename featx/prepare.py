@@ -125,7 +125,7 @@ def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
     with Engine(backbone, device, config.dtype) as engine:
         traced = engine.trace()
         selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
-        engine.bind(selection.chosen, traced)
+        engine.bind(selection.chosen)
         reference = uses_reference(config, backbone)
         with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))

@@ -48,7 +48,7 @@ def reduction(
     if name == "none":
         return lambda x: x
     if name == "flatten":
-        return lambda x: x.flatten(1)
+        return lambda x: x.reshape(len(x), -1)
     if name in ("avg", "max", "gem"):
         pool = {"avg": _avg, "max": _max, "gem": _gem(config.args.get("p", 3.0))}[name]
         axes = _pooled_axes(name, layer, row_shape, input_size)

@@ -87,7 +87,7 @@ class Trace:
 
 @dataclass
 class Selection:
-    """What `select` found: taps with their reductions, and what presets had to leave out."""
+    """What `select` found: taps with their reductions, and what presets and globs left out."""
 
     chosen: list[tuple[Tap, ReduceConfig]]
     left_out: list[str]
@@ -101,7 +101,7 @@ def element_name(path: Path) -> str:
 def select(
     requests: Sequence[tuple[str, ReduceConfig]],
     trace: Trace,
-    classifier: str | None,
+    classifier: str | Sequence[str] | None,
     stages: Sequence[str] | None,
 ) -> Selection:
     """The taps for a list of names, globs and presets, in the order of the requests.
@@ -128,7 +128,7 @@ def select(
 def _taps(
     request: str,
     trace: Trace,
-    classifier: str | None,
+    classifier: str | Sequence[str] | None,
     stages: Sequence[str] | None,
     left_out: list[str],
 ) -> Iterator[Tap]:
@@ -142,7 +142,7 @@ def _taps(
             leaves_only = request == "leaves"
             yield from _every_tap(trace, leaves_only, left_out)
     elif any(sign in request for sign in "*?"):
-        yield from _globbed(request, trace)
+        yield from _globbed(request, trace, left_out)
     else:
         yield named_tap(request, trace)
 
@@ -160,11 +160,7 @@ def parse_tap(request: str, names: Mapping[str, str]) -> Tap:
     module, rest = _split(request, names)
     found = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
     if not module or found is None:
-        known = [name for name in names if name]
-        raise LayerError(
-            f"there is no layer {request!r} in this model.{nearest(request, known)} "
-            f"The presets are {', '.join(PRESETS)}; job=layers lists every layer."
-        )
+        raise _no_layer(request, names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
         for step in re.findall(r"\[\d+\]|\.\w+", found.group(2))
@@ -195,8 +191,19 @@ def named_tap(request: str, trace: Trace) -> Tap:
         )
     if number is not None and not 1 <= number <= len(calls):
         raise LayerError(f"{request!r}: {module} is called {len(calls)} times, counted from 1.")
-    _check_element(request, calls[(number or 1) - 1].outputs, tap.path, trace.batch_size)
+    outputs = calls[(number or 1) - 1].outputs
+    if tap.path and list(outputs) == [()]:  # layer4.7, where layer4 is one tensor: a typo
+        raise _no_layer(request, trace.names)
+    _check_element(request, outputs, tap.path, trace.batch_size)
     return tap
+
+
+def _no_layer(request: str, names: Mapping[str, str]) -> LayerError:
+    return LayerError(
+        f"there is no layer {request!r} in this model."
+        f"{nearest(request, [name for name in names if name])} "
+        f"The presets are {', '.join(PRESETS)}; job=layers lists every layer."
+    )
 
 
 def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
@@ -217,18 +224,25 @@ def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path
     listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
     plain = request.removesuffix(element_name(path))
     example = f"{plain}{element_name(next(iter(elements)))}" if elements else ""
+    if list(elements) == [()]:
+        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
     raise LayerError(
         f"{plain} gives {len(elements)} tensors ({listed or 'none'}); "
         + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
     )
 
 
-def embedding_tap(trace: Trace, classifier: str | None) -> Tap:
+def embedding_tap(trace: Trace, classifier: str | Sequence[str] | None) -> Tap:
     """The pre-logits vector: what goes into the classifier, or else into the last linear layer.
 
     Raises:
         LayerError: there is no such layer.
     """
+    if classifier is not None and not isinstance(classifier, str):
+        raise LayerError(
+            f"the preset embedding is the input of the classifier, and this model has "
+            f"{len(classifier)}: {', '.join(classifier)}. Name a layer: job=layers lists them."
+        )
     if classifier is None:
         leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
         if not leaves or not leaves[-1].is_linear:
@@ -249,29 +263,23 @@ def embedding_tap(trace: Trace, classifier: str | None) -> Tap:
 
 
 def find_stages(trace: Trace) -> list[str]:
-    """The last module at each size of the feature map, or the blocks of a transformer.
+    """The last block at each size of the feature map, or the blocks of a transformer.
+
+    A module whose inside spans three or more map sizes holds several stages and is looked into; one
+    that spans two begins a stage and belongs to the smaller.
 
     Raises:
         LayerError: neither is there.
     """
-    by_size: dict[tuple[int, int], str] = {}
-    sizes_below: dict[str, set[tuple[int, int]]] = {}
-    for call in trace.calls:
-        size = _map_size(call)
-        if size is None:
+    stages: dict[tuple[int, int], Call] = {}
+    for call in _units("", trace):
+        size = _map_size(call, trace)
+        if size is None or size == (1, 1) or "Pool" in call.type_name:
             continue
-        for parent in _parents(call.module):
-            sizes_below.setdefault(parent, set()).add(size)
-        spans_stages = len(sizes_below.get(call.module, set()) | {size}) > 1 and any(
-            below[0] > size[0] * 2 for below in sizes_below.get(call.module, set())
-        )
-        if size != (1, 1) and call.module and not spans_stages and "Pool" not in call.type_name:
-            by_size[size] = (
-                call.module if len(trace.by_module[call.module]) == 1 else by_size.get(size, "")
-            )
-    maps = [name for name in by_size.values() if name]
-    if len(maps) > 1:
-        return maps
+        if size not in stages or not call.is_leaf or stages[size].is_leaf:
+            stages[size] = call
+    if len(stages) > 1:
+        return [call.module for call in stages.values()]
     blocks: dict[str, list[str]] = {}
     for call in trace.calls:
         shapes = list(call.outputs.values())
@@ -283,6 +291,30 @@ def find_stages(trace: Trace) -> list[str]:
         "the preset stages found no feature maps and no transformer blocks in this model. "
         "Name layers: job=layers lists them."
     )
+
+
+def _units(parent: str, trace: Trace) -> Iterator[Call]:
+    """The modules below `parent` that are (a part of) one stage, in order; each called once."""
+    prefix = f"{parent}." if parent else ""
+    below = [call for call in trace.calls if call.module.startswith(prefix) and call.module]
+    tops = [
+        call
+        for call in below
+        if not any(
+            other in trace.by_module for other in _parents(call.module) if other.startswith(prefix)
+        )
+    ]
+    for call in tops:
+        inside = {
+            size
+            for other in trace.calls
+            if other.module.startswith(f"{call.module}.")
+            and (size := _map_size(other, trace)) not in (None, (1, 1))
+        }
+        if not call.is_leaf and (len(inside) > 2 or _map_size(call, trace) is None):
+            yield from _units(call.module, trace)
+        elif len(trace.by_module[call.module]) == 1:
+            yield call
 
 
 def _every_tap(trace: Trace, leaves_only: bool, left_out: list[str]) -> Iterator[Tap]:
@@ -303,7 +335,7 @@ def _every_tap(trace: Trace, leaves_only: bool, left_out: list[str]) -> Iterator
                 yield Tap(name, call.module, "output", number, () if single else path)
 
 
-def _globbed(request: str, trace: Trace) -> Iterator[Tap]:
+def _globbed(request: str, trace: Trace, left_out: list[str]) -> Iterator[Tap]:
     pattern = re.compile(_glob_to_regex(request))
     matches = [name for name in trace.names if name and pattern.fullmatch(name)]
     fired = [name for name in matches if trace.names[name] in trace.by_module]
@@ -315,6 +347,7 @@ def _globbed(request: str, trace: Trace) -> Iterator[Tap]:
             f"name, ** crosses dots).{nearest(request.replace('*', ''), known)} "
             "job=layers lists every layer."
         )
+    left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
     for name in sorted(fired, key=lambda name: order[trace.names[name]]):
         yield named_tap(name, trace)
@@ -360,12 +393,17 @@ def _shapes(call: Call) -> str:
     return " ".join(str(shape[1:]) for shape in call.outputs.values())
 
 
-def _map_size(call: Call) -> tuple[int, int] | None:
+def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
+    """(height, width) of a map of the input's proportions, channels first or last, else None."""
     shapes = list(call.outputs.values())
-    if len(shapes) != 1 or len(shapes[0]) != 4:
+    if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][0] != trace.batch_size:
         return None
+    *_, input_height, input_width = next(iter(trace.calls[-1].inputs.values()))
     _, a, b, c = shapes[0]
-    return (a, b) if a == b and b != c else (b, c)
+    for height, width in ((b, c), (a, b)):
+        if height * input_width == width * input_height:
+            return height, width
+    return None
 
 
 def _parents(name: str) -> Iterator[str]:

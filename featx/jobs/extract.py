@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,26 +93,41 @@ def _extract(config: Config, config_yaml: str) -> dict[str, Any]:
         session.write_config(config_yaml)
         complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
         complain("")
-        seconds, rate = _run_parts(prepared, session)
+        figures = _run_parts(prepared, session)
         packing = time.perf_counter()
         _pack(config, session)
-        seconds["pack"] = time.perf_counter() - packing
+        figures.seconds["pack"] = time.perf_counter() - packing
         session.write_failures()
-        summary = _summary(session, seconds, rate)
+        summary = _summary(session, figures)
         session.write_summary(summary)
     if session.failures:
         complain(_failures_text(session.failures))
+    for layer, count in summary["faint_rows"].items():
+        complain(
+            f"warning: {count} rows of {layer} have no value above 6.1e-5; float16 holds so little "
+            "with few bits or as zero. Store them with dtype=float32."
+        )
     say(describe_end(summary, str(config.out), prepared.specs[0].name))
     return summary
 
 
-def _run_parts(prepared: Prepared, session: StoreSession) -> tuple[dict[str, float], float | None]:
-    """Compute and commit what is missing; returns seconds per stage and images per second."""
+@dataclass
+class _Figures:
+    """What a run measured: busy seconds per stage, images per second, faint rows per layer."""
+
+    seconds: dict[str, float]
+    images_per_second: float | None
+    faint_rows: Counter[str]
+
+
+def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
+    """Compute and commit what is missing."""
     from featx.loader import Loader
 
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
     waited = written = 0.0
+    faint: Counter[str] = Counter()
     done_before = session.rows_done
     missing = session.missing()
     loader = Loader(
@@ -138,7 +154,7 @@ def _run_parts(prepared: Prepared, session: StoreSession) -> tuple[dict[str, flo
             part, batch = following
             if builder is None:
                 builder = PartBuilder(part, prepared.specs)
-            features, failures = _compute(prepared, batch)
+            features, failures = _compute(prepared, batch, faint)
             builder.add(batch.start, features, failures)
             if batch.start + batch.count == part.stop:
                 writing = time.perf_counter()
@@ -156,11 +172,13 @@ def _run_parts(prepared: Prepared, session: StoreSession) -> tuple[dict[str, flo
         "write": written,
     }
     rows = session.rows_done - done_before
-    return seconds, rows / took if rows else None
+    return _Figures(seconds, rows / took if rows else None, +faint)
 
 
-def _compute(prepared: Prepared, batch: Batch) -> tuple[dict[str, Any], list[Failure]]:
-    """Features of the rows of one batch, padding cut off; non-finite rows found."""
+def _compute(
+    prepared: Prepared, batch: Batch, faint: Counter[str]
+) -> tuple[dict[str, Any], list[Failure]]:
+    """Features of the rows of one batch, padding cut off; non-finite and faint rows found."""
     from featx.engine import finite_rows
 
     values = prepared.engine.run(batch.images)
@@ -174,6 +192,9 @@ def _compute(prepared: Prepared, batch: Batch) -> tuple[dict[str, Any], list[Fai
                 continue
             failed.add(row)
             failures.append(_non_finite(prepared, batch, row, name))
+    ok = [i for i in range(batch.count) if batch.start + i not in failed]
+    for name, rows in prepared.engine.faint_rows().items():
+        faint[name] += int(rows[ok].sum())
     return {name: value[: batch.count].numpy() for name, value in values.items()}, failures
 
 
@@ -206,9 +227,7 @@ def _pack(config: Config, session: StoreSession) -> None:
     session.drop_parts()
 
 
-def _summary(
-    session: StoreSession, seconds: dict[str, float], rate: float | None
-) -> dict[str, Any]:
+def _summary(session: StoreSession, figures: _Figures) -> dict[str, Any]:
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -216,8 +235,9 @@ def _summary(
     return {
         "rows": len(session.listing),
         "failures": len(session.failures),
-        "images_per_second": None if rate is None else round(rate, 3),
-        "seconds": {stage: round(value, 3) for stage, value in seconds.items()},
+        "images_per_second": figures.images_per_second and round(figures.images_per_second, 3),
+        "seconds": {stage: round(value, 3) for stage, value in figures.seconds.items()},
+        "faint_rows": dict(figures.faint_rows),
         "bytes": packed.stat().st_size if session.packed else session.part_bytes(),
         "peak_memory_mib": peak >> 20,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),

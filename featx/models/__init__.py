@@ -80,5 +80,5 @@ def registered_names(library: str) -> frozenset[str]:
             given = re.search(r"name=[\"'](\w+)[\"']", decorator)
             names.add(given.group(1) if given else function)
         if "register_model_deprecations" in text:
-            names.update(re.findall(r"^    ['\"](\w+)['\"]: ['\"]", text, re.MULTILINE))
+            names.update(re.findall(r"^    ['\"](\w+)['\"] ?: ['\"]", text, re.MULTILINE))
     return frozenset(names)

@@ -28,7 +28,8 @@ class Backbone:
         weights: what the parameters are: a tag, a file, or 'random (seed 0)'.
         preprocess: as the weights ask.
         num_prefix_tokens: class and register tokens in front of the patch tokens; 0 without any.
-        classifier: name of the module whose input is the embedding; None: the last Linear.
+        classifier: name of the module whose input is the embedding; several names where the model
+            has several heads; None: the last Linear.
         stages: names of the stages where the library says them; None: found from the shapes.
     """
 
@@ -37,7 +38,7 @@ class Backbone:
     weights: str
     preprocess: Preprocess
     num_prefix_tokens: int = 0
-    classifier: str | None = None
+    classifier: str | tuple[str, ...] | None = None
     stages: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +71,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         WeightsError: the file is not there, is damaged, or holds more than tensors.
     """
+    path = path.expanduser()
     if not path.is_file():
         raise WeightsError(
             f"model.weights={path}: no such file (looked in {Path.cwd()}). Give a path to a "
@@ -83,7 +85,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise WeightsError(
             f"model.weights={path} cannot be read: {reason}. Expected a file of tensors only: "
             "save it with torch.save(model.state_dict(), path) or as safetensors."
@@ -129,7 +131,8 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: s
 def seeded(seed: int) -> Iterator[None]:
     """Random weights are the same for the same seed; the caller's random state is left alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        # torch.manual_seed would seed the CUDA devices as well, and they are not put back.
+        torch.default_generator.manual_seed(seed)
         yield
 
 

@@ -69,7 +69,7 @@ def import_target(target: str) -> Callable[..., Any]:
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:
         raise ModelError(
             f"model.target={target}: {error}. Run the command where {module_name} can be "
             "imported: its folder, or a folder on PYTHONPATH."

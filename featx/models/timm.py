@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -32,19 +33,17 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 
     module: Any
 
-    name, weights = config.name, config.weights
+    name, weights = _present_name(config.name), config.weights
     local = weights is not None and is_weights_file(weights)
     if weights not in (None, "default") and not local:
         name = f"{name.split('.', 1)[0]}.{weights}"
     _check_tag(timm, name)
     pretrained = weights is not None and not local
-    with seeded(seed):
-        if pretrained:
-            cfg = _pretrained_cfg(timm, name)
-            with _download_errors(name, cfg):
-                module = timm.create_model(name, pretrained=True)
-        else:
-            module = timm.create_model(name, pretrained=False)
+    cfg = _pretrained_cfg(timm, name) if pretrained else None
+    # Of a model that only the hub knows, even the architecture is downloaded.
+    downloads = _download_errors(name, cfg) if pretrained or ":" in name else None
+    with seeded(seed), downloads or contextlib.nullcontext():
+        module = timm.create_model(name, pretrained=pretrained)
     if local:
         assert weights is not None
         load_weights(module, read_weights(Path(weights)), weights)
@@ -91,18 +90,25 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
     )
 
 
-def _classifier(module: Any) -> str | None:
+def _classifier(module: Any) -> str | tuple[str, ...] | None:
     name = module.pretrained_cfg.get("classifier")
     if isinstance(name, tuple | list):
-        return None  # distilled models have two heads, and so no single embedding
+        return tuple(name)  # distilled models have two heads, and so no single embedding
     return name if name and name in dict(module.named_modules()) else None
+
+
+def _present_name(name: str) -> str:
+    """What a deprecated name has become; create_model takes it with a warning."""
+    from timm.models._registry import _deprecated_models
+
+    return str(_deprecated_models.get(name) or name)
 
 
 def _check_tag(timm: Any, name: str) -> None:
     if ":" in name or "." not in name:
         return
     base, tag = name.split(".", 1)
-    tags = [n.split(".", 1)[1] for n in timm.list_pretrained(f"{base}.*", include_tags=True)]
+    tags = [n.split(".", 1)[1] for n in timm.list_pretrained(f"{base}.*")]
     if tag not in tags:
         known = ", ".join(tags) or "none"
         raise WeightsError(f"timm has no weights {tag!r} for {base}; it has: {known}.")
@@ -127,19 +133,27 @@ def _download_errors(name: str, cfg: Any) -> Iterator[None]:
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
     repository = name.split(":", 1)[1] if cfg is None else cfg.hf_hub_id
-    files = ("model.safetensors", "pytorch_model.bin")
-    cached = repository and any(
-        isinstance(huggingface_hub.try_to_load_from_cache(repository, file), str) for file in files
+    url = None if cfg is None else cfg.url
+    # The weights, or for hf-hub: names the architecture, which is asked for first.
+    files = ("config.json",) if cfg is None else ("model.safetensors", "pytorch_model.bin")
+    checkpoints = Path(torch.hub.get_dir()) / "checkpoints"
+    cached = (url and (checkpoints / Path(urlparse(url).path).name).exists()) or any(
+        isinstance(huggingface_hub.try_to_load_from_cache(repository, file), str)
+        for file in files
+        if repository
     )
 
     def failed(reason: object) -> WeightsError:
-        where = f"{repository}/{files[0]}" if repository else cfg.url
+        what, looked, way = str(url), str(checkpoints), f"download {url}"
+        if repository:
+            what, looked = f"{repository}/{files[0]}", HF_HUB_CACHE
+            way = f"run `hf download {repository}`"
         return WeightsError(
-            f"the weights {where} of {name} are not here and cannot be downloaded ({reason}). "
-            f"Looked in {HF_HUB_CACHE} and at {ENDPOINT}. Two ways on: run `hf download "
-            f"{repository or name}` on a machine with internet access and bring that folder, or "
-            "give model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
-            "with random weights)."
+            f"the weights {what} of {name} are not here and cannot be downloaded ({reason}). "
+            f"Looked in {looked} and at {ENDPOINT if repository else url}. Two ways on: {way} on a "
+            "machine with internet access and bring the result into that folder, or give "
+            "model.weights=PATH to a local .safetensors or .pth (model.weights=null runs with "
+            "random weights)."
         )
 
     try:
@@ -147,5 +161,10 @@ def _download_errors(name: str, cfg: Any) -> Iterator[None]:
             # The hub's client would retry a name that does not resolve for most of a minute.
             socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
         yield
+    except pickle.UnpicklingError as error:
+        raise WeightsError(
+            f"the weights of {name} in {HF_HUB_CACHE if repository else checkpoints} cannot be "
+            f"read: {str(error).splitlines()[0]} Expected a file of tensors only."
+        ) from error
     except (OSError, RuntimeError) as error:
         raise failed(str(error).splitlines()[0] if str(error) else type(error).__name__) from error

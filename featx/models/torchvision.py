@@ -37,25 +37,36 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     from torchvision import models
 
     name = config.name
+    if name.startswith("quantized_"):
+        raise ModelError(
+            f"{name} is the float model built for quantisation; name the plain one: "
+            f"{name.removeprefix('quantized_')}."
+        )
     enum = models.get_model_weights(name)
-    entry = _weights_entry(enum, name, config.weights)
+    file = config.weights if config.weights and is_weights_file(config.weights) else None
+    entry = _entry_of_file(enum, file) if file else _weights_entry(enum, name, config.weights)
+    preset = (entry if entry is not None else _default(enum)).transforms()
+    preprocess = preprocess_of(preset, name)
     if entry is not None:
-        with _own_downloads(name):
-            module = models.get_model(name, weights=entry)
-        weights = str(entry)
+        try:
+            with seeded(seed), _own_downloads(name, file):
+                module = models.get_model(name, weights=entry)
+        except RuntimeError as error:  # load_state_dict's, by the builder
+            reason = " ".join(str(error).split())[:300]
+            raise WeightsError(f"{file or entry} is not of this model: {reason}") from error
+        weights = file or str(entry)
     else:
         with seeded(seed):
             module = _without_weights(models, name)
         weights = random_id(seed)
-        if config.weights is not None and is_weights_file(config.weights):
-            load_weights(module, read_weights(Path(config.weights)), config.weights)
-            weights = config.weights
-    preset = (entry if entry is not None else _default(enum)).transforms()
+        if file is not None:
+            load_weights(module, read_weights(Path(file)), file)
+            weights = file
     return Backbone(
         module=module,
         name=f"torchvision/{name}",
         weights=weights,
-        preprocess=preprocess_of(preset, name),
+        preprocess=preprocess,
         num_prefix_tokens=1 if name.startswith("vit_") else 0,
     )
 
@@ -119,8 +130,8 @@ def _without_weights(models: Any, name: str) -> torch.nn.Module:
 
 
 def _weights_entry(enum: Any, name: str, weights: str | None) -> Any:
-    """The enum member that `model.weights` names, or None for random weights and files."""
-    if weights is None or is_weights_file(weights):
+    """The enum member that `model.weights` names, or None for random weights."""
+    if weights is None:
         return None
     if weights == "default":
         return _default(enum)
@@ -133,9 +144,19 @@ def _weights_entry(enum: Any, name: str, weights: str | None) -> Any:
     return enum[tag]
 
 
+def _entry_of_file(enum: Any, file: str) -> Any:
+    """The enum member whose download a local file is, by its name (it carries a hash), or None.
+
+    Such a file gets the preprocessing of its own weights, which DEFAULT's may not be, and a builder
+    that knows of it: googlenet and inception_v3 rescale their input for torchvision's weights only.
+    """
+    name = Path(file).name
+    return next((entry for entry in enum if Path(urlparse(entry.url).path).name == name), None)
+
+
 @contextlib.contextmanager
-def _own_downloads(name: str) -> Iterator[None]:
-    """While a builder runs, weights come through `fetch_weights`.
+def _own_downloads(name: str, file: str | None) -> Iterator[None]:
+    """While a builder runs, weights come through `fetch_weights`, or from a local file.
 
     torchvision's own loader unpickles whatever the file holds (weights_only=False) and reports a
     missing network as a bare URLError. To be removed when torchvision loads tensors only.
@@ -143,7 +164,7 @@ def _own_downloads(name: str) -> Iterator[None]:
     from torchvision.models import _api
 
     def fetch(url: str, *args: Any, **keywords: Any) -> Mapping[str, torch.Tensor]:
-        return fetch_weights(url, name)
+        return read_weights(Path(file)) if file else fetch_weights(url, name)
 
     with _patch_lock:
         before = _api.load_state_dict_from_url
@@ -163,9 +184,9 @@ def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
     file_name = Path(urlparse(url).path).name
     cached = Path(torch.hub.get_dir()) / "checkpoints" / file_name
     if not cached.exists():
-        cached.parent.mkdir(parents=True, exist_ok=True)
         found = re.search(r"-([0-9a-f]{8,})\.", file_name)
         try:
+            cached.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(cached), found.group(1) if found else None)
         except (OSError, RuntimeError) as error:
             raise WeightsError(

@@ -167,8 +167,23 @@ def test_recorded_non_finite_rows_are_failures(photo_folder: Path) -> None:
     assert np.isnan(store["embedding"][poisoned]).all()
     kept = store["embedding"][~poisoned]
     np.testing.assert_allclose(kept, clean["embedding"][~poisoned], rtol=1e-6)
-    with pytest.raises(NonFiniteError, match="layer embedding.*nan in fp32"):
+    with pytest.raises(NonFiniteError, match=r"layer embedding.*nan in fp32"):
         extract(photo_folder, out="strict", dtype="float32", **keys)
+
+
+def test_rows_too_small_for_float16_are_told(
+    photo_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """float16 makes zeros of them without a word; they are counted and named."""
+    keys = {"model": {**CUSTOM, "args": {"scale": 1e-9}}, "layers": ["conv", "pool"]}
+    store = extract(photo_folder, **keys)
+    assert (store["pool"][:] == 0).all()
+    assert "warning: 21 rows of pool have no value above 6.1e-5" in capfd.readouterr().err
+    assert json.loads((tmp_path / "store" / "summary.json").read_text())["faint_rows"] == {
+        "pool": 21
+    }
+    assert extract(photo_folder, out="wide", dtype="float32", **keys)["pool"][:].any(axis=1).all()
+    assert "warning" not in capfd.readouterr().err
 
 
 def test_every_picture_failing_is_not_success(tmp_path: Path) -> None:

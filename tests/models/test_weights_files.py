@@ -1,0 +1,198 @@
+"""Weights from files: tensors only, every key in its place, and seeded where there are none."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from featx.errors import WeightsError
+from featx.models.base import load_weights, read_weights, seeded, state_sha256
+
+State = dict[str, torch.Tensor]
+
+
+class RunsCode:
+    """Unpickling this writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self.path,)
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2))
+
+
+@pytest.fixture
+def state() -> State:
+    with seeded(7):
+        return net().state_dict()
+
+
+def same(a: State, b: State) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".th", ".bin"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda s: s,
+        lambda s: {"state_dict": s, "epoch": 3},
+        lambda s: {"model": s},
+        lambda s: {f"module.{k}": v for k, v in s.items()},
+        lambda s: {"state_dict": {f"module.{k}": v for k, v in s.items()}, "best_prec1": 91.8},
+    ],
+)
+def test_checkpoints_in_their_usual_wrappings(
+    tmp_path: Path, state: State, suffix: str, wrap: Callable[[State], object]
+) -> None:
+    path = tmp_path / f"weights{suffix}"
+    torch.save(wrap(state), path)
+    assert same(read_weights(path), state)
+
+
+def test_safetensors(tmp_path: Path, state: State) -> None:
+    save_file(state, tmp_path / "weights.safetensors")
+    assert same(read_weights(tmp_path / "weights.safetensors"), state)
+
+
+def test_a_home_folder_is_written_with_a_tilde(
+    tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.save(state, tmp_path / "w.pth")
+    assert same(read_weights(Path("~/w.pth")), state)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_code_in_a_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -> None:
+    path, witness = tmp_path / "weights.pth", tmp_path / "ran"
+    torch.save({"w": RunsCode(witness)}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(WeightsError, match=r"cannot be read: .*Expected a file of tensors only"):
+        read_weights(path)
+    assert not witness.exists()
+    path.write_bytes(pickle.dumps(RunsCode(witness)))
+    with pytest.raises(WeightsError, match="cannot be read"):
+        read_weights(path)
+    assert not witness.exists()
+
+
+def test_a_whole_pickled_module_is_refused(tmp_path: Path) -> None:
+    torch.save(net(), tmp_path / "model.pth")
+    with pytest.raises(WeightsError, match="tensors only"):
+        read_weights(tmp_path / "model.pth")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+@pytest.mark.parametrize("damage", ["empty", "short", "text"])
+def test_damaged_files_are_refused(tmp_path: Path, state: State, suffix: str, damage: str) -> None:
+    path = tmp_path / f"weights{suffix}"
+    if suffix == ".pth":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    whole = path.read_bytes()
+    path.write_bytes(
+        {"empty": b"", "short": whole[: len(whole) // 2], "text": b"404 not found"}[damage]
+    )
+    with pytest.raises(WeightsError, match="cannot be read: "):
+        read_weights(path)
+
+
+def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path) -> None:
+    torch.save([torch.zeros(3)], tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="holds a list, no state dict"):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_a_missing_file_names_the_folder_it_was_looked_for_in(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"no such file \(looked in /.*safetensors or .pth"):
+        read_weights(Path("nowhere.pth"))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda s: s.pop("0.weight"), r"1 keys missing \(0.weight\)"),
+        (lambda s: s.update({"2.bias": torch.zeros(1)}), r"1 left over \(2.bias\)"),
+        (
+            lambda s: s.update({"0.bias": torch.zeros(5)}),
+            r"1 of another shape \(0.bias \(5,\) instead of \(2,\)\)",
+        ),
+        (lambda s: s.clear(), "6 keys missing"),
+    ],
+)
+def test_weights_of_another_model_are_refused_and_nothing_is_loaded(
+    state: State, change: Callable[[State], object], expected: str
+) -> None:
+    module = net()
+    before = state_sha256(module)
+    change(state)
+    with pytest.raises(WeightsError, match=expected):
+        load_weights(module, state, "file.pth")
+    assert state_sha256(module) == before
+
+
+def test_old_files_may_lack_the_batch_counter(state: State) -> None:
+    module = net()
+    del state["1.num_batches_tracked"]
+    load_weights(module, state, "old.pth")
+    assert torch.equal(module[0].weight, state["0.weight"])
+
+
+def test_half_precision_files_are_cast(state: State) -> None:
+    module = net()
+    load_weights(module, {k: v.half() for k, v in state.items()}, "half.pth")
+    assert module[0].weight.dtype == torch.float32
+    assert torch.equal(module[0].weight, state["0.weight"].half().float())
+
+
+def test_seeded_is_repeatable_and_leaves_the_callers_random_state() -> None:
+    before = torch.random.get_rng_state()
+    hashes = set()
+    for seed in (0, 0, 1):
+        with seeded(seed):
+            hashes.add(state_sha256(net()))
+    assert len(hashes) == 2
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with pytest.raises(ZeroDivisionError), seeded(3):
+        raise ZeroDivisionError
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_hash_sees_names_shapes_types_and_single_bits() -> None:
+    def hash_of(**tensors: torch.Tensor) -> str:
+        module = nn.Module()
+        for name, tensor in tensors.items():
+            module.register_buffer(name, tensor)
+        return state_sha256(module)
+
+    zeros = torch.zeros(4)
+    flipped = zeros.clone()
+    flipped[3] = -0.0
+    hashes = {
+        hash_of(a=zeros),
+        hash_of(b=zeros),
+        hash_of(a=zeros.view(2, 2)),
+        hash_of(a=zeros.int()),
+        hash_of(a=flipped),
+        hash_of(a=torch.tensor(0.0)),
+    }
+    assert len(hashes) == 6
+    strided = torch.zeros(4, 2)[:, 0]
+    assert hash_of(a=strided) == hash_of(a=zeros)
+
+
+def test_the_hash_is_the_same_in_another_memory_format() -> None:
+    module = net()
+    before = state_sha256(module)
+    assert state_sha256(module.to(memory_format=torch.channels_last)) == before

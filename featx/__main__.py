@@ -55,14 +55,14 @@ def _guarded(node: Any, debug: bool) -> int:
     """One job of the command; in a multirun, one that fails does not take the others with it."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx import compose, config
+    from featx import compose, keys
     from featx.errors import FeatxError
     from featx.progress import complain
 
     try:
-        checked = config.from_omegaconf(node)
+        checked = keys.from_omegaconf(node)
         job = importlib.import_module(f"featx.jobs.{checked.job.name}")
-        code: int = job.run(checked, config.saved_yaml(node))
+        code: int = job.run(checked, keys.saved_yaml(node))
         return code
     except OmegaConfBaseException as error:
         if debug:

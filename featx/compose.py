@@ -12,8 +12,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 
-from featx.config import Config, described_keys, known_keys
+from featx.config import Config
 from featx.errors import ConfigError, nearest
+from featx.keys import described_keys, known_keys
 
 
 class AnyModel(ConfigSource):

@@ -6,18 +6,13 @@ to hold one; OmegaConf is imported where YAML or overrides become a Config.
 
 from __future__ import annotations
 
-import ast
-import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from featx.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 JOBS = ("extract", "plan", "layers")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
@@ -311,137 +306,3 @@ def _as_reduce(value: object) -> ReduceConfig:
         f"layers: {value} is not a reduction; expected one of {', '.join(REDUCTIONS)}, "
         "or a mapping such as {name: grid, size: 4}."
     )
-
-
-def described_keys() -> list[tuple[str, str, str]]:
-    """(key, default, sentence) of every key of the command, for --help and the README.
-
-    The sentence is the string under the field, which only the source holds.
-    """
-    sentences: dict[tuple[str, str], str] = {}
-    for node in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            for before, after in itertools.pairwise(node.body):
-                if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
-                    assert isinstance(before.target, ast.Name)
-                    assert isinstance(after.value, ast.Constant)
-                    text = " ".join(str(after.value.value).split())
-                    sentences[node.name, before.target.id] = text
-
-    def walk(node: Any, prefix: str) -> list[tuple[str, str, str]]:
-        rows = []
-        for f in fields(node):
-            value = getattr(node, f.name)
-            nested = is_dataclass(value)
-            # A group's own name is the key of the group: model=resnet50, not model.name=resnet50.
-            default = getattr(value, "name", "") if nested else value
-            shown = str(default).lower() if isinstance(default, bool) else str(default)
-            shown = re.sub(r"\$\{(\w+)\.name\}", r"<\1>", shown)
-            sentence = sentences[type(node).__name__, f.name]
-            if f.name != "name":
-                shown = "null" if default is None else shown
-                rows.append((prefix + f.name, shown, sentence))
-            if nested:
-                rows += walk(value, f"{prefix}{f.name}.")
-        return rows
-
-    return walk(Config(), "")
-
-
-def known_keys() -> list[str]:
-    """Every key of the command, dotted: 'out', 'model.weights', ..."""
-
-    names = [key for key, _, _ in described_keys()]
-    return [*names, "model.name"]
-
-
-def from_omegaconf(node: DictConfig) -> Config:
-    """A checked Config from a composed OmegaConf node.
-
-    Raises:
-        ConfigError: for the first key that does not fit.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    _refuse_added_keys(node, Config, "")
-    try:
-        config = OmegaConf.to_object(node)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(config, Config)
-    return config
-
-
-def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
-    """Hydra's `+key=value` adds what no field knows; it would have no effect."""
-    names = {f.name for f in fields(schema)}
-    for key in node:
-        if key not in names:
-            unknown = prefix + str(key)
-            raise ConfigError(f"unknown key {unknown!r}.{nearest(unknown, known_keys())}")
-        if schema is Config and is_dataclass(nested := getattr(schema(), str(key))):
-            _refuse_added_keys(node[key], type(nested), f"{prefix}{key}.")
-
-
-def from_keywords(values: Mapping[str, Any]) -> DictConfig:
-    """The same keys from Python; short forms as on the command line.
-
-    `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set) and
-    `reduce="avg"` are taken like `model=`, `data=` and `reduce=`; each also takes a mapping.
-
-    Raises:
-        ConfigError: a key is unknown or a value of the wrong type.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    values = dict(values)
-    for key in values:
-        if key not in {f.name for f in fields(Config)} - {"job"}:
-            raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
-    if isinstance(model := values.get("model"), str):
-        values["model"] = {"name": model}
-    if isinstance(reduce := values.get("reduce"), str):
-        values["reduce"] = {"name": reduce}
-    if isinstance(data := values.get("data"), str | Path):
-        packaged = data in DATA_KINDS and data != "folder"
-        values["data"] = {"name": data} if packaged else {"name": "folder", "root": str(data)}
-    if "out" in values:
-        values["out"] = str(values["out"])
-    try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
-    except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
-    return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
-
-
-_SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd|credential)s?($|_)", re.IGNORECASE)
-
-
-def saved_yaml(node: DictConfig) -> str:
-    """The configuration as it is kept beside the data.
-
-    Interpolations are resolved, except those that read the environment; values under names such as
-    token or password are left out.
-    """
-    from omegaconf import DictConfig, ListConfig, OmegaConf
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, DictConfig):
-            if part._is_none() or part._is_missing():
-                return None
-            return {
-                str(key): "(redacted)" if _SECRET.search(str(key)) else value(part, key)
-                for key in part
-            }
-        return [value(part, i) for i in range(len(part))]
-
-    def value(part: Any, key: Any) -> Any:
-        raw = part._get_node(key)._value()
-        if isinstance(raw, str) and "${" in raw and "env" in raw:
-            return raw
-        inner = part[key]
-        return walk(inner) if isinstance(inner, DictConfig | ListConfig) else inner
-
-    return OmegaConf.to_yaml(OmegaConf.create(walk(node)))

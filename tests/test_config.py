@@ -7,20 +7,10 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from featx.config import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    ReduceConfig,
-    described_keys,
-    from_keywords,
-    from_omegaconf,
-    known_keys,
-    layer_requests,
-    saved_yaml,
-)
+from featx.config import Config, DataConfig, ModelConfig, ReduceConfig, layer_requests
 from featx.errors import ConfigError, nearest
 from featx.fingerprint import differences, digest
+from featx.keys import described_keys, from_keywords, from_omegaconf, known_keys, saved_yaml
 
 
 def config(**keys: object) -> Config:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx import config as featx_config
 from featx.config import Config
 from featx.errors import NonFiniteError
+from featx.keys import from_keywords, from_omegaconf, saved_yaml
 from featx.prepare import Prepared, prepare
 from featx.progress import Progress, complain, describe_end, describe_run, facts, say
 from featx.store import layout
@@ -55,9 +55,9 @@ def extract(**keys: Any) -> FeatureStore:
     Raises:
         FeatxError: whatever the command would report with exit code 1 or 2.
     """
-    node = featx_config.from_keywords(keys)
-    config = featx_config.from_omegaconf(node)
-    _extract(config, featx_config.saved_yaml(node))
+    node = from_keywords(keys)
+    config = from_omegaconf(node)
+    _extract(config, saved_yaml(node))
     return FeatureStore(Path(config.out).expanduser())
 
 

@@ -187,8 +187,8 @@ def test_rows_too_small_for_float16_are_told(
 
 
 def test_every_picture_failing_is_not_success(tmp_path: Path) -> None:
-    from featx.config import from_keywords, from_omegaconf
     from featx.jobs import extract as job
+    from featx.keys import from_keywords, from_omegaconf
 
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jpg").write_bytes(b"no")

@@ -1,0 +1,211 @@
+"""What the config leaves to us is decided here, once: precision, compilation, batch, rows per part.
+
+Whatever a store was begun with is taken from its descriptor instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from featx.config import Config
+from featx.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine, row_cosines
+from featx.errors import ConfigError, RunError
+from featx.store import layout
+
+logger = logging.getLogger(__name__)
+
+PROBE_IMAGES = 16
+"""Real images on which precision=auto and compile=auto are measured."""
+
+_GLANCE_IMAGES = 2
+
+CPU_BATCH = 16
+CUDA_BATCH = 256
+
+PART_SECONDS = 60.0
+"""About this much work a part, within layout.PART_BYTES: what a kill can cost."""
+
+COMPILE_PAYS_S = 600.0
+"""Compiling costs a minute or so; compile=auto waits for a run of at least this length."""
+
+
+class Resolver:
+    """Decides what the config leaves to us; what a store was begun with is taken from it."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        images: torch.Tensor,
+        num_rows: int,
+        stored: Mapping[str, Any] | None,
+    ) -> None:
+        self.choices: dict[str, str] = {}
+        self.seconds_per_image = float("nan")
+        self._config = config
+        self._engine = engine
+        self._images = images
+        self._num_rows = num_rows
+        self._stored = dict(stored["resolved"]) if stored else {}
+        self._stored_part_rows = stored["part_rows"] if stored else None
+
+    def resolve(self) -> None:
+        """Settle the engine on precision, compilation, memory format and batch size."""
+        engine, config = self._engine, self._config
+        channels_last = self._stored.get("channels_last")
+        if channels_last is None:
+            channels_last = engine.supports_channels_last()
+        compute = Compute("fp32", False, channels_last, self._batch_size())
+        compute = replace(compute, batch_size=self._fitting(compute))
+        precision = config.precision
+        if precision == "auto":
+            precision = self._stored_choice("precision") or self._fastest(compute)
+        compute = replace(compute, precision=precision)
+        engine.settle(compute)
+        self._time()
+        if config.compile != "auto":
+            compiled = config.compile
+        else:
+            compiled = self._stored_choice("compile")
+            compiled = self._worth_compiling() if compiled is None else compiled
+        if compiled:
+            engine.settle(replace(compute, compile=True))
+            self._compile(compute)
+
+    def part_rows(self, row_bytes: int) -> int:
+        """Rows per part: as asked, as stored, or from bytes and measured speed."""
+        batch_size = self._engine.compute.batch_size
+        if self._config.part_rows != "auto":
+            rows = int(self._config.part_rows)
+            if batch_size > rows:
+                raise ConfigError(
+                    f"part_rows={rows} is smaller than batch_size={batch_size}; a batch never "
+                    "crosses a part, so raise part_rows or lower batch_size."
+                )
+            return rows
+        if self._stored_part_rows is not None:
+            return int(self._stored_part_rows)
+        by_bytes = layout.PART_BYTES / max(1, row_bytes)
+        by_time = PART_SECONDS / max(1e-6, self.seconds_per_image or 0)
+        rows = layout.power_of_two_at_most(min(by_bytes, by_time))
+        rows = max(rows, layout.power_of_two_at_least(batch_size))
+        self.choices["part_rows"] = f"{rows}"
+        return rows
+
+    def _stored_choice(self, key: str) -> Any:
+        if key not in self._stored:
+            return None
+        value = self._stored[key]
+        shown = str(value).lower() if isinstance(value, bool) else value
+        self.choices[key] = f"{shown} (as the store was begun)"
+        return value
+
+    def _batch_size(self) -> int:
+        if self._config.batch_size != "auto":
+            return int(self._config.batch_size)
+        if (stored := self._stored_choice("batch_size")) is not None:
+            return int(stored)
+        largest = CUDA_BATCH if self._engine.device.type == "cuda" else CPU_BATCH
+        if self._config.part_rows != "auto":
+            largest = min(largest, int(self._config.part_rows))
+        size = min(largest, layout.power_of_two_at_least(self._num_rows))
+        self.choices["batch_size"] = f"{size}"
+        return size
+
+    def _fitting(self, compute: Compute) -> int:
+        """The batch size, halved until it fits on the device where it was left to us."""
+        left_to_us = self._config.batch_size == "auto" and "batch_size" not in self._stored
+        size = int(compute.batch_size)
+        while True:
+            try:
+                if self._engine.device.type == "cuda":
+                    self._engine.settle(replace(compute, batch_size=size))
+                    self._engine.run(self._filled(size))
+                return size
+            except torch.cuda.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                if not left_to_us or size == 1:
+                    raise RunError(
+                        f"batch_size={size} does not fit into the memory of "
+                        f"{self._engine.device}. Lower batch_size."
+                    ) from error
+                size //= 2
+                self.choices["batch_size"] = f"{size} (what fits)"
+
+    def _filled(self, size: int) -> torch.Tensor:
+        """A batch of the probe's images, repeated to `size`; grey where there is none."""
+        if len(self._images) == 0:
+            shape = (size, 3, *self._engine.backbone.preprocess.crop)
+            return torch.full(shape, 127, dtype=torch.uint8)
+        repeats = -(-size // len(self._images))
+        return torch.cat([self._images] * repeats)[:size]
+
+    def _time(self) -> None:
+        size = min(self._engine.compute.batch_size, PROBE_IMAGES)
+        self.seconds_per_image = self._engine.seconds_per_image(self._filled(size), repeats=2)
+
+    def _fastest(self, compute: Compute) -> str:
+        """precision=auto: the fastest whose rows all stay near fp32, on real images."""
+        if len(self._images) == 0:
+            self.choices["precision"] = "fp32 (no image could be read to probe others)"
+            return "fp32"
+        accelerator = self._engine.device.type != "cpu"
+        candidates = ("fp16", "bf16") if accelerator else ("bf16",)
+        few = self._images[:_GLANCE_IMAGES]
+        self._engine.settle(compute)
+        exact = {k: v.clone() for k, v in self._engine.run(self._images).items()}
+        best, seconds = "fp32", self._engine.seconds_per_image(self._images)
+        glance = self._engine.seconds_per_image(few)
+        told = [f"fp32 {1 / seconds:.1f} images/s"]
+        for precision in candidates:
+            self._engine.settle(replace(compute, precision=precision))
+            # A CPU without bf16 units takes minutes for a full probe; a glance is enough there.
+            if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
+                told.append(f"{precision} {took / glance:.1f} times slower")
+                continue
+            cosine = row_cosines(self._engine.run(self._images), exact)
+            took = self._engine.seconds_per_image(self._images)
+            told.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")
+            if cosine >= MIN_COSINE and took * MIN_SPEEDUP < seconds:
+                best, seconds = precision, took
+        self.choices["precision"] = f"{best} ({'; '.join(told)})"
+        return best
+
+    def _worth_compiling(self) -> bool:
+        seconds = self.seconds_per_image * self._num_rows
+        compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+        if seconds < COMPILE_PAYS_S:
+            why = f"about {seconds:.0f} s of work, too little to earn it back"
+        elif self._engine.device.type == "cpu" and compiler is None:
+            why = "no C++ compiler found"
+        else:
+            self.choices["compile"] = f"true (about {seconds:.0f} s of work)"
+            return True
+        self.choices["compile"] = f"false ({why})"
+        return False
+
+    def _compile(self, eager: Compute) -> None:
+        """Compile, and keep it only if the values agree with the eager model's."""
+        images = self._filled(eager.batch_size)
+        self._engine.settle(eager)
+        expected = {k: v.clone() for k, v in self._engine.run(images).items()}
+        self._engine.settle(replace(eager, compile=True))
+        try:
+            cosine = row_cosines(self._engine.run(images), expected)
+            failed = None if cosine >= MIN_COSINE else f"cosine to eager is {cosine:.5f}"
+        except Exception as error:  # noqa: BLE001 - torch.compile fails in every possible way
+            failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"
+        if failed is None:
+            self._time()
+            return
+        if self._config.compile is True:
+            raise RunError(f"compile=true failed ({failed}). Use compile=false.")
+        logger.warning("torch.compile failed, going on without it: %s", failed)
+        self.choices["compile"] = f"false ({failed})"
+        self._engine.settle(eager)

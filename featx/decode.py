@@ -7,25 +7,27 @@ decodes.
 
 from __future__ import annotations
 
-import contextlib
 import io
+import re
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageColor, UnidentifiedImageError
+from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
 
 from featx.config import DataConfig
 from featx.errors import ConfigError
 from featx.types import ImageFault, Status
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
-"""The only parsers an image can reach, whatever its name says."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
+"""The only parsers an image can reach, whatever its name says. JPEG includes MPO, which Pillow does
+not register by itself."""
 
-_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"RIFF")
+_SIGNATURE = re.compile(
+    rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II[*+]\0|MM\0[*+]|RIFF....WEBP|P[1-6]\s", re.DOTALL
+)
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -36,7 +38,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_pixel_limit_lock = threading.Lock()
+_TURN_BACK = {6: 8, 8: 6}
 
 
 @dataclass(frozen=True)
@@ -66,17 +68,33 @@ class ImagePolicy:
         return cls(config.exif, (colour[0], colour[1], colour[2]), config.max_pixels)
 
 
-@contextlib.contextmanager
-def own_pixel_limit() -> Iterator[None]:
-    """Pillow's own limit off while ours is in force: it only warns where we record a failure."""
-    with _pixel_limit_lock:
-        before = Image.MAX_IMAGE_PIXELS
-        Image.MAX_IMAGE_PIXELS = None
-    try:
-        yield
-    finally:
-        with _pixel_limit_lock:
-            Image.MAX_IMAGE_PIXELS = before
+class _PillowSettings:
+    """Pillow's global settings as featx needs them, while any thread decodes.
+
+    Its own pixel limit is off: ours is in force, which records where Pillow's only warns. Truncated
+    files are refused, whatever another library in this process has asked for.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before: tuple[int | None, bool] = (None, False)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._users == 0:
+                self._before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
+                Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+            self._users += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = self._before
+
+
+_pillow_settings = _PillowSettings()
 
 
 def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:
@@ -97,31 +115,38 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
     # One guarded boundary around one image: of the files that fail, many raise something other
     # than OSError (ValueError, TypeError, SyntaxError, struct.error, ...).
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        width, height = image.size
-        if width * height > policy.max_pixels:
-            raise ImageFault(
-                Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}"
-            )
-        if at_least is not None and min(width, height) >= 4 * at_least and image.mode == "RGB":
-            scale = 2 * at_least / min(width, height)
-            image.draft("RGB", (int(width * scale), int(height * scale)))
-        image.load()
-        orientation = _orientation(image) if policy.exif == "apply" else 1
-        rgb = to_rgb(image, policy.background)
-        return rgb if orientation == 1 else rgb.transpose(_TRANSPOSE[orientation])
+        with _pillow_settings:
+            return _decode(data, policy, at_least)
     except (ImageFault, MemoryError):
         raise
     except Exception as error:
         raise _fault(data, error) from error
 
 
+def _decode(data: bytes, policy: ImagePolicy, at_least: int | None) -> Image.Image:
+    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    width, height = image.size
+    if width * height > policy.max_pixels:
+        raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
+    if image.format == "PNG":
+        _check_png(data)
+        _mend_transparency(image)
+    if at_least is not None and min(width, height) >= 4 * at_least and image.mode == "RGB":
+        scale = 2 * at_least / min(width, height)
+        image.draft("RGB", (int(width * scale), int(height * scale)))
+    # Pillow turns a TIFF upright while it loads it; every other format is turned here.
+    turned = _orientation(image) if image.format == "TIFF" else 1
+    image.load()
+    turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
+    rgb = to_rgb(image, policy.background)
+    return rgb if turn == 1 else rgb.transpose(_TRANSPOSE[turn])
+
+
 def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
     """Any mode as RGB: transparency over the background, 16 bits scaled by their range."""
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return _deep_grey(image, background)
-    transparent = image.mode in ("LA", "La", "PA", "RGBA", "RGBa") or "transparency" in image.info
-    if not transparent:
+    if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
     if image.mode in ("La", "RGBa"):
         image = image.convert("LA" if image.mode == "La" else "RGBA")
@@ -156,6 +181,35 @@ def _deep_grey(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
     return Image.fromarray(rgb, "RGB")
 
 
+def _check_png(data: bytes) -> None:
+    """Compare the checksums of the pixel data, which Pillow leaves out."""
+    at = 8
+    while at + 12 <= len(data):
+        length, kind = struct.unpack_from(">I4s", data, at)
+        end = at + 8 + length
+        if kind == b"IEND" or end + 4 > len(data):
+            return  # whether enough is there is found out by decoding
+        if kind == b"IDAT":
+            stored = int.from_bytes(data[end : end + 4])
+            if zlib.crc32(memoryview(data)[at + 4 : end]) != stored:
+                raise ImageFault(Status.DECODE_ERROR, "the checksum of its pixels is wrong")
+        at = end + 4
+
+
+def _mend_transparency(image: ImageFile.ImageFile) -> None:
+    """Bring a PNG's transparent colour to the 8 bits of its pixels.
+
+    Pillow scales the pixels of 2, 4 and 3 x 16 bits to 8, but not the colour it compares them with.
+    Of 16 bits the upper 8 are compared, as Pillow keeps no others.
+    """
+    clear = image.info.get("transparency")
+    raw_mode = image.tile[0].args if image.tile else None
+    if isinstance(clear, int) and raw_mode in ("L;2", "L;4"):
+        image.info["transparency"] = (clear & 3) * 85 if raw_mode == "L;2" else (clear & 15) * 17
+    elif isinstance(clear, tuple) and raw_mode == "RGB;16B":
+        image.info["transparency"] = tuple(value >> 8 for value in clear)
+
+
 def _orientation(image: Image.Image) -> int:
     """The EXIF orientation, 1 where there is none, it is damaged, or out of range."""
     try:
@@ -170,7 +224,7 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
     if isinstance(error, Image.DecompressionBombError):
         status = Status.TOO_LARGE
     elif isinstance(error, UnidentifiedImageError):
-        known = data.startswith(_SIGNATURES)
+        known = _SIGNATURE.match(data) is not None
         status = Status.DECODE_ERROR if known else Status.UNSUPPORTED
         message = "its header is damaged" if known else "not an image of a known format"
     elif isinstance(error, EOFError | struct.error | zlib.error) or "runcat" in message:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from featx.decode import ImagePolicy, decode, own_pixel_limit
+from featx.decode import ImagePolicy, decode
 from featx.errors import RunError
 from featx.preprocess import Preprocess
 from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
@@ -71,7 +71,6 @@ class Loader:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._stack.enter_context(own_pixel_limit())
         self._threads = ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-loader")
         self._stack.callback(self._threads.shutdown, wait=True, cancel_futures=True)
         return self
@@ -131,6 +130,13 @@ class Loader:
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
+        except MemoryError as error:
+            # The machine, not the image: such a failure never becomes a row.
+            raise RunError(
+                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
+                "and give the same command again. Less is needed with a smaller batch_size or "
+                "data.max_pixels."
+            ) from error
         self.times.add(read - begun, time.perf_counter() - read, len(data))
         return None
 
@@ -143,11 +149,18 @@ class Loader:
                 Status.TOO_LARGE,
                 f"{image.width} x {image.height} pixels would be too long after resizing",
             )
+        transform = self._preprocess.reference if self._reference else self._preprocess.crop_uint8
+        expected = (3, *self._preprocess.crop)
         try:
-            if self._reference:
-                return self._preprocess.reference(image)
-            return self._preprocess.crop_uint8(image)
+            x = transform(image)
+            if x.shape != expected:  # copying it would spread one channel over three
+                raise ValueError(f"the transform gives {tuple(x.shape)}, expected {expected}")
+            return x
+        except MemoryError:
+            raise
         except Exception as error:
+            if "allocate memory" in str(error) or "enough memory" in str(error):
+                raise MemoryError(str(error)) from error  # torch's is a plain RuntimeError
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error

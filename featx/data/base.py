@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +23,10 @@ EXTENSIONS = frozenset(
 MAX_FILE_BYTES = 1 << 30
 """A larger file is a recorded failure; it is not read."""
 
+_DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENXIO}
+"""What opening one file may fail with that says nothing of the disk."""
+
 
 class FolderSource:
     """All images below a folder, at any depth; the first sub-folder is the label.
@@ -31,8 +37,9 @@ class FolderSource:
     def __init__(self, root: Path, follow_links: bool = False) -> None:
         self.root = root
         self._follow_links = follow_links
-        self._root_bytes = os.fsencode(root)
+        self._root_bytes = os.path.abspath(os.fsencode(root))  # noqa: PTH100 - bytes paths
         self._real_root = os.path.realpath(self._root_bytes)
+        self._identity: tuple[int, int] | None = None
         self._skipped: Counter[str] = Counter()
 
     def listing(self) -> Listing:
@@ -42,8 +49,10 @@ class FolderSource:
                 f"data.root={self.root} {what} (taken from {Path.cwd()}). "
                 "Give the folder that holds your images or their class folders."
             )
+        info = self.root.stat()
+        self._identity = info.st_dev, info.st_ino
         self._skipped.clear()
-        keys = sorted(self._walk(self._root_bytes, b"", frozenset({self._real_root})))
+        keys = sorted(self._walk())
         if not keys:
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
             endings = " ".join(sorted(e.decode() for e in EXTENSIONS))
@@ -66,13 +75,13 @@ class FolderSource:
         try:
             # Not blocking: a FIFO that took the file's place must not hang the run.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError as error:
-            if not self.root.is_dir():
-                raise  # the whole folder is gone: the environment's failure, not this image's
-            raise ImageFault(Status.MISSING, "no such file", type(error).__name__) from error
-        except PermissionError as error:
-            raise ImageFault(Status.MISSING, "permission denied", type(error).__name__) from error
-        with os.fdopen(descriptor, "rb") as file:
+        except OSError as error:
+            if error.errno not in _OF_THE_FILE:
+                raise
+            self._check_root()
+            reason = (error.strerror or "cannot be opened").lower()
+            raise ImageFault(Status.MISSING, reason, type(error).__name__) from error
+        try:
             info = os.fstat(descriptor)
             if not stat.S_ISREG(info.st_mode):
                 raise ImageFault(Status.MISSING, "not a regular file")
@@ -80,48 +89,84 @@ class FolderSource:
                 raise ImageFault(Status.EMPTY, "the file has no bytes")
             if info.st_size > MAX_FILE_BYTES:
                 raise ImageFault(Status.TOO_LARGE, f"{info.st_size} bytes, over {MAX_FILE_BYTES}")
-            return file.read()
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
 
-    def _walk(self, folder: bytes, prefix: bytes, above: frozenset[bytes]) -> Iterator[bytes]:
-        try:
-            entries = os.scandir(folder)
-        except OSError as error:
-            raise DataError(
-                f"cannot list {os.fsdecode(folder)}: {error.strerror}. Its images would be missing "
-                "from the store; make it readable or move it out of data.root."
-            ) from error
-        with entries:
-            for entry in entries:
-                key = prefix + entry.name
-                if entry.name.startswith(b"."):
-                    self._skipped["hidden"] += 1
-                elif entry.is_symlink():
-                    yield from self._link(entry, key, above)
-                elif entry.is_dir():
-                    yield from self._walk(entry.path, key + b"/", above)
-                elif self._is_image_name(entry.name):
-                    if entry.is_file():
-                        yield key
-                    else:
-                        self._skipped["not a regular file"] += 1
+    def _check_root(self) -> None:
+        """Raise OSError where the whole folder is gone: that is no fault of the image."""
+        info = os.stat(self._root_bytes)  # noqa: PTH116 - bytes paths
+        if self._identity not in (None, (info.st_dev, info.st_ino)):
+            raise OSError(errno.ESTALE, "the folder was replaced or unmounted", str(self.root))
+        os.scandir(self._root_bytes).close()
 
-    def _link(
-        self, entry: os.DirEntry[bytes], key: bytes, above: frozenset[bytes]
-    ) -> Iterator[bytes]:
-        target = os.path.realpath(entry.path)
-        inside = target.startswith(self._real_root + b"/")
-        if not inside and not self._follow_links:
-            self._skipped["links out of the folder (data.follow_links=true follows them)"] += 1
-        elif os.path.isdir(target):  # noqa: PTH112 - bytes paths
-            if target in above:
+    def _walk(self) -> Iterator[bytes]:
+        """The keys of all images, in no order; a loop of links is left where it closes."""
+        waiting = [_Folder(self._root_bytes, self._real_root, b"", frozenset())]
+        while waiting:
+            folder = waiting.pop()
+            if folder.real in folder.above:
                 self._skipped["links to a folder above"] += 1
-            else:
-                yield from self._walk(entry.path, key + b"/", above | {target})
-        elif self._is_image_name(entry.name):
-            yield key  # a dangling link is listed too: its row says 'missing'
+                continue
+            above = folder.above | {folder.real}
+            try:
+                with os.scandir(folder.path) as entries:
+                    for entry in entries:
+                        found = self._sort_out(entry, folder, above)
+                        if isinstance(found, bytes):
+                            yield found
+                        elif isinstance(found, _Folder):
+                            waiting.append(found)
+                        else:
+                            self._skipped[found] += 1
+            except OSError as error:
+                raise DataError(
+                    f"cannot list {os.fsdecode(folder.path)}: {error.strerror}. Its images would "
+                    "be missing from the store; make it readable or move it out of data.root."
+                ) from error
 
-    def _is_image_name(self, name: bytes) -> bool:
-        if os.path.splitext(name)[1].lower() in EXTENSIONS:  # noqa: PTH122 - bytes paths
-            return True
-        self._skipped["other names"] += 1
-        return False
+    def _sort_out(
+        self, entry: os.DirEntry[bytes], folder: _Folder, above: frozenset[bytes]
+    ) -> bytes | _Folder | str:
+        """An entry as an image's key, a folder to go into, or the reason why it is left out."""
+        if entry.name.startswith(b"."):
+            return "hidden"
+        real = None
+        if entry.is_symlink():
+            real = os.path.realpath(entry.path)
+            if not (self._follow_links or self._is_inside(real)):
+                return "links out of the folder (data.follow_links=true follows them)"
+        key = folder.prefix + entry.name
+        mode = _mode(entry)
+        if mode == stat.S_IFDIR:
+            real = real or os.path.join(folder.real, entry.name)
+            return _Folder(entry.path, real, key + b"/", above)
+        if os.path.splitext(entry.name)[1].lower() not in EXTENSIONS:  # noqa: PTH122 - bytes
+            return "other names"
+        # A link that leads nowhere is listed under its name; its row says 'missing'.
+        return key if mode in (stat.S_IFREG, 0) else "not a regular file"
+
+    def _is_inside(self, target: bytes) -> bool:
+        return os.path.commonpath((target, self._real_root)) == self._real_root
+
+
+class _Folder(NamedTuple):
+    """A folder to be listed: its path, the same without links, its key, the folders above it."""
+
+    path: bytes
+    real: bytes
+    prefix: bytes
+    above: frozenset[bytes]
+
+
+def _mode(entry: os.DirEntry[bytes]) -> int:
+    """S_IFREG, S_IFDIR, ... of what an entry leads to, 0 of a link that leads nowhere."""
+    try:
+        if entry.is_file():  # known from the listing, mostly: no system call
+            return stat.S_IFREG
+        return stat.S_IFDIR if entry.is_dir() else stat.S_IFMT(entry.stat().st_mode)
+    except OSError as error:
+        if error.errno not in _DANGLING:
+            raise
+        return 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +23,6 @@ from featx.store import codecs
 from featx.store.session import listing_digest, read_descriptor
 from featx.types import LayerSpec, Listing, Source, StoreHeader
 
-logger = logging.getLogger(__name__)
-
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 
 
@@ -37,7 +34,6 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
-        probe_images: how many real images the probe saw.
     """
 
     config: Config

@@ -75,7 +75,6 @@ class Resolver:
             compiled = self._stored_choice("compile")
             compiled = self._worth_compiling() if compiled is None else compiled
         if compiled:
-            engine.settle(replace(compute, compile=True))
             self._compile(compute)
 
     def part_rows(self, row_bytes: int) -> int:
@@ -193,7 +192,6 @@ class Resolver:
     def _compile(self, eager: Compute) -> None:
         """Compile, and keep it only if the values agree with the eager model's."""
         images = self._filled(eager.batch_size)
-        self._engine.settle(eager)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
         self._engine.settle(replace(eager, compile=True))
         try:

@@ -6,14 +6,11 @@ from typing import Any
 
 from featx.errors import MissingExtraError
 
-PLUGIN_FILTER_ID = 256
-"""HDF5 filters from this number on are plug-ins: reading them takes hdf5plugin."""
-
 
 def filters(codec: str) -> dict[str, Any]:
     """Keyword arguments of h5py's create_dataset for a codec.
 
-    Shuffle goes with gzip only: sparse feature maps compress worse with it (docs/store-format.md).
+    Shuffle goes with gzip only: sparse feature maps compress worse with it.
     """
     if codec == "none":
         return {}

@@ -97,7 +97,6 @@ class StoreSession:
         self.resolved = dict(resolved)
         self.disk = Disk(root)
         self.failures: list[Failure] = []
-        self.committed_bytes = 0
         self._done: set[int] = set()
         self.packed = False
 
@@ -133,7 +132,6 @@ class StoreSession:
         if not self.disk.publish(path, data) and (problem := self._problem(path, builder.part)):
             raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
         self._done.add(builder.part.index)
-        self.committed_bytes += len(data)
         self.failures.extend(builder.failures)
         if builder.failures:
             rows = csv_rows(sorted(builder.failures, key=lambda failure: failure.row))

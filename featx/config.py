@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import ConfigError, nearest
+from featx.types import ITEM_BYTES
 
-JOBS = ("extract", "plan", "layers")
+JOBS = ("extract", "plan", "layers", "verify", "pack")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
 PRESETS = ("embedding", "stages", "leaves", "all")
 LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
@@ -56,7 +57,7 @@ class JobConfig:
     name: str = "extract"
     """Taken from the key `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan)."""
+    """Print the job's result as JSON (layers, plan, verify)."""
 
     def __post_init__(self) -> None:
         _check_choice("job", self.name, JOBS)
@@ -198,11 +199,26 @@ class DataConfig:
 
 
 @dataclass
+class VerifyConfig:
+    """How job=verify looks at a store."""
+
+    sample: int = 0
+    """So many random rows are extracted from their pictures again and compared."""
+    repair: bool = False
+    """Set aside what is damaged and extract those rows again."""
+
+    def __post_init__(self) -> None:
+        if self.sample < 0:
+            raise ConfigError(f"verify.sample={self.sample}: expected 0 or more rows.")
+
+
+@dataclass
 class Config:
     """One run. The command's keys, one to one."""
 
     job: JobConfig = field(default_factory=JobConfig)
-    """extract, plan (what it would take; writes nothing) or layers (what can be captured)."""
+    """extract, plan (what it would take; writes nothing), layers (what can be captured), verify or
+    pack (a store that is there)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -216,7 +232,7 @@ class Config:
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
     dtype: str = "float16"
-    """float16 or float32, of the stored features, whatever they were computed in."""
+    """float16, bfloat16 or float32, of the stored features, whatever they were computed in."""
     batch_size: Any = "auto"
     """Images per forward; auto suits the device."""
     device: str = "auto"
@@ -235,14 +251,20 @@ class Config:
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     pack: Any = "auto"
     """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
+    grow: bool = False
+    """Add images that are new in the data set behind the rows of the store, which keep places."""
     overwrite: bool = False
     """Delete the store in `out` and start anew."""
     seed: int = 0
-    """Of random weights."""
+    """Of random weights, and of the rows that verify.sample chooses."""
+    store: str | None = None
+    """The folder or features.h5 that job=verify and job=pack read; null takes `out`."""
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    """What job=verify does beside comparing every chunk with its checksum."""
 
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
-        _check_choice("dtype", self.dtype, ("float16", "float32"))
+        _check_choice("dtype", self.dtype, tuple(ITEM_BYTES))
         _check_choice("decode", self.decode, ("fast", "reference"))
         _check_choice("codec", self.codec, CODECS)
         _check_choice("nonfinite", self.nonfinite, ("error", "record"))
@@ -265,9 +287,22 @@ class Config:
                     f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
                     "a batch never crosses a part, so raise part_rows or lower batch_size."
                 )
-        if self.job.json and self.job.name == "extract":
-            raise ConfigError("job.json has an effect with job=layers and job=plan only.")
+        self._check_jobs()
         layer_requests(self)
+
+    def _check_jobs(self) -> None:
+        """Keys that belong to some jobs have no effect with others."""
+        used = {
+            "job.json": (self.job.json, ("layers", "plan", "verify")),
+            "store": (self.store is not None, ("verify", "pack")),
+            "verify": (self.verify != VerifyConfig(), ("verify",)),
+        }
+        for key, (given, jobs) in used.items():
+            if given and self.job.name not in jobs:
+                names = " and ".join(f"job={name}" for name in jobs)
+                raise ConfigError(f"{key} has an effect with {names} only.")
+        if self.grow and self.overwrite:
+            raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
 
     def allowed_failures(self, num_rows: int) -> int:
         """How many of num_rows images may fail before the exit code is 3."""

@@ -132,7 +132,10 @@ class Engine:
             ReduceError: a reduction does not fit its tensor.
             RunError: the model does other things than in the trace.
         """
+        self._stack.close()
         self._taps = [tap for tap, _ in chosen]
+        for of_the_last in (self._row_shapes, self._reductions, self._views, self._largest):
+            of_the_last.clear()
         x = self._noise(_BIND_BATCH)
         # Copies of x, for a model may write to its input.
         self._copied = find_overwritten(self._module, self._taps, x.clone())
@@ -409,6 +412,14 @@ def row_cosines(
         cosine = torch.where(lengths > 0, (a * b).sum(1) / lengths, (a == b).all(1).double())
         smallest = min(smallest, float(cosine.min()))
     return smallest
+
+
+def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
+    """A tensor on the CPU as the store keeps it: numpy has no bfloat16, so its bits as uint16."""
+    bits: npt.NDArray[Any] = (
+        value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
+    )
+    return bits
 
 
 def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:

@@ -121,6 +121,24 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
 
 
+def from_saved(text: str) -> Config:
+    """A Config from what `saved_yaml` gave, as a store keeps it.
+
+    Raises:
+        ConfigError: it was saved by another featx, or changed.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        node = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(text))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(
+            f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
+        ) from error
+    return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+
+
 _SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd|credential)s?($|_)", re.IGNORECASE)
 
 

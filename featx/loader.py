@@ -19,6 +19,7 @@ import torch
 
 from featx.decode import ImagePolicy, decode
 from featx.errors import RunError
+from featx.machine import num_cpus
 from featx.preprocess import Preprocess
 from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
 
@@ -26,11 +27,6 @@ PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
 
 _RETRY_WAITS_S = (0.1, 0.5, 2.0)
-
-
-def num_cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass

@@ -17,11 +17,13 @@ import numpy as np
 from featx.config import Config, layer_requests
 from featx.data import open_source
 from featx.decode import ImagePolicy
-from featx.errors import ConfigError
+from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
-from featx.store.session import listing_digest, read_descriptor
-from featx.types import LayerSpec, Listing, Source, StoreHeader
+from featx.store.listing import in_stored_order, listing_identity, read_listing
+from featx.store.manifest import Manifest, load_manifest
+from featx.store.session import growth_refused, missing_parts
+from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 
@@ -64,15 +66,29 @@ def uses_reference(config: Config, backbone: Any) -> bool:
     return config.decode == "reference" or not backbone.preprocess.has_fast_path
 
 
-def list_images(config: Config) -> tuple[Source, Listing]:
-    """The data set of a config and its rows, `data.limit` applied.
+def list_images(config: Config, stored: Manifest | None = None) -> tuple[Source, Listing]:
+    """The data set of a config and its rows, `data.limit` applied, in the store's order.
+
+    Args:
+        config: checked.
+        stored: the store that is gone on with.
 
     Raises:
         DataError: it is not there, or empty.
+        StoreMismatchError: rows of the store are not in it any more, or new ones unasked for.
     """
     source = open_source(config.data)
     listing = source.listing()
-    return source, listing if config.data.limit is None else listing.head(config.data.limit)
+    listing = listing if config.data.limit is None else listing.head(config.data.limit)
+    if stored is not None:
+        root = Path(config.out).expanduser()
+        before = read_listing(root, stored.num_rows)
+        if before is not None:
+            listing = in_stored_order(root, before, listing)
+        new_rows = len(listing) - stored.num_rows
+        if new_rows > 0 and not config.grow:
+            raise StoreMismatchError(growth_refused(root, new_rows))
+    return source, listing
 
 
 @contextlib.contextmanager
@@ -86,13 +102,13 @@ def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
     Raises:
         FeatxError: whatever is wrong with the config, before anything is written.
     """
-    source, listing = list_images(config)
+    out = Path(config.out).expanduser()
+    _check_out(out)
+    stored = None if config.overwrite else load_manifest(out)[0]
+    source, listing = list_images(config, stored)
     policy = ImagePolicy.from_config(config.data)
     resolve_library(config.model)
     codecs.filters(config.codec)
-    out = Path(config.out).expanduser()
-    stored = None if config.overwrite else read_descriptor(out)
-    _check_out(out)
 
     # From here on torch is needed, which takes seconds to import.
     from featx.engine import Engine, choose_device
@@ -107,14 +123,16 @@ def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
     with Engine(backbone, device, config.dtype) as engine:
         traced = engine.trace()
         selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
-        engine.bind(selection.chosen)
+        chosen = _unfinished(out, stored, listing, selection.chosen)
+        engine.bind(chosen)
         reference = uses_reference(config, backbone)
         with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
-        resolver = Resolver(config, engine, images, len(listing), stored)
+        names = {tap.name for tap, _ in chosen}
+        resolver = Resolver(config, engine, images, len(listing), _begun(stored, names))
         resolver.resolve()
-        specs = engine.specs(selection.chosen)
+        specs = engine.specs(chosen)
         part_rows = resolver.part_rows(sum(spec.row_bytes for spec in specs))
         header = StoreHeader(
             fingerprint=_fingerprint(config, engine, specs, policy, listing, part_rows, reference),
@@ -138,6 +156,29 @@ def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
             choices=resolver.choices,
             left_out=selection.left_out,
         )
+
+
+def _unfinished(
+    out: Path, stored: Manifest | None, listing: Listing, chosen: list[Any]
+) -> list[Any]:
+    """Of the layers asked for, those that the store lacks or has not finished; else all.
+
+    A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
+    than it must.
+    """
+    if stored is None or len(listing) > stored.num_rows:
+        return chosen
+    unfinished = {name for run, _ in missing_parts(out, stored) for name in run.names}
+    finished = set(stored.layers) - unfinished
+    return [pair for pair in chosen if pair[0].name not in finished] or chosen
+
+
+def _begun(stored: Manifest | None, names: set[str]) -> Begun | None:
+    """What a store decided for these layers when it was begun."""
+    if stored is None:
+        return None
+    holders = [run for run in stored.runs if run.names & names]
+    return Begun(stored.runs[0].resolved, holders[0].grid.part_rows if holders else None)
 
 
 def _fingerprint(
@@ -167,7 +208,7 @@ def _fingerprint(
         "data.exif": policy.exif,
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,
-        "listing": f"{len(listing)} rows, sha256 {listing_digest(listing)}",
+        "listing": listing_identity(listing),
         "device": engine.device.type,
         **engine.compute.as_dict(),
         "part_rows": part_rows,

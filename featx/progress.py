@@ -148,7 +148,7 @@ def layers_text(prepared: Any) -> str:
     return "\n".join(lines)
 
 
-def describe_end(summary: Mapping[str, Any], out: str, layer: str) -> str:
+def describe_end(summary: Mapping[str, Any], out: str) -> str:
     """The table after the run, with three lines that open the result."""
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
     rate = summary["images_per_second"]
@@ -161,6 +161,7 @@ def describe_end(summary: Mapping[str, Any], out: str, layer: str) -> str:
         ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
         ("store", out),
     ]
+    layer = summary["layers"][0]
     opening = (
         "import featx\n"
         f'store = featx.open("{out}")\n'

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from featx.config import Config
 from featx.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine, row_cosines
 from featx.errors import ConfigError, RunError
 from featx.store import layout
+from featx.types import Begun
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Resolver:
         engine: Engine,
         images: torch.Tensor,
         num_rows: int,
-        stored: Mapping[str, Any] | None,
+        begun: Begun | None,
     ) -> None:
         self.choices: dict[str, str] = {}
         self.seconds_per_image = float("nan")
@@ -52,8 +52,8 @@ class Resolver:
         self._engine = engine
         self._images = images
         self._num_rows = num_rows
-        self._stored = dict(stored["resolved"]) if stored else {}
-        self._stored_part_rows = stored["part_rows"] if stored else None
+        self._stored = dict(begun.resolved) if begun else {}
+        self._stored_part_rows = begun.part_rows if begun else None
 
     def resolve(self) -> None:
         """Settle the engine on precision, compilation, memory format and batch size."""

@@ -139,6 +139,10 @@ class Batch:
     failures: list[Failure]
 
 
+ITEM_BYTES = {"float16": 2, "float32": 4, "bfloat16": 2}
+"""The number types of a store, and the bytes of one number."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One dataset of the store: what is captured where, and what a row of it looks like.
@@ -149,7 +153,7 @@ class LayerSpec:
         capture: 'output' or 'input' of that module.
         reduce: the reduction's name; reduce_args its parameters.
         shape: of one row, without the batch dimension.
-        dtype: of the store, 'float16' or 'float32'.
+        dtype: of the store, 'float16', 'float32' or 'bfloat16'.
         compute_dtype: in which the layer gave it, e.g. 'bfloat16'.
     """
 
@@ -165,7 +169,7 @@ class LayerSpec:
     @property
     def row_bytes(self) -> int:
         """Bytes one row takes in the store."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -187,3 +191,16 @@ class StoreHeader:
     weights_sha256: str
     transform: str
     versions: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a store decided when it was begun; a resume decides nothing anew.
+
+    Attributes:
+        resolved: every `auto`, name -> value.
+        part_rows: of the layers that are gone on with, None for layers that are new.
+    """
+
+    resolved: Mapping[str, Any]
+    part_rows: int | None

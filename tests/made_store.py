@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from featx.store import layout
+from featx.store.manifest import Run
 from featx.store.pack import pack
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
@@ -57,6 +58,9 @@ class MadeRun:
     def grid(self) -> layout.Grid:
         return layout.Grid(len(self.listing), self.part_rows)
 
+    def as_run(self) -> Run:
+        return Run(self.header, self.specs, self.grid, self.codec, self.resolved)
+
     def expected(self, name: str) -> np.ndarray:
         """What the store must give back: NaN in failed rows."""
         rows = self.features[name].copy()
@@ -100,8 +104,7 @@ class MadeRun:
                 session.commit(self.builder(self.grid.part(index)))
             if packed:
                 pack(root)
-                session.packed = True
-                session.drop_parts()
+                session.after_packing()
         return root
 
     def changed(self, **fingerprint: Any) -> MadeRun:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 from made_store import MadeRun, make_run
 from torch.utils.data import DataLoader
 
+from featx.errors import LayerError, StoreError
 from featx.torch import FeatureDataset
 
 
@@ -27,6 +31,12 @@ def ok_rows(run: MadeRun) -> np.ndarray:
     return np.flatnonzero(run.status() == 0)
 
 
+def with_blocks(root: Path, layer: str, block_rows: int, num_blocks: int) -> FeatureDataset:
+    dataset = FeatureDataset(root, layer)
+    dataset.keep_blocks(block_rows, num_blocks)
+    return dataset
+
+
 def test_items_are_the_ok_rows_with_their_labels(root: Path, run: MadeRun) -> None:
     dataset = FeatureDataset(root, "map")
     assert len(dataset) == 25
@@ -41,27 +51,77 @@ def test_items_are_the_ok_rows_with_their_labels(root: Path, run: MadeRun) -> No
 
 def test_a_batch_in_one_read_is_the_same_items(root: Path) -> None:
     dataset = FeatureDataset(root, "flat")
-    chosen = [24, 0, 7, 7, 3]
+    chosen = [24, 0, 7, 7, -3]
     batch = dataset.__getitems__(chosen)
     assert len(batch) == 5
     for i, (feature, label) in zip(chosen, batch, strict=True):
         assert torch.equal(feature, dataset[i][0])
         assert label == dataset[i][1]
+    assert dataset.__getitems__([]) == []
 
 
 @pytest.mark.parametrize("index", [25, -26])
 def test_an_index_out_of_range_is_an_index_error(root: Path, index: int) -> None:
     """Else iterating over the dataset would never end."""
+    dataset = FeatureDataset(root, "flat")
     with pytest.raises(IndexError):
-        FeatureDataset(root, "flat")[index]
-    assert len(list(FeatureDataset(root, "flat"))) == 25
+        dataset[index]
+    with pytest.raises(IndexError):
+        dataset.__getitems__([0, index])
+    assert len(list(dataset)) == 25
 
 
-def test_float16_stays_float16(tmp_path: Path) -> None:
-    run = make_run(num_rows=3, part_rows=2, dtype="float16")
-    feature, _ = FeatureDataset(run.write(tmp_path), "flat")[2]
-    assert feature.dtype == torch.float16
-    assert np.array_equal(feature.numpy(), run.features["flat"][2])
+@pytest.mark.parametrize("index", [3, -22, np.int32(3), np.uint8(3), torch.tensor(3)])
+def test_any_whole_number_is_an_index(root: Path, run: MadeRun, index: object) -> None:
+    dataset = FeatureDataset(root, "flat")
+    expected = run.features["flat"][ok_rows(run)[3]]
+    assert np.array_equal(dataset[index][0].numpy(), expected)  # type: ignore[index]
+    (feature, _), *others = dataset.__getitems__([index, 0])  # type: ignore[list-item]
+    assert np.array_equal(feature.numpy(), expected)
+    assert len(others) == 1
+
+
+@pytest.mark.parametrize("index", [1.0, 1.5, "1", None])
+def test_what_is_no_whole_number_is_refused_and_never_rounded(root: Path, index: object) -> None:
+    dataset = FeatureDataset(root, "flat")
+    with pytest.raises(TypeError):
+        dataset[index]  # type: ignore[index]
+    with pytest.raises(TypeError):
+        dataset.__getitems__([index])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_dtype_is_the_stores(tmp_path: Path, dtype: str) -> None:
+    run = make_run(num_rows=3, part_rows=2, dtype=dtype)
+    dataset = FeatureDataset(run.write(tmp_path), "flat")
+    batch, labels = next(iter(DataLoader(dataset, batch_size=3)))
+    assert dataset[2][0].dtype == batch.dtype == getattr(torch, dtype)
+    assert np.array_equal(batch.numpy(), run.features["flat"])
+    assert labels.dtype == torch.int64
+
+
+def test_a_layer_of_one_number_a_row(tmp_path: Path) -> None:
+    run = make_run(num_rows=5, part_rows=2, shapes={"score": ()}, failed=[1])
+    root = run.write(tmp_path)
+    for dataset in (FeatureDataset(root, "score"), with_blocks(root, "score", 2, 2)):
+        batch, _ = next(iter(DataLoader(dataset, batch_size=8)))
+        assert np.array_equal(batch.numpy(), run.features["score"][[0, 2, 3, 4]])
+        assert dataset[0][0].shape == ()
+
+
+def test_an_unknown_layer_is_told_when_the_dataset_is_made(root: Path) -> None:
+    with pytest.raises(LayerError, match="flat"):
+        FeatureDataset(root, "flta")
+
+
+@pytest.mark.parametrize("failed", [[], [0, 1, 2]])
+def test_a_store_without_an_ok_row_is_an_empty_dataset(tmp_path: Path, failed: list[int]) -> None:
+    run = make_run(num_rows=3, part_rows=2, failed=failed)
+    dataset = FeatureDataset(run.write(tmp_path, None if failed else []), "flat")
+    assert len(dataset) == 0
+    assert list(DataLoader(dataset, batch_size=2)) == []
+    with pytest.raises(IndexError):
+        dataset[0]
 
 
 def test_rows_that_came_later_do_not_shift_the_items(tmp_path: Path, run: MadeRun) -> None:
@@ -72,6 +132,89 @@ def test_rows_that_came_later_do_not_shift_the_items(tmp_path: Path, run: MadeRu
     for i, row in enumerate(dataset.rows):
         assert np.array_equal(dataset[i][0].numpy(), run.features["flat"][row])
         assert dataset[i][1] == run.listing.labels[row]
+
+
+def test_the_rows_cannot_be_changed_behind_the_items(root: Path) -> None:
+    dataset = FeatureDataset(root, "flat")
+    with pytest.raises(ValueError, match="read-only"):
+        dataset.rows[0] = 5
+    with pytest.raises(AttributeError):
+        dataset.rows = np.arange(3)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("blocks", [None, (4, 3)])
+def test_a_part_that_went_is_an_error_and_not_nan(
+    tmp_path: Path, run: MadeRun, blocks: tuple[int, int] | None
+) -> None:
+    """A worker that opens the files anew would find the rows absent, and give NaN a label."""
+    dataset = FeatureDataset(run.write(tmp_path), "flat")
+    if blocks:
+        dataset.keep_blocks(*blocks)
+    elsewhere = pickle.loads(pickle.dumps(dataset))
+    (tmp_path / "parts" / "part-000001.h5").unlink()
+    with pytest.raises(StoreError, match=r"lost row 8 of flat"):
+        elsewhere.__getitems__([0, 6, 7])  # rows 1, 8, 9
+    assert np.array_equal(elsewhere[0][0].numpy(), run.features["flat"][1])
+
+
+def test_another_run_in_the_stores_place_is_an_error(tmp_path: Path, run: MadeRun) -> None:
+    """The parts went, and what lies there now has the same shape: its rows have other labels."""
+    dataset = FeatureDataset(run.write(tmp_path / "store"), "flat")
+    elsewhere = pickle.loads(pickle.dumps(dataset))
+    shutil.rmtree(tmp_path / "store")
+    other = make_run(num_rows=29, part_rows=8, seed=1)
+    other.write(tmp_path / "store", packed=True)
+    with pytest.raises(StoreError):
+        elsewhere[3]
+    with pytest.raises(StoreError):
+        elsewhere[3]
+
+
+@pytest.mark.parametrize(("block_rows", "num_blocks"), [(1, 1), (2, 3), (4, 1), (8, 4), (64, 1)])
+def test_blocks_change_no_item(root: Path, run: MadeRun, block_rows: int, num_blocks: int) -> None:
+    """In any order, also one that asks for more blocks than are kept."""
+    dataset = with_blocks(root, "map", block_rows, num_blocks)
+    expected = run.features["map"][ok_rows(run)]
+    rng = np.random.default_rng(0)
+    for size in [1, 3, 25, 60, 2, 25]:
+        chosen = rng.integers(-25, 25, size).tolist()
+        found = torch.stack([feature for feature, _ in dataset.__getitems__(chosen)])
+        assert np.array_equal(found.numpy(), expected[chosen])
+    assert [label for _, label in dataset] == run.listing.labels[ok_rows(run)].tolist()
+
+
+def test_what_is_done_to_an_item_stays_out_of_the_kept_blocks(root: Path) -> None:
+    dataset = with_blocks(root, "flat", 8, 4)
+    before = dataset[3][0].clone()
+    dataset[3][0].zero_()
+    dataset.__getitems__([3])[0][0].zero_()
+    assert torch.equal(dataset[3][0], before)
+    assert before.any()
+
+
+def test_a_pickle_takes_no_rows_along(tmp_path: Path) -> None:
+    """Spawned workers get the dataset through a pipe."""
+    run = make_run(num_rows=64, part_rows=64, shapes={"flat": (4096,)})
+    dataset = with_blocks(run.write(tmp_path), "flat", 8, 8)
+    list(dataset)
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 1 << 16 < 64 * dataset.row_bytes
+    assert torch.equal(pickle.loads(sent)[63][0], dataset[63][0])
+
+
+def test_threads_share_a_dataset_and_its_blocks(root: Path, run: MadeRun) -> None:
+    dataset = with_blocks(root, "flat", 2, 2)  # blocks are dropped all the time
+    expected = run.features["flat"][ok_rows(run)]
+
+    def wrong_rows(seed: int) -> int:
+        order = np.random.default_rng(seed).integers(0, 25, (150, 3))
+        return sum(
+            not np.array_equal(torch.stack([f for f, _ in dataset.__getitems__(batch)]), rows)
+            for batch, rows in zip(order.tolist(), expected[order], strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(wrong_rows, range(4))) == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
+from featx.machine import num_cpus
 from featx.prepare import Prepared, prepare
 from featx.progress import describe_run, facts, say, size_text, time_text
 from featx.store.commit import Disk
@@ -60,7 +61,7 @@ def _parameters(prepared: Prepared) -> Any:
 
 def _seconds_per_image_read(prepared: Prepared) -> float | None:
     """Reading and decoding alone, with all threads, measured on the first images."""
-    from featx.loader import Loader, num_cpus
+    from featx.loader import Loader
 
     size = min(len(prepared.listing), 8 * num_cpus())
     loader = Loader(

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.store import layout
-
 if TYPE_CHECKING:
     from featx.store.reader import FeatureStore
 
@@ -23,13 +21,14 @@ class LayerArray:
     def __init__(self, store: FeatureStore, name: str) -> None:
         self._store = store
         self.name = name
-        row_shape, self.dtype = store._shapes[name]
-        self.shape: tuple[int, ...] = (len(store), *row_shape)
+        info = store._contents.layers[name]
+        self.dtype = info.dtype
+        self.shape: tuple[int, ...] = (len(store), *info.row_shape)
 
     @property
     def attrs(self) -> dict[str, Any]:
         """layer, capture, reduce and compute_dtype of the dataset."""
-        return dict(self._store._layer_attrs[self.name])
+        return dict(self._store._contents.layers[self.name].attrs)
 
     @property
     def ndim(self) -> int:
@@ -54,9 +53,7 @@ class LayerArray:
             else:
                 first, *rest = rest
         rows, single = _row_indices(first, len(self))
-        read = self._store._read(
-            f"{layout.FEATURES}/{self.name}", rows, np.nan, self.shape[1:], self.dtype
-        )
+        read = self._store._read(self.name, rows)
         if not rest:
             return read[0] if single else read
         if single:

@@ -11,18 +11,26 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import json
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 
+T = TypeVar("T")
+
 TEMPORARY = ".tmp-"
+
+RETRY_WAITS_S = (0.2, 1.0, 3.0)
+"""A disk that is full or does not answer is asked again after these, before the run stops."""
+
+_PASSING = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
@@ -58,24 +66,26 @@ class Disk:
         Raises:
             RunError: the disk is full or fails; nothing is left behind.
         """
-        try:
+
+        def publish() -> bool:
             with self._temporary(path) as temporary:
                 self._write_synced(temporary, data)
                 created = self._link(temporary, path)
             self.sync_folder(path.parent)
-        except OSError as error:
-            raise _failed(path, error) from error
-        return created
+            return created
 
-    def replace(self, path: Path, data: bytes) -> None:
+        return _patiently(path, publish)
+
+    def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Put `data` in place of what `path` holds, whole or not at all."""
-        try:
+
+        def replace() -> None:
             with self._temporary(path) as temporary:
                 self._write_synced(temporary, data)
                 os.replace(temporary, path)  # noqa: PTH105 - all system calls in one manner
             self.sync_folder(path.parent)
-        except OSError as error:
-            raise _failed(path, error) from error
+
+        _patiently(path, replace)
 
     def append(self, path: Path, text: str) -> None:
         """Add text to a file that can be made anew from the store; not synced."""
@@ -86,8 +96,14 @@ class Disk:
             raise _failed(path, error) from error
 
     @contextlib.contextmanager
-    def reserved(self, path: Path, size: int) -> Iterator[ReservedFile]:
-        """A file of at most `size` bytes, reserved first, published when the block ends well."""
+    def reserved(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
+        """A file of at most `size` bytes, reserved first, published when the block ends well.
+
+        Args:
+            path: its final name.
+            size: in bytes.
+            replace: put it in place of what has the name; else what is there is kept.
+        """
         try:
             with self._temporary(path) as temporary:
                 descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -97,7 +113,10 @@ class Disk:
                     file.settle()
                 finally:
                     os.close(descriptor)
-                self._link(temporary, path)
+                if replace:
+                    os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
+                else:
+                    self._link(temporary, path)
             self.sync_folder(path.parent)
         except FeatxError:
             raise  # the block's own verdict: a StoreError is an OSError too
@@ -107,7 +126,8 @@ class Disk:
     def set_aside(self, path: Path, folder: Path) -> Path:
         """Move a file that cannot be trusted out of the way; it is never deleted."""
         self.make_folder(folder)
-        target = folder / f"{path.name}.{time.time_ns()}"
+        taken = (folder / f"{path.name}.{number}" for number in itertools.count(1))
+        target = next(name for name in taken if not name.exists())
         try:
             path.rename(target)
             self.sync_folder(path.parent)
@@ -294,6 +314,18 @@ def _note_holder(descriptor: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
+
+
+def _patiently(path: Path, write: Callable[[], T]) -> T:
+    """What `write` returns; what may pass, a full disk for one, is waited for a little."""
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            return write()
+        except OSError as error:
+            if wait_s is None or error.errno not in _PASSING:
+                raise _failed(path, error) from error
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
 
 
 def _failed(path: Path, error: OSError, doing: str = "writing") -> RunError:

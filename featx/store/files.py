@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,12 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
+import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.store import codecs
+from featx.store import codecs, layout
+from featx.store.chunks import ChunkRows
 
-MAX_OPEN_FILES = 16
-"""File handles one store keeps open in one process."""
+_MAX_OPEN_FILES = 128
+_SHARE_OF_LIMIT = 8
+"""A store keeps at most this many files open in one process, and this part of what is allowed."""
+
+_LZF = h5py.h5z.FILTER_LZF
+"""The last filter that h5py brings itself; those with higher numbers come with hdf5plugin."""
 
 _MAX_COMPRESSION = 1 << 20
 """A filtered dataset that claims to expand more than this is refused before memory is taken.
@@ -29,21 +38,79 @@ class OpenFile:
     """A file open for reading, with those of its datasets that were found to be plain.
 
     Attributes:
+        path: of the file.
+        file: as h5py has it open.
         known: whether it was checked to be of the store's own run.
+        users: threads that are reading from it now.
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.file = _open_checked(path)
         self.known = False
+        self.users = 0
         self._datasets: dict[str, h5py.Dataset] = {}
+        self._rows: dict[str, ChunkRows] = {}
+
+    def names(self) -> list[str]:
+        """Names of the datasets below /features."""
+        return list(self.file[layout.FEATURES])
 
     def dataset(self, path: str) -> h5py.Dataset:
         """The dataset at `path`. Raises StoreError where it is no plain one."""
         if path not in self._datasets:
-            self._datasets[path] = check_plain(self.file, path)
+            dataset = check_plain(self.file, path)
+            filters = dataset.id.get_create_plist()
+            if any(filters.get_filter(i)[0] > _LZF for i in range(filters.get_nfilters())):
+                codecs.load_plugin()
+            self._datasets[path] = dataset
         return self._datasets[path]
 
+    def texts(self, path: str) -> tuple[str, ...]:
+        """A dataset of UTF-8 bytes as strings."""
+        values = self.dataset(path)[:].tolist()
+        return tuple(value.decode("utf-8", "surrogateescape") for value in values)
+
+    def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
+        """The first rows of a dataset with one entry per row.
+
+        Args:
+            path: of the dataset.
+            num_rows: how many; a listing that is about to grow may have more.
+            kind: numpy's, 'S', 'i' or 'u'.
+
+        Raises:
+            StoreError: it is shorter, or of another kind.
+        """
+        dataset = self.dataset(path)
+        if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind != kind:
+            raise StoreError(
+                f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}; expected {num_rows} "
+                "rows."
+            )
+        column: npt.NDArray[Any] = dataset[:num_rows]
+        return column
+
+    def rows(self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ChunkRows:
+        """The rows of a dataset, read past HDF5 where that can be.
+
+        Raises:
+            StoreError: it has another shape or type.
+        """
+        if path not in self._rows:
+            dataset = self.dataset(path)
+            if dataset.shape != shape or dataset.dtype != dtype:
+                raise StoreError(
+                    f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
+                    f"{shape} {dtype}."
+                )
+            self._rows[path] = ChunkRows(dataset, self.path)
+        return self._rows[path]
+
     def close(self) -> None:
+        for rows in self._rows.values():
+            rows.close()
+        self._rows.clear()
         self._datasets.clear()
         self.file.close()
 
@@ -58,6 +125,8 @@ class Handles:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max(4, min(_MAX_OPEN_FILES, allowed // _SHARE_OF_LIMIT))
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -73,9 +142,24 @@ class Handles:
         with self._lock:
             file = self._files.pop(path, None) or OpenFile(path)
             self._files[path] = file
-            while len(self._files) > MAX_OPEN_FILES:
-                self._files.popitem(last=False)[1].close()
+            file.users += 1
+            self._close_idle(self._most)
+        try:
             yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def close(self) -> None:
+        """Close all files that no thread is reading; they are opened again when they are used."""
+        with self._lock:
+            self._close_idle(0)
+
+    def _close_idle(self, most: int) -> None:
+        """Close the files that were not used for longest, but none that a thread is reading."""
+        idle = [path for path, file in self._files.items() if not file.users]
+        for path in idle[: max(0, len(self._files) - most)]:
+            self._files.pop(path).close()
 
 
 def open_hdf5(path: Path, **options: Any) -> h5py.File:
@@ -90,21 +174,54 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
         return h5py.File(path, "r", locking=False, **options)
 
 
+class _Watched(io.FileIO):
+    """A file that remembers when the system could not read it: HDF5 forgets the reason."""
+
+    error: OSError | None = None
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+@contextlib.contextmanager
+def open_for_a_look(path: Path) -> Iterator[h5py.File]:
+    """A file read through Python, for its metadata: HDF5 holds no handle on the real file.
+
+    Raises:
+        OSError: with errno, where the system cannot read it; without, where it is damaged.
+    """
+    with _Watched(path) as raw:
+        try:
+            with h5py.File(raw, "r") as file:
+                yield file
+        except layout.UNREADABLE as error:
+            raise raw.error or error from error
+
+
+def damage_text(path: Path, error: Exception) -> str:
+    """What is wrong with a damaged file.
+
+    Raises:
+        StoreError: it is not the file: the system could not read it now.
+    """
+    if not layout.is_damage(error):
+        raise StoreError(
+            f"cannot read {path}: {error}. When it can be read, give the same command again."
+        ) from error
+    return f"it cannot be read ({error})"
+
+
 def _open_checked(path: Path) -> h5py.File:
     with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
         pass
     try:
-        file = open_hdf5(path, rdcc_nbytes=0)
+        return open_hdf5(path, rdcc_nbytes=0)
     except OSError as error:
         raise StoreError(f"{path} cannot be read as HDF5: {error}.") from error
-    codec = file.attrs.get("codec", "none")
-    if codec != "none":
-        # Whole chunks are decoded; the default cache keeps neighbours from decoding them again.
-        file.close()
-        if codec in ("zstd", "blosc2"):
-            codecs.load_plugin()
-        file = open_hdf5(path)
-    return file
 
 
 def check_plain(file: h5py.File, path: str) -> h5py.Dataset:

@@ -8,16 +8,20 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.fingerprint import digest
+from featx.errors import StoreError
 from featx.types import LayerSpec, Part, Status, StoreHeader
 
-FORMAT = 1
+FORMAT = 2
 """Version of the format; a reader refuses what is newer."""
+
+FORMAT_PLAIN = 1
+"""What HDF5 files and stores of a single run are written as: every featx reads it."""
 
 DESCRIPTOR = "featx.json"
 LISTING = "samples.h5"
@@ -35,6 +39,7 @@ LABEL = "label"
 STATUS = "status"
 CLASSES = "classes"
 FAILURES = "failures"
+MANIFEST = "manifest"
 
 LIBVER = ("v110", "v110")
 """HDF5 file version bounds: what HDF5 1.10 and everything after it reads."""
@@ -74,28 +79,38 @@ def power_of_two_at_least(value: int) -> int:
 
 @dataclass(frozen=True)
 class Grid:
-    """How the rows of a listing fall into parts: part k holds rows [k * part_rows, ...).
+    """How the rows of one run fall into parts: part k of it begins at first_row + k * part_rows.
 
     Attributes:
-        num_rows: of the listing.
+        num_rows: of the run.
         part_rows: a power of two.
+        first_row: of the run, in the listing.
+        first_part: the number of the run's first part in the store.
     """
 
     num_rows: int
     part_rows: int
+    first_row: int = 0
+    first_part: int = 0
+
+    @property
+    def stop_row(self) -> int:
+        """One past the last row of the run."""
+        return self.first_row + self.num_rows
 
     @property
     def slots(self) -> int:
-        """Rows a part has room for: part_rows, or less where the whole listing is smaller."""
+        """Rows a part has room for: part_rows, or less where the whole run is smaller."""
         return min(self.part_rows, power_of_two_at_least(self.num_rows))
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.part_rows)
 
     def part(self, index: int) -> Part:
-        """Part number `index`; the last one may be short."""
-        start = index * self.part_rows
-        return Part(index, start, min(start + self.part_rows, self.num_rows))
+        """The run's part number `index`, counted from 0; the last one may be short."""
+        start = self.first_row + index * self.part_rows
+        stop = min(start + self.part_rows, self.stop_row)
+        return Part(self.first_part + index, start, stop)
 
     def chunk_rows(self, row_bytes: int, compressed: bool) -> int:
         """Rows per chunk: a power of two, so that no chunk straddles two parts."""
@@ -108,16 +123,31 @@ class Grid:
         return min(self.slots, COLUMN_CHUNK_ROWS)
 
 
+def check_version(path: Path, version: int) -> None:
+    """Raise StoreError where a file is of a newer format than this featx reads."""
+    if version > FORMAT:
+        raise StoreError(
+            f"{path} has store format {version}, this featx reads up to {FORMAT}. "
+            "Upgrade featx: pip install -U featx."
+        )
+
+
 def status_names() -> str:
     """The attribute of /status: number -> name, as JSON."""
     return json.dumps({int(s): s.label for s in Status})
 
 
-def root_attributes(header: StoreHeader, complete: bool) -> dict[str, Any]:
-    """The root attributes of a part or of the packed file."""
+def root_attributes(header: StoreHeader, identity: str, complete: bool) -> dict[str, Any]:
+    """The root attributes of a part or of the packed file.
+
+    Args:
+        header: of the run.
+        identity: sha256 of the fingerprint of the run or, in the packed file, of all its runs.
+        complete: whether the file holds every row.
+    """
     return {
-        "featx_format": FORMAT,
-        "fingerprint": digest(header.fingerprint),
+        "featx_format": FORMAT_PLAIN,
+        "fingerprint": identity,
         "config": header.config,
         "model": header.model,
         "weights": header.weights,

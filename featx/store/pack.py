@@ -1,8 +1,9 @@
-"""The parts of a finished run -> one plain features.h5, copied chunk by chunk.
+"""The parts of a finished store -> one plain features.h5, copied chunk by chunk.
 
 It runs in a process of its own (`python -m featx.store.pack FOLDER`): HDF5 can take a process down
-with it when a disk fails, and the run must survive that. The parts are read only; they go when the
-packed file is whole, checked and durable.
+with it when a disk fails, and the run must survive that. What is packed is only read; parts go when
+the packed file is whole, checked and durable. Where features.h5 holds earlier runs already, it is
+one more thing to copy from, and the new file takes its place.
 """
 
 from __future__ import annotations
@@ -10,25 +11,42 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from featx.errors import FeatxError, RunError, StoreError
 from featx.store import codecs, layout
-from featx.store.commit import Disk
+from featx.store.check import check_chunks, good_chunks
+from featx.store.commit import Disk, exclusive_lock
+from featx.store.dtypes import write_raw
 from featx.store.files import open_hdf5
-from featx.store.session import read_descriptor
-from featx.store.writer import make_groups, read_failures, write_classes, write_failures
+from featx.store.listing import read_listing
+from featx.store.manifest import Manifest, load_manifest, num_runs_of
+from featx.store.session import remove_parts
+from featx.store.writer import (
+    Extent,
+    create_layer,
+    make_groups,
+    read_failures,
+    write_classes,
+    write_column,
+    write_failures,
+)
+from featx.types import Failure, LayerSpec, Listing, Status
 
 HEADROOM_BYTES = 16 << 20
 """Beyond the parts' own size: HDF5's metadata, and room for others."""
 
 
-def packed_size_bound(part_bytes: int) -> int:
-    """Bytes to reserve for the packed file; it is never larger than its parts together."""
-    return part_bytes + part_bytes // 50 + HEADROOM_BYTES
+def packed_size_bound(stored_bytes: int) -> int:
+    """Bytes to reserve for the packed file; it is never larger than what it is made from."""
+    return stored_bytes + stored_bytes // 50 + HEADROOM_BYTES
 
 
 def pack_in_child(root: Path) -> None:
@@ -52,124 +70,243 @@ def pack_in_child(root: Path) -> None:
         )
 
 
+def pack_store(root: Path) -> bool:
+    """Pack a finished store that was kept in parts; the parts are deleted then.
+
+    Returns:
+        False where there was nothing to pack.
+
+    Raises:
+        StoreError: there is no store, or rows are missing.
+        RunError: there is no room, or the disk fails; the parts are kept.
+    """
+    manifest, _ = load_manifest(root)
+    if manifest is None:
+        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+    disk = Disk(root)
+    with exclusive_lock(root / layout.LOCK):
+        pieces = _pieces(root, manifest)
+        new = [piece.path.name for piece in pieces] != [layout.PACKED]
+        if new:
+            size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
+            if (free := disk.free_bytes()) < size:
+                raise RunError(
+                    f"packing {root} needs {size} bytes and {free} are free. Make room and give "
+                    "the same command again; featx.open reads the parts as well."
+                )
+            pack_in_child(root)
+        remove_parts(disk)
+    return new
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A file with rows [start, stop) of the layers of some runs."""
+
+    path: Path
+    start: int
+    stop: int
+    identity: str
+
+
 def pack(root: Path) -> None:
-    """Make features.h5 from the parts below `root` and check every chunk of it.
+    """Make features.h5 from what lies below `root` and check every chunk of it.
 
     Raises:
         StoreError: a part is missing or does not fit the others.
         RunError: the disk is full or fails; nothing is left behind.
     """
-    descriptor = read_descriptor(root)
-    if descriptor is None:
+    manifest, _ = load_manifest(root)
+    if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR}.")
-    if descriptor["codec"] in ("zstd", "blosc2"):
+    if any(run.codec in ("zstd", "blosc2") for run in manifest.runs):
         codecs.load_plugin()
-    grid = layout.Grid(descriptor["num_rows"], descriptor["part_rows"])
-    paths = [root / layout.PARTS / layout.part_name(i) for i in range(len(grid))]
-    missing = [path.name for path in paths if not path.is_file()]
-    if missing:
-        raise StoreError(
-            f"{root} cannot be packed yet: {len(missing)} parts are missing, {missing[0]} first."
-        )
-    size = packed_size_bound(sum(path.stat().st_size for path in paths))
+    pieces = _pieces(root, manifest)
+    if [piece.path.name for piece in pieces] == [layout.PACKED]:
+        return
+    listing = read_listing(root, manifest.num_rows)
+    if listing is None:
+        raise StoreError(f"{root / layout.LISTING} is missing or damaged.")
+    size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
     disk = Disk(root)
-    with disk.reserved(root / layout.PACKED, size) as file:
+    with disk.reserved(root / layout.PACKED, size, replace=True) as file:
         try:
             with h5py.File(file, "w", libver=layout.LIBVER) as packed:
-                _copy(paths, packed, grid, descriptor["fingerprint_sha256"])
+                _Packing(manifest, listing, packed).copy(pieces)
             with h5py.File(file, "r") as packed:
                 check_chunks(packed)
         except layout.UNREADABLE as error:
-            damaged = _set_damaged_aside(disk, paths)
+            damaged = _set_damaged_aside(disk, pieces)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk's failure, not a part's
             raise StoreError(f"{error}{damaged}") from error
 
 
-def _set_damaged_aside(disk: Disk, paths: list[Path]) -> str:
-    """Move the parts that differ from their checksums to quarantine/, and say so."""
+def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
+    """What there is to pack: an earlier features.h5, then the parts that it does not hold."""
+    pieces, num_packed = [], 0
+    packed = root / layout.PACKED
+    if packed.exists():
+        with open_hdf5(packed) as file:
+            num_packed = num_runs_of(file)
+        rows = max(run.grid.stop_row for run in manifest.runs[:num_packed])
+        pieces.append(_Piece(packed, 0, rows, manifest.digest_of(num_packed)))
+    for run in manifest.runs[num_packed:]:
+        for part in run.parts():
+            path = root / layout.PARTS / layout.part_name(part.index)
+            pieces.append(_Piece(path, part.start, part.stop, run.digest))
+    missing = [piece.path.name for piece in pieces if not piece.path.is_file()]
+    if missing:
+        raise StoreError(
+            f"{root} cannot be packed yet: {len(missing)} parts are missing, {missing[0]} first."
+        )
+    return pieces
+
+
+def _set_damaged_aside(disk: Disk, pieces: list[_Piece]) -> str:
+    """Move the files that differ from their checksums to quarantine/, and say so."""
     text = ""
-    for path in paths:
+    for piece in pieces:
         try:
-            with open_hdf5(path) as source:
+            with open_hdf5(piece.path) as source:
                 check_chunks(source)
         except layout.UNREADABLE as error:
             if not layout.is_damage(error):
                 continue
-            target = disk.set_aside(path, disk.root / layout.QUARANTINE)
-            text += f" {path.name} is damaged ({error}), moved to {target}."
+            target = disk.set_aside(piece.path, disk.root / layout.QUARANTINE)
+            text += f" {piece.path.name} is damaged ({error}), moved to {target}."
     return text
 
 
-def _copy(paths: list[Path], packed: h5py.File, grid: layout.Grid, fingerprint: str) -> None:
-    failures = []
-    for index, path in enumerate(paths):
-        part = grid.part(index)
-        with open_hdf5(path) as source:
-            if source.attrs["fingerprint"] != fingerprint:
-                raise StoreError(f"{path} is of another run.")
-            if source.attrs["start"] != part.start or len(source[layout.KEY]) != len(part):
-                raise StoreError(f"{path} holds the rows of another part.")
-            if index == 0:
-                _create_like(source, packed, grid)
-            for name in _row_datasets(source):
-                copy_chunks(source[name], packed[name], part.start)
-                sums = source[f"{layout.CHECKSUMS}/{name}"][:]
-                first = part.start // packed[name].chunks[0]
-                packed[f"{layout.CHECKSUMS}/{name}"][first : first + len(sums)] = sums
-            failures += read_failures(source)
-    write_failures(packed, failures)
-    packed.attrs["complete"] = True
+class _Packing:
+    """A packed file while its rows are put together."""
+
+    def __init__(self, manifest: Manifest, listing: Listing, packed: h5py.File) -> None:
+        self._manifest = manifest
+        self._listing = listing
+        self._packed = packed
+        self._num_rows = manifest.num_rows
+        self._sums: dict[str, npt.NDArray[np.uint32]] = {}
+        self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
+        self._failures: dict[int, Failure] = {}
+
+    def copy(self, pieces: list[_Piece]) -> None:
+        """Everything, the mark `complete` last."""
+        packed, first = self._packed, self._manifest.runs[0]
+        packed.attrs.update(
+            layout.root_attributes(first.header, self._manifest.digest, complete=False)
+        )
+        packed.attrs["codec"] = first.codec
+        make_groups(packed)
+        for spec in self._manifest.layers.values():
+            self._create(spec)
+        for piece in pieces:
+            with open_hdf5(piece.path) as source:
+                self._take(source, piece)
+        self._write_columns()
+        for name, sums in self._sums.items():
+            packed[f"{layout.CHECKSUMS}/{name}"] = sums
+        packed[layout.STATUS].attrs["names"] = layout.status_names()
+        write_classes(packed, self._listing.classes)
+        write_failures(packed, self._failures.values())
+        packed.attrs[layout.MANIFEST] = np.bytes_(self._manifest.to_json())
+        packed.attrs["num_failures"] = len(self._failures)
+        packed.attrs["complete"] = True
+
+    def _create(self, spec: LayerSpec) -> None:
+        """An empty dataset, chunked for the rows of the whole store."""
+        run = self._manifest.holder(spec.name)
+        grid = layout.Grid(self._num_rows, run.grid.part_rows)
+        chunk_rows = grid.chunk_rows(spec.row_bytes, run.codec != "none")
+        extent = Extent(self._num_rows, len(grid) * grid.slots, chunk_rows)
+        create_layer(self._packed, spec, extent, run.codec)
+        num_chunks = -(-self._num_rows // chunk_rows)
+        self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, dtype=np.uint32)
+
+    def _take(self, source: h5py.File, piece: _Piece) -> None:
+        """The rows of one file, each at its place."""
+        if source.attrs["fingerprint"] != piece.identity:
+            raise StoreError(f"{piece.path} is of another run.")
+        rows = slice(piece.start, piece.stop)
+        num_rows = piece.stop - piece.start
+        if source.attrs.get("start", 0) != piece.start or len(source[layout.KEY]) != num_rows:
+            raise StoreError(f"{piece.path} holds the rows of another part.")
+        columns = {layout.KEY: self._listing.keys, layout.LABEL: self._listing.labels}
+        for name, expected in columns.items():
+            for start, found in good_chunks(source, name):
+                if not np.array_equal(found, expected[rows][start : start + len(found)]):
+                    raise StoreError(f"{piece.path}: /{name} is not that of {layout.LISTING}.")
+        for name in source[layout.FEATURES]:
+            path = f"{layout.FEATURES}/{name}"
+            self._copy_rows(source, path, piece.start)
+        status = self._status[rows]
+        found = np.concatenate([values for _, values in good_chunks(source, layout.STATUS)])
+        status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), found, status)
+        for failure in read_failures(source):
+            self._failures.setdefault(failure.row, failure)
+
+    def _copy_rows(self, source: h5py.File, path: str, first_row: int) -> None:
+        """A dataset's rows: whole chunks as they are stored, others decoded and checked."""
+        rows, target, sums = source[path], self._packed[path], self._sums[path]
+        step = target.chunks[0]
+        num_rows = len(rows)
+        alike = rows.chunks == target.chunks and _filters(rows) == _filters(target)
+        if alike and first_row % step == 0:
+            stored = source[f"{layout.CHECKSUMS}/{path}"][:]
+            # A short last chunk is as it should be only where nothing follows it.
+            last = first_row + num_rows == self._num_rows
+            whole = -(-num_rows // step) if last else num_rows // step
+            copy_chunks(rows, target, first_row, whole)
+            sums[first_row // step : first_row // step + whole] = stored[:whole]
+            begin = whole * step
+        else:
+            begin = 0
+        for start, values in good_chunks(source, path, begin):
+            self._put(target, sums, first_row + start, values)
+
+    def _put(
+        self,
+        target: h5py.Dataset,
+        sums: npt.NDArray[np.uint32],
+        first_row: int,
+        values: npt.NDArray[Any],
+    ) -> None:
+        """Rows that do not fill chunks of their own; they come in order, so crc32 goes on."""
+        write_raw(target, first_row, values)
+        step = target.chunks[0]
+        stop = first_row + len(values)
+        for start in range(first_row - first_row % step, stop, step):
+            low, high = max(start, first_row), min(start + step, stop)
+            piece = np.ascontiguousarray(values[low - first_row : high - first_row])
+            chunk = start // step
+            sums[chunk] = zlib.crc32(piece.view(np.uint8).data, int(sums[chunk]))
+
+    def _write_columns(self) -> None:
+        grid = layout.Grid(self._num_rows, self._manifest.runs[0].grid.part_rows)
+        extent = Extent(self._num_rows, len(grid) * grid.slots, grid.column_chunk_rows)
+        columns = {
+            layout.KEY: self._listing.keys,
+            layout.LABEL: self._listing.labels,
+            layout.STATUS: self._status,
+        }
+        for name, values in columns.items():
+            write_column(self._packed, name, values, extent)
 
 
-def _create_like(source: h5py.File, packed: h5py.File, grid: layout.Grid) -> None:
-    for name, value in source.attrs.items():
-        if name not in ("part", "start"):
-            packed.attrs[name] = value
-    make_groups(packed)
-    for name in _row_datasets(source):
-        template = source[name]
-        properties = template.id.get_create_plist().copy()
-        shape = (grid.num_rows, *template.shape[1:])
-        limit = (len(grid) * grid.slots, *template.shape[1:])
-        path = name.encode()
-        space = h5py.h5s.create_simple(shape, limit)
-        made = h5py.h5d.create(packed.id, path, template.id.get_type(), space, dcpl=properties)
-        dataset = h5py.Dataset(made)
-        for key, value in template.attrs.items():
-            dataset.attrs[key] = value
-        num_chunks = -(-grid.num_rows // template.chunks[0])
-        packed[f"{layout.CHECKSUMS}/{name}"] = np.zeros(num_chunks, dtype=np.uint32)
-    write_classes(packed, [c.decode("utf-8", "surrogateescape") for c in source[layout.CLASSES][:]])
+def _filters(dataset: h5py.Dataset) -> list[Any]:
+    properties = dataset.id.get_create_plist()
+    return [properties.get_filter(i) for i in range(properties.get_nfilters())]
 
 
-def _row_datasets(file: h5py.File) -> list[str]:
-    """Every dataset with one entry per row: the columns, then the features."""
-    features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
-    return [layout.KEY, layout.LABEL, layout.STATUS, *features]
-
-
-def copy_chunks(source: h5py.Dataset, target: h5py.Dataset, first_row: int) -> None:
-    """Copy the stored bytes of every chunk to the rows from first_row on, filters untouched."""
-    for i in range(source.id.get_num_chunks()):
-        offset = source.id.get_chunk_info(i).chunk_offset
-        mask, data = source.id.read_direct_chunk(offset)
-        target.id.write_direct_chunk((first_row + offset[0], *offset[1:]), data, mask)
-
-
-def check_chunks(file: h5py.File) -> None:
-    """Compare every chunk with its checksum.
-
-    Raises:
-        StoreError: the first dataset and row where they differ.
-    """
-    for name in _row_datasets(file):
-        dataset, sums = file[name], file[f"{layout.CHECKSUMS}/{name}"][:]
-        step = dataset.chunks[0]
-        for chunk, expected in enumerate(sums):
-            rows = dataset[chunk * step : (chunk + 1) * step]
-            if layout.chunk_checksums(rows, step)[0] != expected:
-                raise StoreError(f"/{name} differs from its checksum at row {chunk * step}.")
+def copy_chunks(
+    source: h5py.Dataset, target: h5py.Dataset, first_row: int, num_chunks: int
+) -> None:
+    """Copy the stored bytes of the first chunks to the rows from first_row on."""
+    step = source.chunks[0]
+    rest = (0,) * (source.ndim - 1)
+    for row in range(0, num_chunks * step, step):
+        mask, data = source.id.read_direct_chunk((row, *rest))
+        target.id.write_direct_chunk((first_row + row, *rest), data, mask)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -21,8 +20,9 @@ import numpy.typing as npt
 from featx.errors import LayerError, StoreError, nearest
 from featx.store import layout
 from featx.store.array import LayerArray
-from featx.store.files import Handles, OpenFile, check_hard
-from featx.types import Part, Status
+from featx.store.contents import Segment, find_contents
+from featx.store.files import Handles, OpenFile
+from featx.types import Status
 
 T = TypeVar("T")
 
@@ -52,22 +52,25 @@ class FeatureStore:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(path).expanduser().absolute()
         self._handles = Handles()
-        self._num_rows = 0
-        self._segments: list[tuple[Path, Part]] = []
-        self._shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {}
-        self._layer_attrs: dict[str, dict[str, Any]] = {}
         self._find()
 
     def refresh(self) -> FeatureStore:
-        """Look again which parts are there; for a run that still goes on."""
+        """Look again which rows and layers are there; for a run that still goes on."""
         self._handles = Handles()
-        for name in ("keys", "labels", "status", "failures", "_key_bytes"):
+        for name in ("keys", "labels", "status", "failures", "_key_bytes", "_key_order"):
             self.__dict__.pop(name, None)
         self._find()
         return self
 
+    def _find(self) -> None:
+        self._contents = find_contents(self.root, self._handles)
+        self.complete = self._contents.complete
+        self.attrs = self._contents.attrs
+        self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
+        self.classes = self._contents.classes
+
     def __len__(self) -> int:
-        return self._num_rows
+        return self._contents.num_rows
 
     def __repr__(self) -> str:
         state = "complete" if self.complete else f"{self.num_rows_present} of {len(self)} rows"
@@ -75,7 +78,7 @@ class FeatureStore:
         return f"<FeatureStore {self.root}: {arrays}; {state}>"
 
     def __getitem__(self, layer: str) -> LayerArray:
-        if layer not in self._shapes:
+        if layer not in self._contents.layers:
             raise LayerError(
                 f"{self.root} has no layer {layer!r}; it has {', '.join(self.layers)}."
                 f"{nearest(layer, self.layers)}"
@@ -83,19 +86,20 @@ class FeatureStore:
         return LayerArray(self, layer)
 
     def __contains__(self, layer: object) -> bool:
-        return layer in self._shapes
+        return layer in self._contents.layers
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layers)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return tuple(self._shapes)
+        return tuple(self._contents.layers)
 
     @property
     def num_rows_present(self) -> int:
         """Rows that are in the store by now, failed ones included."""
-        return sum(len(part) for _, part in self._segments)
+        segments, _ = self._segments_of(self.layers[0])
+        return sum(segment.stop - segment.start for segment in segments)
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
@@ -112,7 +116,18 @@ class FeatureStore:
     @cached_property
     def status(self) -> npt.NDArray[np.uint8]:
         """(N,) uint8: 0 ok, 255 not there yet, else the reason of the failure (featx.types)."""
-        return self._read(layout.STATUS, np.arange(len(self)), np.uint8(Status.ABSENT), (), "u1")
+        return self._again_if_packed(self._read_status)
+
+    def _read_status(self) -> npt.NDArray[np.uint8]:
+        status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
+        for segment in self._contents.segments:
+            with self._open(segment) as opened:
+                found = opened.column(layout.STATUS, segment.stop - segment.start, "u")
+            # A row that failed in one run has failed, whatever a later run made of it.
+            before = status[segment.start : segment.stop]
+            undecided = (before == Status.ABSENT) | (before == Status.OK)
+            before[undecided] = found[undecided]
+        return status
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
@@ -137,17 +152,20 @@ class FeatureStore:
         return sorted(found, key=lambda failure: failure["row"])
 
     def _read_failures(self) -> list[tuple[int, bytes, bytes]]:
-        found: list[tuple[int, bytes, bytes]] = []
-        for path, part in self._segments:
-            with self._segment(path, part) as opened:
+        found: dict[int, tuple[int, bytes, bytes]] = {}
+        for segment in self._contents.segments:
+            with self._open(segment) as opened:
+                if not opened.file.attrs.get("num_failures", 1):
+                    continue
                 columns = [
                     opened.dataset(f"{layout.FAILURES}/{name}")[:].tolist()
                     for name in ("row", "error", "message")
                 ]
-            if not all(part.start <= row < part.stop for row in columns[0]):
-                raise StoreError(f"{path} has failures of rows that are not in it.")
-            found += zip(*columns, strict=True)
-        return found
+            for row, error, message in zip(*columns, strict=True):
+                if not segment.start <= row < segment.stop:
+                    raise StoreError(f"{segment.path} has failures of rows that are not in it.")
+                found.setdefault(row, (row, error, message))
+        return list(found.values())
 
     def row(self, key: str | bytes) -> int:
         """The position of an image by its key.
@@ -156,10 +174,12 @@ class FeatureStore:
             KeyError: there is no such key.
         """
         wanted = os.fsencode(key)
-        at = int(np.searchsorted(self._key_bytes, np.bytes_(wanted)))
-        if at < len(self) and bytes(self._key_bytes[at]) == wanted:
-            return at
-        nearby = self.keys[max(0, at - 500) : at + 500].tolist()
+        order = self._key_order
+        at = int(np.searchsorted(self._key_bytes, np.bytes_(wanted), sorter=order))
+        rows = np.arange(len(self)) if order is None else order
+        if at < len(self) and bytes(self._key_bytes[rows[at]]) == wanted:
+            return int(rows[at])
+        nearby = self.keys[rows[max(0, at - 500) : at + 500]].tolist()
         raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
@@ -178,183 +198,109 @@ class FeatureStore:
         keys: npt.NDArray[np.bytes_] = self._column(layout.KEY, "S")
         return keys
 
+    @cached_property
+    def _key_order(self) -> npt.NDArray[np.int64] | None:
+        """The rows in order of their keys, or None where they are: only growing changes that."""
+        keys = self._key_bytes
+        return None if (keys[1:] > keys[:-1]).all() else np.argsort(keys, kind="stable")
+
     def _column(self, name: str, kind: str) -> npt.NDArray[Any]:
         """A column of the listing: one entry per row, of numpy's kind `kind`."""
-        path = self._packed or self.root / layout.LISTING
-        with self._handles.use(path) as opened:
-            dataset = opened.dataset(name)
-            if dataset.shape != (len(self),) or dataset.dtype.kind != kind:
-                raise StoreError(
-                    f"{path}: /{name} is {dataset.shape} {dataset.dtype}; the store has "
-                    f"{len(self)} rows."
-                )
-            column: npt.NDArray[Any] = dataset[:]
-        return column
+        with self._handles.use(self._contents.columns) as opened:
+            return opened.column(name, len(self), kind)
 
     @contextlib.contextmanager
-    def _segment(self, path: Path, part: Part) -> Iterator[OpenFile]:
-        """The open file of one part, or the packed one; what is of another run is refused."""
-        with self._handles.use(path) as opened:
+    def _open(self, segment: Segment) -> Iterator[OpenFile]:
+        """The open file of a segment; what is of another run is refused."""
+        with self._handles.use(segment.path) as opened:
             if not opened.known:
                 attrs = opened.file.attrs
-                if attrs.get("fingerprint") != self.attrs.get("fingerprint"):
-                    raise StoreError(f"{path} is of another run than {self.root}.")
-                if attrs.get("start", 0) != part.start:
-                    raise StoreError(f"{path} holds the rows of another part.")
+                if attrs.get("fingerprint") != segment.identity:
+                    raise StoreError(f"{segment.path} is of another run than {self.root}.")
+                if attrs.get("start", 0) != segment.start:
+                    raise StoreError(f"{segment.path} holds the rows of another part.")
                 opened.known = True
             yield opened
 
-    def _find(self) -> None:
-        """Find where the rows are and what the datasets look like."""
-        path = self.root
-        if not path.exists():
-            raise StoreError(f"there is no store at {path}.")
-        self._packed = path if path.is_file() else None
-        if path.is_dir():
-            if (path / layout.PACKED).is_file():
-                self._packed = path / layout.PACKED
-            elif not (path / layout.DESCRIPTOR).is_file():
-                raise StoreError(f"{path} holds no store: there is no {layout.DESCRIPTOR} in it.")
-        if self._packed is not None:
-            self._find_packed(self._packed)
-            return
-        try:
-            self._find_parts()
-        except (LookupError, TypeError, ValueError) as error:
-            raise StoreError(f"{path / layout.DESCRIPTOR} is damaged ({error}).") from error
-        except FileNotFoundError as error:
-            if not (path / layout.PACKED).is_file():
-                raise StoreError(f"{path} holds no store: {error.filename} is missing.") from error
-        if (path / layout.PACKED).is_file():
-            self._find()  # packed while we looked: parts may be going
-
-    def _find_packed(self, path: Path) -> None:
-        with self._handles.use(path) as opened:
-            attrs = opened.file.attrs
-            if "featx_format" not in attrs:
-                raise StoreError(f"{path} is an HDF5 file, but no featx store.")
-            _check_version(path, attrs["featx_format"])
-            if "part" in attrs:
-                raise StoreError(f"{path} is one part of a store; open the store's folder.")
-            self.attrs = {name: _plain(value) for name, value in attrs.items()}
-            self.complete = bool(self.attrs.get("complete", False))
-            self.classes = _texts(opened.dataset(layout.CLASSES)[:])
-            self._num_rows = opened.dataset(layout.KEY).size
-            check_hard(opened.file, layout.FEATURES)
-            self._shapes, self._layer_attrs = {}, {}
-            for name in opened.file[layout.FEATURES]:
-                dataset = opened.dataset(f"{layout.FEATURES}/{name}")
-                if dataset.shape[:1] != (self._num_rows,) or dataset.dtype.kind != "f":
-                    raise StoreError(
-                        f"{path}: {name} is {dataset.shape} {dataset.dtype}; expected floats, "
-                        f"{self._num_rows} rows."
-                    )
-                self._shapes[name] = (dataset.shape[1:], dataset.dtype)
-                self._layer_attrs[name] = dict(dataset.attrs)
-            opened.dataset(layout.STATUS)
-        self._segments = [(path, Part(0, 0, self._num_rows))]
-        self._column(layout.LABEL, "i")
-
-    def _find_parts(self) -> None:
-        descriptor = json.loads((self.root / layout.DESCRIPTOR).read_bytes())
-        _check_version(self.root, descriptor["featx_format"])
-        self._num_rows = descriptor["num_rows"]
-        grid = layout.Grid(self._num_rows, descriptor["part_rows"])
-        self.attrs = {
-            "featx_format": descriptor["featx_format"],
-            "fingerprint": descriptor["fingerprint_sha256"],
-            **{name: descriptor[name] for name in ("model", "weights", "weights_sha256")},
-            "transform": descriptor["transform"],
-            "codec": descriptor["codec"],
-        }
-        self._shapes, self._layer_attrs = {}, {}
-        # HDF5 gives a file's datasets in the order of their names; so do the parts.
-        for spec in sorted(descriptor["layers"], key=lambda spec: str(spec["name"])):
-            self._shapes[spec["name"]] = (tuple(spec["shape"]), np.dtype(spec["dtype"]))
-            names = ("layer", "capture", "reduce", "compute_dtype")
-            self._layer_attrs[spec["name"]] = {name: spec[name] for name in names}
-        names_there = set(os.listdir(self.root / layout.PARTS))
-        self._segments = [
-            (self.root / layout.PARTS / layout.part_name(i), grid.part(i))
-            for i in range(len(grid))
-            if layout.part_name(i) in names_there
-        ]
-        self.complete = len(self._segments) == len(grid)
-        with self._handles.use(self.root / layout.LISTING) as opened:
-            self.classes = _texts(opened.dataset(layout.CLASSES)[:])
+    def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
+        """The files with rows of a layer in order of their rows, and the first row of each."""
+        if layer not in self._places:
+            there = [s for s in self._contents.segments if layer in s.layers]
+            there.sort(key=lambda segment: segment.start)
+            starts = np.array([segment.start for segment in there], dtype=np.int64)
+            self._places[layer] = there, starts
+        return self._places[layer]
 
     def _again_if_packed(self, read: Callable[[], T]) -> T:
-        """What `read` returns, after another look where the parts went because of packing."""
+        """What `read` returns, after another look where the parts went because of packing.
+
+        Raises:
+            StoreError: the rows did not go into a packed file, or it is another store now.
+        """
         try:
             return read()
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            before, present = self._contents, self.num_rows_present
             self.refresh()
+            now = self._contents
+            if now.attrs["fingerprint"] != before.attrs["fingerprint"]:
+                raise StoreError(
+                    f"{self.root} has changed since it was opened; open it again."
+                ) from error
+            if self.num_rows_present < present:
+                raise StoreError(
+                    f"{self.root}: rows that were there are gone; {error.filename} is missing."
+                ) from error
             return read()
 
-    def _read(
-        self,
-        path: str,
-        rows: npt.NDArray[np.int64],
-        fill: Any,
-        shape: tuple[int, ...],
-        dtype: npt.DTypeLike,
-    ) -> npt.NDArray[Any]:
-        """Rows of one dataset in any order and with repeats; rows not there hold the fill."""
-        return self._again_if_packed(lambda: self._read_segments(path, rows, fill, shape, dtype))
+    def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Rows of one layer in any order and with repeats; rows not there are NaN.
 
-    def _read_segments(
-        self,
-        path: str,
-        rows: npt.NDArray[np.int64],
-        fill: Any,
-        shape: tuple[int, ...],
-        dtype: npt.DTypeLike,
-    ) -> npt.NDArray[Any]:
-        out = np.full((len(rows), *shape), fill, dtype=dtype)
-        order = np.argsort(rows, kind="stable")
-        ordered = rows[order]
-        for file_path, part in self._segments:
-            low, high = np.searchsorted(ordered, [part.start, part.stop])
+        Args:
+            layer: its name.
+            rows: (n,) in [0, N).
+
+        Returns:
+            (n, ...)
+        """
+        return self._again_if_packed(lambda: self._read_rows(layer, rows))
+
+    def _read_rows(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        info = self._contents.layers[layer]
+        segments, starts = self._segments_of(layer)
+        out = np.empty((len(rows), *info.row_shape), dtype=info.dtype)
+        increasing = len(rows) < 2 or bool((rows[1:] >= rows[:-1]).all())
+        places = np.arange(len(rows)) if increasing else np.argsort(rows, kind="stable")
+        ordered = rows if increasing else rows[places]
+        nearest_segment = np.searchsorted(starts, ordered, side="right") - 1
+        edges = np.flatnonzero(np.diff(nearest_segment)) + 1
+        for low, high in itertools.pairwise([0, *edges.tolist(), len(ordered)]):
             if low == high:
                 continue
-            with self._segment(file_path, part) as opened:
-                dataset = opened.dataset(path)
-                if dataset.shape != (len(part), *shape) or dataset.dtype != dtype:
-                    raise StoreError(
-                        f"{file_path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
-                        f"{(len(part), *shape)} {np.dtype(dtype)}."
-                    )
-                for first, last, places in _runs(ordered[low:high], order[low:high]):
-                    block = dataset[first - part.start : last - part.start]
-                    out[places] = block[rows[places] - first]
+            self._fill(
+                layer, segments, int(nearest_segment[low]), ordered[low:high], places[low:high], out
+            )
         return out
 
-
-def _runs(
-    ordered: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-) -> Iterator[tuple[int, int, npt.NDArray[np.int64]]]:
-    """Split increasing rows, repeats allowed, into runs of consecutive ones.
-
-    Yields:
-        the first row, one past the last, and the places the rows of this run go to.
-    """
-    breaks = np.flatnonzero(np.diff(ordered) > 1) + 1
-    edges = [0, *breaks.tolist(), len(ordered)]
-    for low, high in itertools.pairwise(edges):
-        yield int(ordered[low]), int(ordered[high - 1]) + 1, places[low:high]
-
-
-def _check_version(path: Path, version: Any) -> None:
-    if int(version) > layout.FORMAT:
-        raise StoreError(
-            f"{path} has store format {version}, this featx reads up to {layout.FORMAT}. "
-            "Upgrade featx: pip install -U featx."
-        )
-
-
-def _texts(values: npt.NDArray[np.bytes_]) -> tuple[str, ...]:
-    return tuple(value.decode("utf-8", "surrogateescape") for value in values.tolist())
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    def _fill(
+        self,
+        layer: str,
+        segments: list[Segment],
+        number: int,
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        out: npt.NDArray[Any],
+    ) -> None:
+        """Put increasing rows of one segment at their places of `out`; NaN where it has none."""
+        if number < 0:
+            out[places] = np.nan
+            return
+        segment = segments[number]
+        inside = int(np.searchsorted(rows, segment.stop))
+        out[places[inside:]] = np.nan
+        if inside:
+            path = f"{layout.FEATURES}/{layer}"
+            shape = (segment.stop - segment.start, *out.shape[1:])
+            with self._open(segment) as opened:
+                chunks = opened.rows(path, shape, out.dtype)
+                chunks.read(rows[:inside] - segment.start, out, places[:inside])

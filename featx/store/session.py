@@ -1,19 +1,18 @@
 """A store being written: begun or gone on with, part by part, until it is whole.
 
-The descriptor (featx.json) is written first and fixes the run: its settings, its datasets, its
-rows per part. The existence of a part's file is the record that the part is done.
+The manifest (featx.json) is written first and fixes the run: its settings, its datasets, its rows
+per part. The existence of a part's file is the record that the part is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import hashlib
 import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,62 +20,31 @@ import h5py
 import numpy as np
 
 from featx.errors import StoreError, StoreMismatchError
-from featx.fingerprint import differences, digest
+from featx.fingerprint import differences
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
-from featx.store.files import open_hdf5
+from featx.store.dtypes import memory_dtype
+from featx.store.files import damage_text, open_for_a_look
+from featx.store.listing import compare_listing, listing_file
+from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.writer import PartBuilder, read_failures
 from featx.types import Failure, LayerSpec, Listing, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
 
-_NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
-
-
-def listing_digest(listing: Listing) -> str:
-    """sha256 over keys, labels and classes: the identity of the rows and their order."""
-    sha = hashlib.sha256(f"{listing.keys.dtype.itemsize} {len(listing)}".encode())
-    sha.update(listing.keys.tobytes())
-    sha.update(listing.labels.astype("<i8").tobytes())
-    sha.update(json.dumps(listing.classes).encode())
-    return sha.hexdigest()
-
-
-def read_descriptor(root: Path) -> dict[str, Any] | None:
-    """featx.json of a store, or None where no store was begun.
-
-    Raises:
-        StoreError: it is there and cannot be read, or is of a newer format.
-    """
-    path = root / layout.DESCRIPTOR
-    try:
-        text = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
-    try:
-        descriptor = json.loads(text)
-        version = int(descriptor["featx_format"])
-        missing = set(_NEEDED) - set(descriptor)
-        if version <= layout.FORMAT and missing:
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    except (ValueError, TypeError, KeyError) as error:
-        raise StoreError(
-            f"{path} is damaged ({error}). If the store can go, start anew with overwrite=true; "
-            "its parts still open in h5py."
-        ) from error
-    if version > layout.FORMAT:
-        raise StoreError(
-            f"{path} has store format {version}, this featx reads up to {layout.FORMAT}. "
-            "Upgrade featx: pip install -U featx."
-        )
-    assert isinstance(descriptor, dict)
-    return descriptor
+_OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", "listing")
+"""Settings that may differ between the runs of a store, beside the lines layer.<name>."""
 
 
 class StoreSession:
-    """One process's turn at writing one store, under an exclusive lock."""
+    """One process's turn at writing one store, under an exclusive lock.
+
+    Args:
+        root: the store's folder.
+        header, specs, part_rows, codec, resolved: what is asked for now.
+        listing: all rows, those that the store has in the store's order.
+        grow: whether rows that the store does not know yet may be added to it.
+    """
 
     def __init__(
         self,
@@ -87,18 +55,18 @@ class StoreSession:
         part_rows: int,
         codec: str,
         resolved: Mapping[str, Any],
+        grow: bool = False,
     ) -> None:
         self.root = root
-        self.header = header
-        self.specs = tuple(specs)
         self.listing = listing
-        self.grid = layout.Grid(len(listing), part_rows)
-        self.codec = codec
-        self.resolved = dict(resolved)
         self.disk = Disk(root)
-        self.failures: list[Failure] = []
+        self._failed: dict[int, Failure] = {}
+        self.packed_runs = 0
+        self._grow = grow
+        grid = layout.Grid(len(listing), part_rows)
+        self._asked = Run(header, tuple(specs), grid, codec, dict(resolved))
+        self.manifest = Manifest((self._asked,))
         self._done: set[int] = set()
-        self.packed = False
 
     @contextlib.contextmanager
     def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:
@@ -112,27 +80,58 @@ class StoreSession:
         with exclusive_lock(self.root / layout.LOCK):
             if overwrite:
                 self._clear()
-            self._begin()
-            self._survey()
+            before = self._restored()
+            self.manifest = before or self.manifest
+            self._clear_leftovers()
+            if before is not None:
+                self._survey()
+                self.manifest = self._continued(before)
+            self._begin(before)
+            if not self.packed:
+                self.disk.make_folder(self.root / layout.PARTS)
+            self.write_failures()
             yield self
+
+    @property
+    def packed(self) -> bool:
+        """Whether features.h5 holds every run."""
+        return self.packed_runs == len(self.manifest.runs)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The failed rows known so far, in order of rows."""
+        return [self._failed[row] for row in sorted(self._failed)]
 
     def missing(self) -> list[Part]:
         """The parts that are still to be done, in order."""
-        return [self.grid.part(i) for i in range(len(self.grid)) if i not in self._done]
+        asked = [run for run in self.manifest.runs if run.names == self._asked.names]
+        return [part for run in asked for part in self._missing_of(run)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every part of every run is there."""
+        return not any(self._missing_of(run) for run in self.manifest.runs)
 
     @property
     def rows_done(self) -> int:
-        """Rows in committed parts."""
-        return sum(len(self.grid.part(i)) for i in self._done)
+        """Rows of the runs at work that are in committed parts."""
+        return self.rows_asked - sum(len(part) for part in self.missing())
+
+    @property
+    def rows_asked(self) -> int:
+        """Rows of the runs that make the layers asked for now."""
+        asked = [run for run in self.manifest.runs if run.names & self._asked.names]
+        return max((run.grid.stop_row for run in asked), default=0)
 
     def commit(self, builder: PartBuilder) -> None:
         """Make one part durable; from here on no crash takes it away."""
-        data = builder.build(self.header, self.listing, self.grid, self.codec)
-        path = self._part_path(builder.part.index)
+        run = self._run_of(builder.part)
+        data = builder.build(run, self.listing, self.manifest.to_json())
+        path = self.part_path(builder.part.index)
         if not self.disk.publish(path, data) and (problem := self._problem(path, builder.part)):
             raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
         self._done.add(builder.part.index)
-        self.failures.extend(builder.failures)
+        self._add_failures(builder.failures)
         if builder.failures:
             rows = csv_rows(sorted(builder.failures, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
@@ -155,164 +154,296 @@ class StoreSession:
 
     def write_failures(self) -> None:
         """failures.csv anew, in order of rows, from what the parts hold."""
-        ordered = sorted(self.failures, key=lambda failure: failure.row)
-        text = "row,key,status,error,message\r\n" + csv_rows(ordered)
+        text = "row,key,status,error,message\r\n" + csv_rows(self.failures)
         self.disk.replace(self.root / layout.FAILURES_CSV, text.encode("utf-8", "surrogateescape"))
 
-    def part_bytes(self) -> int:
-        """Bytes of all committed parts on disk."""
-        return sum(self._part_path(index).stat().st_size for index in self._done)
+    def stored_bytes(self) -> int:
+        """Bytes of features.h5 and of all committed parts on disk."""
+        paths = [self.part_path(index) for index in self._done]
+        if self.packed_runs:
+            paths.append(self.root / layout.PACKED)
+        return sum(path.stat().st_size for path in paths if path.exists())
 
-    def drop_parts(self) -> None:
+    def after_packing(self) -> None:
         """Delete the parts, and their folder where nothing else lies in it.
 
-        Only after the packed file was published.
+        Only after features.h5 was published with all of them.
         """
-        assert self.packed
-        self._remove_parts()
+        self.packed_runs = len(self.manifest.runs)
+        remove_parts(self.disk)
 
-    def _part_path(self, index: int) -> Path:
+    def part_path(self, index: int) -> Path:
+        """Where part `index` of the store lies."""
         return self.root / layout.PARTS / layout.part_name(index)
 
-    def _descriptor(self) -> dict[str, Any]:
-        return {
-            "featx_format": layout.FORMAT,
-            "fingerprint": dict(self.header.fingerprint),
-            "fingerprint_sha256": digest(self.header.fingerprint),
-            "num_rows": len(self.listing),
-            "part_rows": self.grid.part_rows,
-            "codec": self.codec,
-            "layers": [asdict(spec) for spec in self.specs],
-            "resolved": self.resolved,
-            "model": self.header.model,
-            "weights": self.header.weights,
-            "weights_sha256": self.header.weights_sha256,
-            "transform": self.header.transform,
-            "versions": dict(self.header.versions),
-        }
+    def _run_of(self, part: Part) -> Run:
+        runs = self.manifest.runs
+        return next(run for run in reversed(runs) if run.grid.first_part <= part.index)
 
-    def _begin(self) -> None:
-        text = json.dumps(self._descriptor(), indent=2) + "\n"
-        before = read_descriptor(self.root)
-        if before is None and not self.disk.publish(self.root / layout.DESCRIPTOR, text.encode()):
-            before = read_descriptor(self.root)  # where locks do not work: somebody was first
-        if before is not None:
-            refuse_difference(self.root, before["fingerprint"], self.header.fingerprint)
-            fixed, now = ("num_rows", "part_rows", "codec", "layers"), json.loads(text)
-            refuse_difference(self.root, *({key: d[key] for key in fixed} for d in (before, now)))
-        listing = self.root / layout.LISTING
-        if listing.exists() and (problem := self._listing_problem(listing)):
-            self._quarantine(listing, problem)
-        if not listing.exists():
-            self.disk.publish(listing, listing_file(self.listing))
-        self.disk.make_folder(self.root / layout.PARTS)
+    def _missing_of(self, run: Run) -> list[Part]:
+        return [part for part in run.parts() if part.index not in self._done]
 
-    def _survey(self) -> None:
-        """Find the committed parts, read their failures, and clear what a crash left behind."""
-        packed = self.root / layout.PACKED
-        parts = self.root / layout.PARTS
-        for folder in (self.root, parts, self.root / ".hydra"):
+    def _restored(self) -> Manifest | None:
+        """The runs of the store; a lost or damaged featx.json is put back from a copy."""
+        manifest, intact = load_manifest(self.root)
+        path = self.root / layout.DESCRIPTOR
+        if manifest is not None and not intact:
+            if path.exists():
+                self._quarantine(path, "it is damaged; a part's copy of it takes its place")
+            self.disk.publish(path, manifest.to_json())
+        return manifest
+
+    def _continued(self, before: Manifest) -> Manifest:
+        """The runs of the store once what is asked for has joined them.
+
+        Raises:
+            StoreMismatchError: it does not go together with what the store was begun with.
+        """
+        asked, new_rows = self._asked, len(self.listing) - before.num_rows
+        new_layers = asked.names - set(before.layers)
+        unfinished = [run for run in before.runs if self._missing_of(run)]
+        self._refuse_other_settings(before, new_rows)
+        if unfinished and all(run.names != asked.names for run in unfinished):
+            raise StoreMismatchError(
+                f"{self.root} is not finished: it was begun with layers="
+                f"{_listed(unfinished[0].names)}, now {_listed(asked.names)}. Give the same "
+                "command as then to finish it, out=DIR for a new store, or overwrite=true to "
+                "delete it."
+            )
+        if new_rows and set(before.layers) != asked.names:
+            raise StoreMismatchError(
+                f"{self.root} has layers {_listed(before.layers)}: rows can be added to all of "
+                f"them only, now layers={_listed(asked.names)}. Name them all, or choose out=DIR."
+            )
+        if not new_rows and not new_layers:
+            return before
+        grid = layout.Grid(
+            num_rows=new_rows or before.num_rows,
+            part_rows=asked.grid.part_rows,
+            first_row=before.num_rows if new_rows else 0,
+            first_part=before.num_parts,
+        )
+        return Manifest((*before.runs, replace(asked, grid=grid)))
+
+    def _refuse_other_settings(self, before: Manifest, new_rows: int) -> None:
+        root, asked = self.root, self._asked
+        now, latest = asked.header.fingerprint, before.runs[-1].header.fingerprint
+        refuse_difference(root, _common(latest), _common(now))
+        known = asked.names & set(before.layers)
+        layers = {f"layer {spec.name}": asdict(spec) for spec in asked.layers if spec.name in known}
+        stored = {f"layer {name}": asdict(before.layers[name]) for name in known}
+        refuse_difference(root, stored, layers)
+        if new_rows:
+            if not self._grow:
+                raise StoreMismatchError(growth_refused(root, new_rows))
+            return
+        refuse_difference(root, _listing_of(latest), _listing_of(now))
+        for run in [before.holder(name) for name in sorted(known)]:
+            if run.names != asked.names:
+                continue
+            # The very layers of one run: nothing of it may differ but the rows it grew by.
+            fixed = [
+                {**one.header.fingerprint, "part_rows": one.grid.part_rows, "codec": one.codec}
+                for one in (run, asked)
+            ]
+            refuse_difference(root, *({**one, **_listing_of(now)} for one in fixed))
+
+    def _begin(self, before: Manifest | None) -> None:
+        """Write the manifest and the listing where they are new.
+
+        A first run is announced by its manifest. A store that grows gets its longer listing
+        first: rows beyond those that the manifest counts are not looked at.
+        """
+        manifest, listing = self.root / layout.DESCRIPTOR, self.root / layout.LISTING
+        if before is None and not self.disk.publish(manifest, self.manifest.to_json()):
+            raise StoreError(
+                f"{manifest} appeared meanwhile: another process has begun this store. Give the "
+                "same command again to go on with it, or choose another out=DIR."
+            )
+        if listing.exists():
+            num_rows, problem = compare_listing(listing, self.listing)
+            if problem:
+                self._quarantine(listing, problem)
+            if problem or num_rows != len(self.listing):
+                self.disk.replace(listing, listing_file(self.listing))
+        else:
+            self.disk.replace(listing, listing_file(self.listing))
+        if before is not None and before.runs != self.manifest.runs:
+            self.disk.replace(manifest, self.manifest.to_json())
+
+    def _clear_leftovers(self) -> None:
+        """Delete the temporary files of a process that was killed."""
+        for folder in (self.root, self.root / layout.PARTS, self.root / ".hydra"):
             for leftover in folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(leftover)
+
+    def _survey(self) -> None:
+        """Find the committed parts and read their failures; what cannot count is set aside."""
+        packed = self.root / layout.PACKED
         if packed.exists():
-            whole = Part(0, 0, len(self.listing))
-            problem = self._problem(packed, whole) or self._read_failures(packed)
-            if problem is None:
-                self._done = set(range(len(self.grid)))
-                self.packed = True
-                self.drop_parts()
-            else:
-                self._quarantine(packed, problem)
-        if not self.packed:
-            expected = {layout.part_name(i): i for i in range(len(self.grid))}
-            for path in sorted(parts.glob(layout.PART_GLOB)):
-                index = expected.get(path.name)
-                if index is None:
+            self._survey_packed(packed)
+        if self.packed:
+            remove_parts(self.disk)
+            return
+        expected = {
+            layout.part_name(part.index): part
+            for run in self.manifest.runs[self.packed_runs :]
+            for part in run.parts()
+        }
+        for path in sorted((self.root / layout.PARTS).glob(layout.PART_GLOB)):
+            part = expected.get(path.name)
+            if part is None:
+                if not self._is_packed_already(path):
                     self._quarantine(path, "there is no such part in this run")
-                    continue
-                problem = self._problem(path, self.grid.part(index)) or self._read_failures(path)
-                if problem is None:
-                    self._done.add(index)
-                else:
-                    self._quarantine(path, problem)
-        self.write_failures()
+                continue
+            problem = self._problem(path, part)
+            if problem is None:
+                self._done.add(part.index)
+            else:
+                self._quarantine(path, problem)
+
+    def _is_packed_already(self, path: Path) -> bool:
+        """Whether a part was left behind by a kill between packing and clearing away."""
+        names = {
+            layout.part_name(part.index)
+            for run in self.manifest.runs[: self.packed_runs]
+            for part in run.parts()
+        }
+        if path.name in names:
+            self.disk.remove(path)
+        return path.name in names
+
+    def _survey_packed(self, path: Path) -> None:
+        try:
+            with open_for_a_look(path) as file:
+                num_runs = num_runs_of(file)
+                problem = self._packed_problem(file, num_runs)
+                failures = [] if problem else read_failures(file)
+        except layout.UNREADABLE as error:
+            problem = damage_text(path, error)
+        if problem is not None:
+            self._quarantine(path, problem)
+            return
+        self.packed_runs = num_runs
+        self._add_failures(failures)
+        for run in self.manifest.runs[:num_runs]:
+            self._done.update(part.index for part in run.parts())
+
+    def _packed_problem(self, file: h5py.File, num_runs: int) -> str | None:
+        """Why features.h5 cannot count as the store's first runs, or None."""
+        runs = self.manifest.runs[:num_runs]
+        if len(runs) < num_runs or file.attrs["fingerprint"] != self.manifest.digest_of(num_runs):
+            return "it is of another run"
+        if "part" in file.attrs or not file.attrs["complete"]:
+            return "it is not complete"
+        num_rows = max(run.grid.stop_row for run in runs)
+        specs = {spec.name: spec for run in runs for spec in run.layers}
+        return _shape_problem(file, num_rows, list(specs.values()))
 
     def _problem(self, path: Path, part: Part) -> str | None:
-        """Why a file cannot count as rows [start, stop) of this run, or None."""
+        """Why a file cannot count as a part of this store, or None; its failures are taken over.
+
+        The fingerprint holds the listing's and the layers', so what is left to check is which part
+        it is and whether it is whole; flipped bits are found by `verify` and by packing.
+        """
+        run = self._run_of(part)
         try:
-            with open_hdf5(path) as file:
-                if file.attrs["fingerprint"] != digest(self.header.fingerprint):
+            with open_for_a_look(path) as file:
+                if file.attrs["fingerprint"] != run.digest:
                     return "it is of another run"
                 if int(file.attrs.get("start", 0)) != part.start:
                     return "it holds the rows of another part"
-                if path.name == layout.PACKED and not file.attrs["complete"]:
-                    return "it is not complete"
-                for name in (layout.KEY, layout.LABEL, layout.STATUS):
-                    if file[name].shape != (len(part),):
-                        return f"dataset {name} has shape {file[name].shape}"
-                if not np.array_equal(
-                    file[layout.KEY][:], self.listing.keys[part.start : part.stop]
-                ):
-                    return "its keys are not those of the listing"
-                for spec in self.specs:
-                    dataset = file[f"{layout.FEATURES}/{spec.name}"]
-                    if dataset.shape != (len(part), *spec.shape) or dataset.dtype != spec.dtype:
-                        return f"dataset {spec.name} has shape {dataset.shape}, {dataset.dtype}"
+                if problem := _shape_problem(file, len(part), run.layers):
+                    return problem
+                self._add_failures(read_failures(file))
                 return None
         except layout.UNREADABLE as error:
-            return _damage(path, error)
+            return damage_text(path, error)
 
-    def _read_failures(self, path: Path) -> str | None:
-        """Take over the failures of a committed file; why that cannot be, or None."""
-        try:
-            with open_hdf5(path) as file:
-                self.failures.extend(read_failures(file))
-        except layout.UNREADABLE as error:
-            return _damage(path, error)
-        return None
+    def _add_failures(self, failures: Sequence[Failure]) -> None:
+        """Take over failures; where a row failed in several runs, the first is kept."""
+        for failure in failures:
+            self._failed.setdefault(failure.row, failure)
 
     def _quarantine(self, path: Path, problem: str) -> None:
         target = self.disk.set_aside(path, self.root / layout.QUARANTINE)
         logger.warning("%s does not count: %s. Moved to %s.", path, problem, target)
 
-    def _listing_problem(self, path: Path) -> str | None:
-        """Why a file cannot count as the listing of this run, or None."""
-        try:
-            with open_hdf5(path) as file:
-                columns = {layout.KEY: self.listing.keys, layout.LABEL: self.listing.labels}
-                for name, values in columns.items():
-                    if file[name].shape != values.shape or not np.array_equal(file[name], values):
-                        return f"its dataset {name} is not that of this run"
-        except layout.UNREADABLE as error:
-            return _damage(path, error)
-        return None
-
     def _clear(self) -> None:
-        """Delete a store, its descriptor last; in a folder that is no store, nothing."""
+        """Delete a store, its manifest last; in a folder that is no store, nothing."""
         ours = (layout.DESCRIPTOR, layout.LISTING, layout.PACKED)
         if not any((self.root / name).exists() for name in ours):
             return
-        self._remove_parts()
+        remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
         for name in (*names, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 
-    def _remove_parts(self) -> None:
-        parts = self.root / layout.PARTS
-        for pattern in (layout.PART_GLOB, f"{TEMPORARY}*"):
-            for path in parts.glob(pattern):
-                self.disk.remove(path)
-        with contextlib.suppress(OSError):  # not ours alone, or not there
-            parts.rmdir()
+
+def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]]:
+    """The runs of a store that lack parts, and the parts, by the names of the files alone.
+
+    It is what a command goes by until it holds the store and looks into the files.
+    """
+    num_packed = 0
+    with contextlib.suppress(*layout.UNREADABLE), open_for_a_look(root / layout.PACKED) as file:
+        num_packed = num_runs_of(file)
+    there = {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
+    lacking = [
+        (run, [part for part in run.parts() if layout.part_name(part.index) not in there])
+        for run in manifest.runs[num_packed:]
+    ]
+    return [(run, parts) for run, parts in lacking if parts]
 
 
-def _damage(path: Path, error: Exception) -> str:
-    """The problem of a damaged file; raises StoreError where only the system could not read it."""
-    if not layout.is_damage(error):
-        raise StoreError(
-            f"cannot read {path}: {error}. When it can be read, give the same command again."
-        ) from error
-    return f"it cannot be read ({error})"
+def _shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
+    """Which dataset is not there in its full size, or None."""
+    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
+    expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
+    for spec in specs:
+        path = f"{layout.FEATURES}/{spec.name}"
+        expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
+    for path, (shape, dtype) in expected.items():
+        # h5py's own layer above costs three times as much, and a store may have 10,000 parts.
+        found = h5py.h5d.open(file.id, path.encode())
+        if found.shape != shape or dtype not in (None, found.dtype):
+            return f"dataset {path} is {found.shape} {found.dtype}, expected {shape} {dtype or ''}"
+    return None
+
+
+def remove_parts(disk: Disk) -> None:
+    """Delete the parts of a store, and their folder where nothing else lies in it."""
+    parts = disk.root / layout.PARTS
+    for pattern in (layout.PART_GLOB, f"{TEMPORARY}*"):
+        for path in parts.glob(pattern):
+            disk.remove(path)
+    with contextlib.suppress(OSError):  # not ours alone, or not there
+        parts.rmdir()
+
+
+def _common(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that all runs of a store share."""
+    return {
+        key: value
+        for key, value in fingerprint.items()
+        if key not in _OF_ONE_RUN and not key.startswith("layer.")
+    }
+
+
+def _listing_of(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    return {"listing": fingerprint.get("listing")}
+
+
+def _listed(names: Any) -> str:
+    return f"[{','.join(sorted(names))}]"
+
+
+def growth_refused(root: Path, new_rows: int) -> str:
+    """The message for a data set that has grown since the store was begun."""
+    return (
+        f"the data set has {new_rows} new images that {root} does not know. grow=true adds them "
+        "after the rows that are there, which keep their places; out=DIR makes a new store."
+    )
 
 
 def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -336,14 +467,3 @@ def csv_rows(failures: Sequence[Failure]) -> str:
         key = failure.key.decode("utf-8", "surrogateescape")
         writer.writerow([failure.row, key, failure.status.label, failure.error, failure.message])
     return buffer.getvalue()
-
-
-def listing_file(listing: Listing) -> memoryview:
-    """samples.h5 as bytes: /key, /label and /classes of all rows."""
-    buffer = io.BytesIO()
-    with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
-        file.attrs["featx_format"] = layout.FORMAT
-        file[layout.KEY] = listing.keys
-        file[layout.LABEL] = listing.labels
-        file[layout.CLASSES] = layout.text_array(listing.classes)
-    return buffer.getbuffer()

@@ -16,7 +16,7 @@ import pytest
 
 import featx
 from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
-from featx.jobs.extract import Interrupted
+from featx.extraction import Interrupted
 
 MODELS = '''
 import torch

@@ -106,7 +106,7 @@ def test_status_names_name_every_number_of_the_contract() -> None:
 
 def test_attributes_carry_what_the_contract_names() -> None:
     header = make_header()
-    root = layout.root_attributes(header, complete=False)
+    root = layout.root_attributes(header, digest(header.fingerprint), complete=False)
     assert set(root) == {
         "featx_format",
         "fingerprint",

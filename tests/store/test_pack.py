@@ -19,6 +19,7 @@ from made_store import MadeRun, dataset_digests, make_run, temporary_files
 from featx.errors import RunError, StoreError
 from featx.fingerprint import digest
 from featx.store import layout
+from featx.store.manifest import Manifest
 from featx.store.pack import check_chunks, pack, pack_in_child, packed_size_bound
 from featx.store.reader import FeatureStore
 
@@ -90,7 +91,8 @@ def test_every_dataset_and_attribute_of_the_contract_is_there(tmp_path: Path, co
     assert json.loads(attrs.pop("versions")) == run.header.versions
     for name in ("config", "model", "weights", "weights_sha256", "transform"):
         assert attrs.pop(name) == getattr(run.header, name)
-    assert attrs == {"codec": codec}
+    assert Manifest.from_json(bytes(attrs.pop("manifest")), tmp_path).runs[0].codec == codec
+    assert attrs == {"codec": codec, "num_failures": 1}
 
 
 def test_datasets_are_plain_and_the_file_stands_alone(run: MadeRun, tmp_path: Path) -> None:
@@ -230,6 +232,7 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from featx.errors import RunError
+from featx.store.manifest import Manifest
 from featx.store.pack import pack_in_child
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
@@ -242,6 +245,7 @@ except RunError as error:
 UNRESERVED = """
 import os, resource, sys
 from pathlib import Path
+from featx.store.manifest import Manifest
 from featx.store.pack import pack
 del os.posix_fallocate
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))

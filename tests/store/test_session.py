@@ -24,9 +24,10 @@ from made_store import MadeRun, dataset_digests, make_listing, make_run, tempora
 from system_calls import SYSTEM_CALLS, Calls, watched
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.store.listing import listing_digest
+from featx.store.manifest import read_manifest
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
-from featx.store.session import listing_digest, read_descriptor
 
 
 @pytest.fixture
@@ -64,7 +65,9 @@ def test_the_descriptor_is_written_before_everything_else(run: MadeRun, tmp_path
     with watched(Calls(tmp_path)) as calls, run.session(tmp_path).hold() as session:
         session.commit(run.builder(run.grid.part(0)))
     linked = [Path(subject).name for name, subject in calls.seen if name == "link"]
-    assert [name.split(".")[1][4:] for name in linked] == ["featx", "samples", "part-000000"]
+    assert [name.split(".")[1][4:] for name in linked] == ["featx", "part-000000"]
+    names = [Path(subject).name for name, subject in calls.seen if name in ("link", "replace")]
+    assert [name.split(".")[1][4:] for name in names][:2] == ["featx", "samples"]
 
 
 def test_resume_finds_what_is_done_with_its_failures(run: MadeRun, tmp_path: Path) -> None:
@@ -156,7 +159,6 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a group for a layer": edit(
         lambda file: (file.__delitem__("features/flat"), file.create_group("features/flat"))  # type: ignore[arg-type]
     ),
-    "other keys": replace_dataset("key", np.array([b"x"] * 8)),
     "short status": replace_dataset("status", np.zeros(7, np.uint8)),
     "huge key": edit(
         lambda file: (
@@ -404,37 +406,56 @@ def test_a_part_that_appears_meanwhile_is_kept_only_if_it_is_ours(
         assert 0 in [part.index for part in session.missing()]
 
 
-def test_a_descriptor_that_appears_meanwhile_is_compared(
+def test_a_manifest_that_appears_meanwhile_is_not_written_over(
     run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where locks do nothing: the process that linked featx.json first has the store."""
     run.changed(model="other").write(tmp_path, [])
-    answers = [None, read_descriptor(tmp_path)]
-    monkeypatch.setattr("featx.store.session.read_descriptor", lambda _: answers.pop(0))
-    with pytest.raises(StoreMismatchError, match="'other'"), run.session(tmp_path).hold():
+    monkeypatch.setattr("featx.store.session.load_manifest", lambda _: (None, True))
+    with pytest.raises(StoreError, match="appeared meanwhile"), run.session(tmp_path).hold():
         pytest.fail("two runs in one store")
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 1}', "\xff"]
-)
-def test_a_damaged_descriptor_is_refused_with_what_to_do(
+DAMAGED = ["", "{", "[]", "null", "{}", '{"featx_format": "x"}', '{"featx_format": 1}', "\xff"]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_manifest_without_a_copy_is_refused_with_what_to_do(
     run: MadeRun, tmp_path: Path, text: str
 ) -> None:
-    run.write(tmp_path, [0])
+    run.write(tmp_path, [])
     (tmp_path / "featx.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(StoreError, match=r"damaged.*overwrite=true"), run.session(tmp_path).hold():
         pass
     with pytest.raises(StoreError, match="damaged"):
         FeatureStore(tmp_path)
-    assert part_path(tmp_path, 0).exists()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("text", [*DAMAGED, None])
+def test_a_lost_manifest_is_put_back_from_a_part_or_the_packed_file(
+    run: MadeRun, tmp_path: Path, text: str | None, packed: bool
+) -> None:
+    run.write(tmp_path, None if packed else [1], packed=packed)
+    before = (tmp_path / "featx.json").read_bytes()
+    if text is None:
+        (tmp_path / "featx.json").unlink()
+    else:
+        (tmp_path / "featx.json").write_bytes(text.encode("latin-1"))
+    present = 29 if packed else 8
+    assert FeatureStore(tmp_path).num_rows_present == present
+    assert missing(run, tmp_path) == ([] if packed else [0, 2, 3])
+    assert (tmp_path / "featx.json").read_bytes() == before
+    run.write(tmp_path, missing(run, tmp_path), packed=not packed)
+    assert_whole(run, tmp_path)
 
 
 def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
     descriptor = json.loads((tmp_path / "featx.json").read_text())
-    (tmp_path / "featx.json").write_text(json.dumps({**descriptor, "featx_format": 2}))
+    (tmp_path / "featx.json").write_text(json.dumps({**descriptor, "featx_format": 3}))
     with (
-        pytest.raises(StoreError, match=r"format 2, this featx reads up to 1\. Upgrade featx"),
+        pytest.raises(StoreError, match=r"format 3, this featx reads up to 2\. Upgrade featx"),
         run.session(tmp_path).hold(),
     ):
         pass
@@ -442,9 +463,9 @@ def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> Non
 
 def test_no_store_has_no_descriptor(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    assert read_descriptor(tmp_path) is None
-    assert read_descriptor(tmp_path / "nowhere") is None
-    assert read_descriptor(tmp_path / "file") is None
+    assert read_manifest(tmp_path) is None
+    assert read_manifest(tmp_path / "nowhere") is None
+    assert read_manifest(tmp_path / "file") is None
 
 
 def test_failures_csv_holds_every_failure_once_in_order(run: MadeRun, tmp_path: Path) -> None:
@@ -571,8 +592,7 @@ with session.hold():
         session.commit(run.builder(part))
     if not session.packed:
         pack(root)
-        session.packed = True
-        session.drop_parts()
+        session.after_packing()
 """
 
 

@@ -92,20 +92,20 @@ def assert_holds(store: FeatureStore, run: MadeRun) -> None:
 
 
 def build(run: MadeRun, builder: PartBuilder) -> h5py.File:
-    data = builder.build(run.header, run.listing, run.grid, run.codec)
+    data = builder.build(run.as_run(), run.listing, b"{}")
     return h5py.File(io.BytesIO(bytes(data)), "r")
 
 
 def test_batches_in_any_order_make_the_same_part() -> None:
     run = make_run(num_rows=16, part_rows=8, failed=[9, 15])
     part = run.grid.part(1)
-    whole = run.builder(part).build(run.header, run.listing, run.grid, run.codec)
+    whole = run.builder(part).build(run.as_run(), run.listing, b"{}")
     builder = PartBuilder(part, run.specs)
     for start in (12, 8, 14, 10):
         rows = {name: values[start : start + 2] for name, values in run.features.items()}
         failed = [f for f in run.failures if start <= f.row < start + 2]
         builder.add(start, rows, failed)
-    assert bytes(builder.build(run.header, run.listing, run.grid, run.codec)) == bytes(whole)
+    assert bytes(builder.build(run.as_run(), run.listing, b"{}")) == bytes(whole)
 
 
 def test_a_failed_row_is_nan_in_every_dataset_and_its_neighbours_are_not() -> None:
@@ -186,24 +186,21 @@ def test_a_part_with_a_row_that_never_came_is_refused() -> None:
     builder = PartBuilder(run.grid.part(0), run.specs)
     builder.add(0, {name: values[:7] for name, values in run.features.items()}, [])
     with pytest.raises(AssertionError, match="never arrived"):
-        builder.build(run.header, run.listing, run.grid, "none")
+        builder.build(run.as_run(), run.listing, b"{}")
 
 
 def test_a_value_that_changes_on_its_way_into_the_file_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = make_run(num_rows=8, part_rows=8)
-    real = h5py.Group.create_dataset
 
-    def lossy(self: h5py.Group, name: str, **options: Any) -> h5py.Dataset:
-        dataset = real(self, name, **options)
-        if name == "features/flat":
-            dataset[5, 2] = 1.0
-        return dataset
+    def lossy(file: h5py.File, classes: Any) -> None:
+        file["features/flat"][5, 2] = 1.0
+        file["classes"] = np.array([b"cat"])
 
-    monkeypatch.setattr(h5py.Group, "create_dataset", lossy)
+    monkeypatch.setattr("featx.store.writer.write_classes", lossy)
     with pytest.raises(AssertionError, match="features/flat reads back differently"):
-        run.builder(Part(0, 0, 8)).build(run.header, run.listing, run.grid, "none")
+        run.builder(Part(0, 0, 8)).build(run.as_run(), run.listing, b"{}")
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -1,0 +1,271 @@
+"""The main job itself: what is missing in a store is computed, committed and packed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.errors import NonFiniteError
+from featx.prepare import Prepared, prepare
+from featx.progress import Progress, complain, describe_run, facts
+from featx.store.pack import pack_in_child, packed_size_bound
+from featx.store.session import StoreSession
+from featx.store.writer import PartBuilder
+from featx.types import Batch, Failure, Status
+
+GRACE_S = 5.0
+"""How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked for the end; what was whole is committed."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def run_extraction(config: Config, config_yaml: str) -> dict[str, Any]:
+    """Begin or go on with the store of a config until it is whole; says what happens on stderr.
+
+    Returns:
+        the summary, as in summary.json.
+
+    Raises:
+        FeatxError: the config or the store does not fit, or the run failed on its way.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    out = Path(config.out).expanduser()
+    with contextlib.ExitStack() as stack:
+        prepared = stack.enter_context(prepare(config, config_yaml))
+        session = StoreSession(
+            out,
+            prepared.header,
+            prepared.specs,
+            prepared.listing,
+            prepared.part_rows,
+            config.codec,
+            prepared.engine.compute.as_dict(),
+            config.grow,
+        )
+        stack.enter_context(session.hold(config.overwrite))
+        session.write_config(config_yaml)
+        complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
+        complain("")
+        figures = _run_parts(prepared, session)
+        packing = time.perf_counter()
+        _pack(config, session)
+        figures.seconds["pack"] = time.perf_counter() - packing
+        session.write_failures()
+        summary = _summary(session, figures)
+        session.write_summary(summary)
+    if session.failures:
+        complain(_failures_text(session.failures))
+    for layer, count in summary["faint_rows"].items():
+        complain(
+            f"warning: {count} rows of {layer} have no value above 6.1e-5; float16 holds so little "
+            "with few bits or as zero. Store them with dtype=float32."
+        )
+    return summary
+
+
+@dataclass
+class _Figures:
+    """What a run measured: busy seconds per stage, images per second, faint rows per layer."""
+
+    seconds: dict[str, float]
+    images_per_second: float | None
+    faint_rows: Counter[str]
+
+
+def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
+    """Compute and commit what is missing."""
+    from featx.loader import Loader
+
+    engine = prepared.engine
+    engine.model_seconds = engine.copy_seconds = 0.0
+    waited = written = 0.0
+    faint: Counter[str] = Counter()
+    done_before = session.rows_done
+    missing = session.missing()
+    loader = Loader(
+        prepared.source,
+        prepared.listing,
+        prepared.engine.backbone.preprocess,
+        prepared.policy,
+        prepared.reference,
+        engine.compute.batch_size,
+    )
+    begun = time.perf_counter()
+    with loader, _signals() as stop, Progress(session.rows_asked, done_before) as progress:
+        batches = loader.batches(missing)
+        builder: PartBuilder | None = None
+        while True:
+            waiting = time.perf_counter()
+            following = next(batches, None)
+            wait = time.perf_counter() - waiting
+            waited += wait
+            if following is None:
+                break
+            if stop:
+                raise Interrupted(stop[0])
+            part, batch = following
+            if builder is None:
+                builder = PartBuilder(part, prepared.specs)
+            features, failures = compute_rows(prepared, batch, faint)
+            builder.add(batch.start, features, failures)
+            if batch.start + batch.count == part.stop:
+                writing = time.perf_counter()
+                session.commit(builder)
+                written += time.perf_counter() - writing
+                builder = None
+            progress.step(batch.count, len(failures), wait)
+    took = time.perf_counter() - begun
+    seconds = {
+        "read": loader.times.read,
+        "decode": loader.times.decode,
+        "wait": waited,
+        "model": engine.model_seconds,
+        "copy": engine.copy_seconds,
+        "write": written,
+    }
+    rows = session.rows_done - done_before
+    return _Figures(seconds, rows / took if rows else None, +faint)
+
+
+def compute_rows(
+    prepared: Prepared, batch: Batch, faint: Counter[str]
+) -> tuple[dict[str, Any], list[Failure]]:
+    """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
+
+    Args:
+        prepared: the run.
+        batch: n rows of it, and padding.
+        faint: layer -> rows that float16 hardly holds; added to.
+
+    Returns:
+        dataset name -> (n, ...) as stored, and the rows that failed.
+
+    Raises:
+        NonFiniteError: a feature is not finite, and nonfinite=error.
+    """
+    from featx.engine import finite_rows, stored_bits
+
+    values = prepared.engine.run(batch.images)
+    finite = finite_rows(values)
+    failures = list(batch.failures)
+    failed = {failure.row for failure in failures}
+    for name, rows in finite.items():
+        for i in range(batch.count):
+            row = batch.start + i
+            if rows[i] or row in failed:
+                continue
+            failed.add(row)
+            failures.append(_non_finite(prepared, batch, row, name))
+    ok = [i for i in range(batch.count) if batch.start + i not in failed]
+    for name, rows in prepared.engine.faint_rows().items():
+        faint[name] += int(rows[ok].sum())
+    return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
+
+
+def _non_finite(prepared: Prepared, batch: Batch, row: int, layer: str) -> Failure:
+    """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
+    key = bytes(prepared.listing.keys[row])
+    reason = prepared.engine.explain(batch.images, row - batch.start, layer)
+    if prepared.config.nonfinite == "error":
+        raise NonFiniteError(
+            f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
+            "To store larger values: dtype=float32; to compute more exactly: precision=fp32; to "
+            "go on and mark such rows: nonfinite=record. Each needs overwrite=true or a new out."
+        )
+    return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
+
+
+def _pack(config: Config, session: StoreSession) -> None:
+    """The parts into one features.h5, where that is wanted and there is room."""
+    if session.packed or not session.whole or config.pack is False:
+        return
+    needed, free = packed_size_bound(session.stored_bytes()), session.disk.free_bytes()
+    if config.pack == "auto" and free < needed:
+        complain(
+            f"the parts are kept: packing needs {needed} bytes and {free} are free. "
+            "featx.open reads parts as well."
+        )
+        return
+    pack_in_child(session.root)
+    session.after_packing()
+
+
+def _summary(session: StoreSession, figures: _Figures) -> dict[str, Any]:
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {
+        "rows": len(session.listing),
+        "failures": len(session.failures),
+        "images_per_second": figures.images_per_second and round(figures.images_per_second, 3),
+        "seconds": {stage: round(value, 3) for stage, value in figures.seconds.items()},
+        "faint_rows": dict(figures.faint_rows),
+        "layers": [spec.name for spec in session.manifest.layers.values()],
+        "bytes": session.stored_bytes(),
+        "peak_memory_mib": peak >> 20,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _store_text(session: StoreSession) -> str:
+    done, total = session.rows_done, session.rows_asked
+    if not done:
+        return f"{session.root}, begun"
+    return f"{session.root}, {done} of {total} rows are there already"
+
+
+def _failures_text(failures: list[Failure]) -> str:
+    counts = Counter(failure.status for failure in failures)
+    lines = [f"{len(failures)} images failed:"]
+    for status, count in counts.most_common():
+        example = next(f for f in failures if f.status == status)
+        lines.append(
+            f"  {count} {status.label}, such as {os.fsdecode(example.key)}: {example.message}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM end the run after the batch; a second one, or GRACE_S later, at once."""
+    stop: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def note(signum: int, frame: object) -> None:
+        if stop:
+            raise Interrupted(stop[0])
+        stop.append(signum)
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        complain("\nstopping; the same command goes on from the last whole part")
+
+    def cut_short(signum: int, frame: object) -> None:
+        if stop:
+            raise Interrupted(stop[0])
+
+    handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        yield stop
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

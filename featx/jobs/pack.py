@@ -1,0 +1,23 @@
+"""job=pack: the parts of a finished store -> one features.h5, for stores kept in parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from featx.config import Config
+from featx.errors import StoreError
+from featx.progress import facts, say, size_text
+from featx.store import layout
+from featx.store.pack import pack_store
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Pack the store and say where the file is; returns the exit code."""
+    root = Path(config.store or config.out).expanduser().absolute()
+    if not root.is_dir():
+        raise StoreError(f"there is no store at {root}; job=pack takes the store's folder.")
+    did = pack_store(root)
+    path = root / layout.PACKED
+    text = "packed now, its parts are deleted" if did else "was packed already"
+    say(facts([("file", str(path)), ("size", size_text(path.stat().st_size)), ("", text)]))
+    return 0

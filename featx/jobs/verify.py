@@ -1,0 +1,114 @@
+"""job=verify: is a store what it says, and are its rows those of the pictures?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.errors import ConfigError
+from featx.extraction import run_extraction
+from featx.progress import complain, facts, say, size_text
+from featx.recheck import Recheck, config_of_run, recheck_rows
+from featx.store.check import Report, check_store
+from featx.store.manifest import Manifest, load_manifest
+from featx.store.pack import pack_store
+from featx.store.repair import set_damage_aside
+from featx.store.session import missing_parts
+
+EXIT_DAMAGED = 2
+EXIT_INCOMPLETE = 1
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Look at everything in the store; print what was found, or JSON with job.json=true.
+
+    Returns:
+        0 where the store is complete and sound, 1 where rows are still missing, 2 where something
+        is damaged or differs from the pictures.
+    """
+    root = Path(config.store or config.out).expanduser().absolute()
+    if root.is_file() and (config.verify.sample or config.verify.repair):
+        raise ConfigError(
+            f"store={root} is a file; verify.sample and verify.repair need the store's folder."
+        )
+    report = check_store(root)
+    found: dict[str, Any] = report.as_dict()
+    if config.verify.repair and not report.complete:
+        report, found["repaired"] = _repaired(config, report)
+        found |= report.as_dict()
+    sample = None
+    if config.verify.sample and not report.damages:
+        sample = recheck_rows(config, root, _manifest(root), config.verify.sample)
+        found["sample"] = sample.as_dict()
+    if config.job.json:
+        say(json.dumps(found, indent=2))
+    else:
+        say(_text(report, sample))
+    if report.damages or (sample is not None and sample.different):
+        return EXIT_DAMAGED
+    return EXIT_INCOMPLETE if report.missing else 0
+
+
+def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
+    """Set aside what is damaged, extract what is missing, and look again."""
+    root = report.root
+    moved = set_damage_aside(report)
+    for path in moved:
+        complain(f"moved {path}")
+    lacking = missing_parts(root, _manifest(root))
+    for one, _ in lacking:
+        run_extraction(config_of_run(config, root, one), one.header.config)
+    if not lacking and report.damages:
+        pack_store(root)  # only what stands beside the features was damaged
+    again = {(part.start, part.stop) for _, parts in lacking for part in parts}
+    rows = sum(stop - start for start, stop in again)
+    return check_store(root), {"moved": [str(path) for path in moved], "rows": rows}
+
+
+def _manifest(root: Path) -> Manifest:
+    manifest, _ = load_manifest(root)
+    assert manifest is not None, "check_store found one"
+    return manifest
+
+
+def _text(report: Report, sample: Recheck | None) -> str:
+    """The verdict for people."""
+    rows = [
+        ("store", str(report.root)),
+        ("rows", str(report.num_rows)),
+        (
+            "compared",
+            f"{report.num_files} files, {report.num_chunks} chunks, "
+            f"{size_text(report.num_bytes)} with their checksums",
+        ),
+    ]
+    if report.missing:
+        shown = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
+        rows.append(("missing", f"{len(report.missing)} parts: {shown}"))
+    if report.damages:
+        lines = [f"{damage.path.name}: {damage.what}" for damage in report.damages[:20]]
+        if more := len(report.damages) - len(lines):
+            lines.append(f"and {more} more")
+        rows.append(("damaged", "\n".join(lines)))
+    if sample is not None:
+        text = (
+            f"{sample.rows} rows extracted again: {sample.identical} identical, "
+            f"{sample.close} close, {len(sample.different)} different"
+        )
+        rows.append(("sample", "\n".join([text, *sample.different[:20]])))
+    return f"{facts(rows)}\n{_verdict(report, sample)}"
+
+
+def _verdict(report: Report, sample: Recheck | None) -> str:
+    if report.damages:
+        return (
+            "The store is damaged. verify.repair=true sets aside what is bad and extracts those "
+            "rows again."
+        )
+    if sample is not None and sample.different:
+        return "Rows differ from their pictures: were pictures, weights or libraries changed?"
+    if report.missing:
+        return "What is there is sound; the command that began the store goes on with it."
+    return "The store is complete and sound."

@@ -1,0 +1,129 @@
+"""Where the chunks of a dataset lie in the file: asked of HDF5 once, checked, then plain arrays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.store.pipeline import Pipeline
+
+_FEW_LOOK_UPS = 32
+_MANY_CHUNKS = 20_000
+"""In an index of many chunks the first few are looked up alone: 20 ns times the chunks each, where
+listing them all takes 3 us a chunk once."""
+
+
+class ChunkIndex:
+    """Where the chunks of a dataset lie, asked of HDF5 when needed and checked.
+
+    Attributes:
+        at: (chunks,) first byte in the file, -1 where not known or not usable.
+        origin: (chunks,) the byte where row 0 would be if all chunks lay as this one does.
+        size, mask: (chunks,) bytes in the file and filter mask.
+        whole: every chunk of the dataset is known and usable.
+    """
+
+    def __init__(
+        self, dataset: h5py.Dataset, label: str, pipeline: Pipeline, file_bytes: int
+    ) -> None:
+        self._dataset = dataset
+        self._label = label
+        self._file_bytes = file_bytes
+        self._chunk_bytes = pipeline.chunk_bytes
+        self._num_filters = len(pipeline)
+        self._chunk_rows = int(dataset.chunks[0])
+        self._count = -(-dataset.shape[0] // self._chunk_rows)
+        if self._count * (1 if self._num_filters else self._chunk_bytes) > file_bytes:
+            raise StoreError(
+                f"{label} claims {self._count} chunks; the file has {file_bytes} bytes, refused."
+            )
+        self.at = np.full(self._count, -1, np.int64)
+        self.origin = self.at.copy()
+        self.size = np.zeros(self._count, np.int64)
+        self.mask = np.zeros(self._count, np.int64)
+        self._faults: dict[int, str] = {}
+        self._looked_up = 0
+        self._complete = False
+        self.whole = False
+        self._lock = threading.Lock()
+
+    def find(self, chunks: npt.NDArray[np.int64]) -> None:
+        """Make `at`, `size`, `mask` and `origin` valid for these chunks.
+
+        Raises:
+            StoreError: one of them is not in the file, or not where it could be.
+        """
+        if self.whole or (self.at[chunks] >= 0).all():
+            return
+        with self._lock:
+            missing = np.unique(chunks[self.at[chunks] < 0])
+            try:
+                self._ask(missing)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise StoreError(f"{self._label}: its chunks cannot be listed ({error})") from error
+        lost = missing[self.at[missing] < 0]
+        if len(lost):
+            chunk = int(lost[0])
+            reason = self._faults.get(chunk, "was never written")
+            row = chunk * self._chunk_rows
+            raise StoreError(f"{self._label}: the chunk that begins with row {row} {reason}")
+
+    def _ask(self, missing: npt.NDArray[np.int64]) -> None:
+        if self._complete:
+            return
+        found: list[h5py.h5d.StoreInfo] = []
+        self._looked_up += len(missing)
+        if self._count > _MANY_CHUNKS and self._looked_up <= _FEW_LOOK_UPS:
+            rest = (0,) * (self._dataset.ndim - 1)
+            for chunk in missing.tolist():
+                corner = (chunk * self._chunk_rows, *rest)
+                found.append(self._dataset.id.get_chunk_info_by_coord(corner))
+            self._note([info for info in found if info.byte_offset is not None])
+            return
+        self._dataset.id.chunk_iter(found.append)
+        self._note([info for info in found if info.byte_offset is not None])
+        self._fault_overlaps()
+        self._complete = True
+        self.whole = bool((self.at >= 0).all())
+
+    def _note(self, found: Sequence[h5py.h5d.StoreInfo]) -> None:
+        if not found:
+            return
+        table = np.array(
+            [(i.chunk_offset[0], i.byte_offset, i.size, i.filter_mask) for i in found], np.int64
+        )
+        chunk, rest = np.divmod(table[:, 0], self._chunk_rows)
+        if (rest != 0).any() or chunk.max() >= self._count or len(np.unique(chunk)) < len(chunk):
+            raise StoreError(f"{self._label}: the index of its chunks is damaged")
+        at, size, mask = table[:, 1], table[:, 2], table[:, 3]
+        outside = (at < 0) | (size < 1) | (at > self._file_bytes - size)
+        odd = (mask != 0) | (size != self._chunk_bytes)
+        odd &= not self._num_filters
+        for i in np.flatnonzero(outside | odd).tolist():
+            self._faults[int(chunk[i])] = (
+                f"lies at bytes {at[i]} to {at[i] + size[i]}, the file has {self._file_bytes}"
+                if outside[i]
+                else f"has {size[i]} bytes and filter mask {mask[i]:#x}, expected "
+                f"{self._chunk_bytes} and none"
+            )
+        good = ~(outside | odd)
+        chunk = chunk[good]
+        self.size[chunk], self.mask[chunk] = size[good], mask[good]
+        # Another thread reads without the lock: `at` comes last, it says that the rest is there.
+        self.origin[chunk] = at[good] - chunk * self._chunk_bytes
+        self.at[chunk] = at[good]
+
+    def _fault_overlaps(self) -> None:
+        """No two chunks may share bytes: one of them would be read in the other's place."""
+        order = np.argsort(self.at, kind="stable")
+        order = order[self.at[order] >= 0]
+        over = self.at[order[:-1]] + self.size[order[:-1]] > self.at[order[1:]]
+        for i in np.flatnonzero(over).tolist():
+            for chunk in (int(order[i]), int(order[i + 1])):
+                self._faults[chunk] = "overlaps another one"
+                self.at[chunk] = -1

@@ -1,0 +1,298 @@
+"""Rows of one chunked dataset, read past HDF5: from the file's own pages, in many threads at once.
+
+HDF5 says where the chunks lie; the bytes are then taken from the file itself. Small rows are
+gathered from a memory map by one call of numpy, which is several times as fast as a system call or
+an HDF5 call for each. Chunks with filters are read and decoded in a few threads. Anything out of
+the ordinary is left to h5py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.store import dtypes
+from featx.store.chunk_index import ChunkIndex
+from featx.store.decoding import process
+from featx.store.pipeline import Pipeline
+from featx.store.raw_file import RawFile
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_PIECE_BYTES = 128 << 10
+"""A gather into given places goes through a temporary of this size, which stays in the cache."""
+
+_GATHER_ROW_BYTES = 16 << 10
+"""Larger rows are copied one by one: the loop then costs little beside the copying."""
+
+_CONVERT_BYTES = 16 << 20
+"""bfloat16 rows are read and widened in pieces of this size."""
+
+
+class ChunkRows:
+    """Rows of one dataset; for the process that made it, in any number of threads.
+
+    Attributes:
+        dtype: of the values that are read; float32 for bfloat16.
+        way: "map" or "file" (no filters), "decode" (filters known to us), or "h5py".
+    """
+
+    def __init__(self, dataset: h5py.Dataset, path: Path) -> None:
+        """The dataset must stay open until `close`; `path` is for messages.
+
+        Raises:
+            StoreError: its numbers are of no type that a store has, or it is larger than the file.
+        """
+        self._kind = dtypes.name_of(dataset)
+        self.dtype = dtypes.memory_dtype(self._kind)
+        self._label = f"{path}: {dataset.name}"
+        self._dataset: h5py.Dataset | None = dataset
+        self._row_shape: tuple[int, ...] = dataset.shape[1:]
+        self._num_rows = int(dataset.shape[0])
+        self._file: RawFile | None = None
+        self._token = object()
+        self.way = "h5py"
+        if not _is_direct(dataset):
+            return
+        pipeline = Pipeline.of(dataset)
+        if not pipeline.supported:
+            return
+        self._pipeline = pipeline
+        self._chunk_rows = int(dataset.chunks[0])
+        self._row_bytes = pipeline.chunk_bytes // self._chunk_rows
+        file = RawFile(dataset.file.id.get_vfd_handle(), may_map=len(pipeline) == 0)
+        self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
+        self._file = file
+        self.way = "decode" if len(pipeline) else "map" if file.mapped is not None else "file"
+
+    def take(self, rows: Rows) -> npt.NDArray[Any]:
+        """(n, *row shape): rows in any order, with repeats; the quickest way to random rows."""
+        small = self.way == "map" and self._row_bytes <= _GATHER_ROW_BYTES
+        if small and self._kind != "bfloat16" and len(rows) > 1:
+            if rows.min() < 0 or rows.max() >= self._num_rows:
+                raise self._out_of_range(int(rows.min()), int(rows.max()))
+            file, at = self._locate(rows)
+            taken = file.items(self._row_bytes)[at]
+            return taken.view(self.dtype).reshape(len(rows), *self._row_shape)
+        out = np.empty((len(rows), *self._row_shape), self.dtype)
+        if len(rows) == 1:
+            self.read_run(int(rows[0]), out)
+            return out
+        order = np.argsort(rows, kind="stable")
+        self.read(rows[order], out, order)
+        return out
+
+    def read(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        """Write row rows[i] to out[places[i]].
+
+        Args:
+            rows: (n,) increasing, repeats allowed.
+            out: (m, *row shape) of `dtype`, contiguous.
+            places: (n,) each in [0, m), no two the same.
+
+        Raises:
+            IndexError: a row or a place is out of range.
+            StoreError: a row is not in the file, or what is there is damaged.
+            OSError: the system cannot read the file now.
+        """
+        if len(rows) != len(places):
+            raise ValueError(f"{len(rows)} rows, {len(places)} places")
+        if not len(rows):
+            return
+        first, last = int(rows[0]), int(rows[-1])
+        place = int(places[0])
+        if len(rows) > 1:
+            steps, moves = rows[1:] - rows[:-1], places[1:] - places[:-1]
+            smallest = int(steps.min())
+            if smallest < 0 or places.min() < 0 or places.max() >= len(out):
+                raise IndexError("rows must increase, and places lie in the array that is filled")
+            joined = smallest == 1 == steps.max() and (moves == 1).all()
+        elif not 0 <= place < len(out):
+            raise IndexError(f"there is no place {place} among {len(out)}")
+        if len(rows) == 1 or joined:
+            self.read_run(first, out[place : place + len(rows)])
+            return
+        self._check(first, last, out)
+        self._read_any(rows, out, places)
+
+    def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
+        """Fill `out`, (n, *row shape), with the n rows from `first` on; raises what `read` does."""
+        count = len(out)
+        self._check(first, first + count - 1, out)
+        if not count:
+            return
+        if self.way in ("h5py", "decode") or self._kind == "bfloat16":
+            places = np.arange(count)
+            self._read_any(places + first, out, places)
+            return
+        file = self._checked_file()
+        width, per_chunk = self._row_bytes, self._chunk_rows
+        chunk, last_chunk = first // per_chunk, (first + count - 1) // per_chunk
+        if not self._index.whole:
+            self._index.find(np.arange(chunk, last_chunk + 1))
+        flat = out.reshape(-1).view(np.uint8)
+        begin = end = int(self._index.origin[chunk]) + first * width
+        done = 0
+        for at in range(chunk, last_chunk + 1):
+            start = max(first, at * per_chunk)
+            stop = min(first + count, (at + 1) * per_chunk)
+            lies = int(self._index.origin[at]) + start * width
+            if lies != end:  # chunks that touch are read in one go
+                file.read_into(flat[done : done + end - begin], begin, self._label)
+                done += end - begin
+                begin = end = lies
+            end += (stop - start) * width
+        file.read_into(flat[done:], begin, self._label)
+
+    def close(self) -> None:
+        """Let go of the file; a read that is under way in another thread still ends well."""
+        self._dataset = self._file = None
+        process().cache.drop(self._token)
+
+    def _check(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
+        if out.dtype != self.dtype or out.shape[1:] != self._row_shape:
+            raise ValueError(f"rows of {self._label} do not fit {out.shape} {out.dtype}")
+        if not out.flags.c_contiguous:
+            raise ValueError("rows are read into contiguous arrays only")
+        if first < 0 or last >= self._num_rows:
+            raise self._out_of_range(first, last)
+
+    def _out_of_range(self, first: int, last: int) -> IndexError:
+        return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
+
+    def _checked_file(self) -> RawFile:
+        """The file, if it is as long as it was. A local variable must hold it while it is read."""
+        file = self._file
+        if file is None:
+            raise ValueError(f"{self._label} is closed")
+        if (size := file.size_now()) < file.size:
+            raise StoreError(
+                f"{self._label}: the file had {file.size} bytes when it was opened, now {size}."
+            )
+        return file
+
+    def _locate(self, rows: Rows) -> tuple[RawFile, Rows]:
+        """The file and the byte at which each row begins; without filters."""
+        chunks = rows // self._chunk_rows
+        self._index.find(chunks)
+        return self._checked_file(), self._index.origin[chunks] + rows * self._row_bytes
+
+    def _read_any(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        if self.way == "h5py":
+            self._read_by_h5py(rows, out, places)
+        elif self._kind != "bfloat16":
+            self._read_bits(rows, out, places)
+        else:
+            step = max(1, _CONVERT_BYTES // self._row_bytes)
+            for i in range(0, len(rows), step):
+                part = rows[i : i + step]
+                raw = np.empty((len(part), *self._row_shape), dtypes.raw_dtype(self._kind))
+                self._read_bits(part, raw, np.arange(len(part)))
+                out[places[i : i + step]] = dtypes.from_raw(raw, self._kind)
+
+    def _read_by_h5py(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        dataset = self._dataset
+        if dataset is None:
+            raise ValueError(f"{self._label} is closed")
+        for low, high in _runs(rows[1:] - rows[:-1] <= 1):
+            first, last = int(rows[low]), int(rows[high - 1])
+            try:
+                block = dataset[first : last + 1]
+            except (OSError, RuntimeError) as error:
+                raise StoreError(
+                    f"{self._label}: rows {first} to {last} cannot be read ({error})."
+                ) from error
+            out[places[low:high]] = block[rows[low:high] - first]
+
+    def _read_bits(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        if self.way == "decode":
+            self._read_decoded(rows, out, places)
+            return
+        file, at = self._locate(rows)
+        width = self._row_bytes
+        target = out.reshape(len(out), -1).view(np.uint8)
+        joined = (at[1:] - at[:-1] == width) & (places[1:] - places[:-1] == 1)
+        num_runs = len(at) - int(np.count_nonzero(joined))
+        if num_runs > 4 and width <= _GATHER_ROW_BYTES and file.mapped is not None:
+            _gather(file.items(width), at, target.view(f"V{width}").reshape(-1), places)
+            return
+        flat = target.reshape(-1)
+        for low, high in _runs(joined):
+            begin = int(places[low]) * width
+            file.read_into(flat[begin : begin + (high - low) * width], int(at[low]), self._label)
+
+    def _read_decoded(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        file = self._checked_file()
+        chunks = rows // self._chunk_rows
+        self._index.find(chunks)
+        shared = process()
+
+        def fill(span: tuple[int, int]) -> None:
+            low, high = span
+            chunk = int(chunks[low])
+            whole = shared.cache.get(self._token, chunk)
+            if whole is None:
+                whole = self._decode(file, chunk)
+                if self._file is not None:
+                    shared.cache.put(self._token, chunk, whole)
+            values = whole.view(out.dtype).reshape(self._chunk_rows, *self._row_shape)
+            out[places[low:high]] = values[rows[low:high] - chunk * self._chunk_rows]
+
+        shared.each(fill, list(_runs(chunks[1:] == chunks[:-1])))
+
+    def _decode(self, file: RawFile, chunk: int) -> Bytes:
+        stored = np.empty(int(self._index.size[chunk]), np.uint8)
+        file.pread_into(stored, int(self._index.at[chunk]), self._label)
+        try:
+            return self._pipeline.decode(stored, int(self._index.mask[chunk]))
+        except StoreError as error:
+            first = chunk * self._chunk_rows
+            last = min(first + self._chunk_rows, self._num_rows) - 1
+            raise StoreError(
+                f"{self._label}: rows {first} to {last} are damaged: {error}."
+            ) from error
+
+
+def _is_direct(dataset: h5py.Dataset) -> bool:
+    """Whether the bytes of the file are the dataset's, in chunks of whole rows."""
+    file = dataset.file
+    return (
+        dataset.chunks is not None
+        and tuple(dataset.chunks[1:]) == dataset.shape[1:]
+        and dataset.size > 0
+        and file.driver == "sec2"
+        and file.mode == "r"  # else HDF5 may hold values that the file has not got yet
+        and file.userblock_size == 0
+        and hasattr(dataset.id, "chunk_iter")
+    )
+
+
+def _runs(joined: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """(first, one past the last) of each run; joined[i]: item i + 1 goes on where i ends."""
+    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
+    return itertools.pairwise(edges)
+
+
+def _gather(items: npt.NDArray[np.void], at: Rows, out: npt.NDArray[np.void], places: Rows) -> None:
+    """out[places] = items[at], through a temporary that stays in the cache."""
+    first = int(places.min())
+    if int(places.max()) - first + 1 == len(places):
+        # The places are a permutation: reading in their order makes the writing sequential.
+        by_place = np.full(len(at), -1, np.int64)
+        by_place[places - first] = at
+        if (by_place < 0).any():
+            raise IndexError("two rows have the same place")
+        at, out = by_place, out[first : first + len(at)]
+        places = np.arange(0)
+    step = max(1, _PIECE_BYTES // items.itemsize)
+    for i in range(0, len(at), step):
+        target = places[i : i + step] if len(places) else slice(i, i + step)
+        out[target] = items[at[i : i + step]]

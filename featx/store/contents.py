@@ -1,0 +1,212 @@
+"""What a store holds and where: which rows of which layers lie in which file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.files import Handles, OpenFile, check_hard
+from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+
+_LOOKS = 3
+"""A folder is looked at again when it is packed meanwhile, this often at the most."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file with rows [start, stop) of some layers.
+
+    Attributes:
+        identity: the fingerprint that the file must carry.
+        layers: names of the datasets.
+    """
+
+    path: Path
+    start: int
+    stop: int
+    identity: str
+    layers: frozenset[str]
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One dataset: the shape of its rows, their type in memory, and its attributes."""
+
+    row_shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    attrs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A store as it is at one moment.
+
+    Attributes:
+        num_rows: of the listing, whether they are there or not.
+        complete: whether every row of every layer is there.
+        segments: those of an earlier run before those of a later one.
+        columns: the file with /key and /label of all rows.
+        classes: names of the classes.
+        attrs: the root attributes.
+    """
+
+    num_rows: int
+    complete: bool
+    segments: tuple[Segment, ...]
+    layers: dict[str, LayerInfo]
+    columns: Path
+    classes: tuple[str, ...]
+    attrs: dict[str, Any]
+
+
+def find_contents(root: Path, handles: Handles) -> Contents:
+    """What there is at `root`, a store's folder or a packed file.
+
+    Raises:
+        StoreError: there is no store, it is damaged, of a newer format, or names other files.
+    """
+    if not root.exists():
+        raise StoreError(f"there is no store at {root}.")
+    if root.is_file():
+        return _packed_contents(root, handles)[0]
+    for _ in range(_LOOKS):
+        before = _packed_state(root)
+        handles.close()
+        try:
+            contents = _folder_contents(root, before is not None, handles)
+        except FileNotFoundError as error:
+            missing = error.filename
+        else:
+            missing = None
+        # Packed while we looked: the parts were going, so that must be done again.
+        if _packed_state(root) == before:
+            break
+    if missing is not None:
+        raise StoreError(f"{root} holds no store: {missing} is missing.")
+    return contents
+
+
+def _packed_state(root: Path) -> tuple[int, int] | None:
+    """What changes when a packed file is put in place."""
+    try:
+        state = (root / layout.PACKED).stat()
+    except FileNotFoundError:
+        return None
+    return state.st_ino, state.st_mtime_ns
+
+
+def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
+    manifest, _ = load_manifest(root)
+    if is_packed:
+        contents, num_runs = _packed_contents(root / layout.PACKED, handles)
+        if manifest is None or len(manifest.runs) == num_runs:
+            return contents
+        return _with_parts(root, manifest, contents, num_runs, handles)
+    if manifest is None:
+        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+    return _with_parts(root, manifest, None, 0, handles)
+
+
+def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int]:
+    """What a packed file holds, and of how many runs."""
+    with handles.use(path) as opened:
+        attrs = {name: _plain(value) for name, value in opened.file.attrs.items()}
+        if "featx_format" not in attrs:
+            raise StoreError(f"{path} is an HDF5 file, but no featx store.")
+        layout.check_version(path, int(attrs["featx_format"]))
+        if "part" in attrs:
+            raise StoreError(f"{path} is one part of a store; open the store's folder.")
+        num_rows = opened.dataset(layout.KEY).size
+        for name, kind in ((layout.KEY, "S"), (layout.LABEL, "i"), (layout.STATUS, "u")):
+            column = opened.dataset(name)
+            if column.shape != (num_rows,) or column.dtype.kind != kind:
+                raise StoreError(
+                    f"{path}: /{name} is {column.shape} {column.dtype}; the store has {num_rows} "
+                    "rows."
+                )
+        check_hard(opened.file, layout.FEATURES)
+        layers = {name: _layer_info(opened, name, num_rows) for name in opened.names()}
+        classes = opened.texts(layout.CLASSES)
+        num_runs = num_runs_of(opened.file)
+        attrs.pop(layout.MANIFEST, None)
+    segment = Segment(path, 0, num_rows, str(attrs.get("fingerprint")), frozenset(layers))
+    complete = bool(attrs.get("complete", False))
+    return Contents(num_rows, complete, (segment,), layers, path, classes, attrs), num_runs
+
+
+def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
+    dataset = opened.dataset(f"{layout.FEATURES}/{name}")
+    if dataset.shape[:1] != (num_rows,) or dataset.dtype.kind != "f":
+        raise StoreError(
+            f"{opened.path}: {name} is {dataset.shape} {dataset.dtype}; expected floats, "
+            f"{num_rows} rows."
+        )
+    return LayerInfo(dataset.shape[1:], dataset.dtype, dict(dataset.attrs))
+
+
+def _with_parts(
+    root: Path, manifest: Manifest, packed: Contents | None, num_packed: int, handles: Handles
+) -> Contents:
+    """The packed runs, if there are any, and the parts of those that came after them.
+
+    Rows that are being added show as they come. A layer that is being added shows when it is whole,
+    so that a row which is ok has its values in every layer.
+    """
+    there = {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
+    segments = list(packed.segments) if packed else []
+    layers = dict(packed.layers) if packed else {}
+    num_rows = packed.num_rows if packed else 0
+    complete = packed is None or packed.complete
+    for number, run in enumerate(manifest.runs[num_packed:], num_packed):
+        found = _segments(root, run, there)
+        whole = len(found) == len(run.grid)
+        adds_layers = number > 0 and not run.names <= set(layers)
+        if adds_layers and not whole:
+            continue
+        complete = complete and whole
+        segments += found
+        num_rows = max(num_rows, run.grid.stop_row)
+        for spec in run.layers:
+            names = ("layer", "capture", "reduce", "compute_dtype")
+            attrs = {name: getattr(spec, name) for name in names}
+            layers.setdefault(spec.name, LayerInfo(spec.shape, np.dtype(spec.dtype), attrs))
+    first = manifest.runs[0]
+    attrs = {
+        "featx_format": layout.FORMAT_PLAIN,
+        "fingerprint": manifest.digest,
+        **{key: getattr(first.header, key) for key in ("config", "model", "weights")},
+        "weights_sha256": first.header.weights_sha256,
+        "transform": first.header.transform,
+        "codec": first.codec,
+        "complete": complete,
+    }
+    # HDF5 gives a file's datasets in the order of their names; so do the parts.
+    in_order = {name: layers[name] for name in sorted(layers)}
+    listing = root / layout.LISTING
+    with handles.use(listing) as opened:
+        classes = opened.texts(layout.CLASSES)
+    return Contents(num_rows, complete, tuple(segments), in_order, listing, classes, attrs)
+
+
+def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
+    """The parts of a run that are in the store."""
+    return [
+        Segment(
+            root / layout.PARTS / layout.part_name(part.index),
+            part.start,
+            part.stop,
+            run.digest,
+            run.names,
+        )
+        for part in run.parts()
+        if layout.part_name(part.index) in there
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,111 @@
+"""The number types of a store: what HDF5 holds, what a reader gets, and the bits between them.
+
+bfloat16 is an HDF5 float of 16 bits (sign 1, exponent 8, mantissa 7, bias 127, little-endian).
+numpy has no such type: h5py gives its values as float32, which holds every one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+
+NAMES: Final = ("float16", "float32", "bfloat16")
+
+_RAW: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<u2"}
+_MEMORY: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<f4"}
+
+
+def hdf5_type(name: str) -> h5py.h5t.TypeID:
+    """The HDF5 type of a store's numbers; a new one, as HDF5 1.10 knows it."""
+    if name == "bfloat16":
+        kind = h5py.h5t.IEEE_F16LE.copy()
+        kind.set_fields(15, 7, 8, 0, 7)  # sign, exponent and its bits, mantissa and its bits
+        kind.set_ebias(127)
+        return kind
+    return h5py.h5t.py_create(memory_dtype(name))
+
+
+def memory_dtype(name: str) -> np.dtype[Any]:
+    """The numpy type that a reader gets: float32 for bfloat16."""
+    return np.dtype(_MEMORY[name])
+
+
+def raw_dtype(name: str) -> np.dtype[Any]:
+    """The numpy type of the stored bits: uint16 for bfloat16."""
+    return np.dtype(_RAW[name])
+
+
+def name_of(dataset: h5py.Dataset) -> str:
+    """The name of a dataset's number type.
+
+    h5py shows a bfloat16 as float32, so the HDF5 type itself is compared.
+
+    Raises:
+        StoreError: it is none of a store's types.
+    """
+    kind = dataset.id.get_type()
+    for name in NAMES:
+        if kind == hdf5_type(name):
+            return name
+    raise StoreError(
+        f"{dataset.file.filename}: {dataset.name} holds {dataset.dtype.str} of a kind that no "
+        f"store has; expected one of {', '.join(NAMES)}, little-endian."
+    )
+
+
+def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+    """Stored bits as the values a reader gets, exactly; NaN keeps its bits.
+
+    Args:
+        array: of `raw_dtype(name)`.
+
+    Returns:
+        the same shape in `memory_dtype(name)`; for bfloat16 a copy, else the array itself.
+    """
+    assert array.dtype == raw_dtype(name), f"{array.dtype} are no raw bits of {name}"
+    if name != "bfloat16":
+        return array
+    bits = array.astype("<u4")
+    bits <<= 16
+    return bits.view(memory_dtype(name))
+
+
+def nan(name: str) -> np.generic:
+    """A quiet NaN as a scalar of `raw_dtype(name)`."""
+    if name == "bfloat16":
+        return np.uint16(0x7FC0)
+    value: np.generic = raw_dtype(name).type(np.nan)
+    return value
+
+
+def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
+    """Rows [start, stop) of a dataset as they are stored, bfloat16 as uint16.
+
+    Columns of other types than a store's numbers, keys for one, are read as h5py gives them.
+    """
+    if dataset.dtype != memory_dtype("bfloat16") or name_of(dataset) != "bfloat16":
+        rows: npt.NDArray[Any] = dataset[start:stop]
+        return rows
+    bits = np.empty((stop - start, *dataset.shape[1:]), raw_dtype("bfloat16"))
+    space = dataset.id.get_space()
+    rest = (0,) * (dataset.ndim - 1)
+    space.select_hyperslab((start, *rest), bits.shape)
+    memory = h5py.h5s.create_simple(bits.shape)
+    dataset.id.read(memory, space, bits, mtype=hdf5_type("bfloat16"))
+    return bits
+
+
+def write_raw(dataset: h5py.Dataset, start: int, rows: npt.NDArray[Any]) -> None:
+    """Put rows, as `read_raw` gives them, into a dataset from row `start` on."""
+    if rows.dtype != raw_dtype("bfloat16"):
+        dataset[start : start + len(rows)] = rows
+        return
+    space = dataset.id.get_space()
+    space.select_hyperslab((start, *(0,) * (dataset.ndim - 1)), rows.shape)
+    memory = h5py.h5s.create_simple(rows.shape)
+    dataset.id.write(memory, space, np.ascontiguousarray(rows), mtype=hdf5_type("bfloat16"))

@@ -1,0 +1,151 @@
+"""samples.h5: the listing of a store, and how a data set that has grown is joined to it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreMismatchError
+from featx.store import layout
+from featx.store.files import damage_text, open_for_a_look
+from featx.types import Listing
+
+_COMPARED_ROWS = 1 << 18
+"""Rows read at a time: a listing of 10^8 rows is compared without a second copy of it."""
+
+
+def listing_digest(listing: Listing) -> str:
+    """sha256 over keys, labels and classes: the identity of the rows and their order."""
+    sha = hashlib.sha256(f"{listing.keys.dtype.itemsize} {len(listing)}".encode())
+    sha.update(np.ascontiguousarray(listing.keys).data)
+    sha.update(np.ascontiguousarray(listing.labels.astype("<i8", copy=False)).data)
+    sha.update(json.dumps(listing.classes).encode())
+    return sha.hexdigest()
+
+
+def listing_identity(listing: Listing) -> str:
+    """The listing as it stands in a fingerprint."""
+    return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
+
+
+def listing_file(listing: Listing) -> memoryview:
+    """samples.h5 as bytes: /key, /label and /classes of all rows."""
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
+        file.attrs["featx_format"] = layout.FORMAT_PLAIN
+        file[layout.KEY] = listing.keys
+        file[layout.LABEL] = listing.labels
+        file[layout.CLASSES] = layout.text_array(listing.classes)
+    return buffer.getbuffer()
+
+
+def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
+    """How many rows samples.h5 has, and why it is not the listing's beginning, or None.
+
+    Raises:
+        StoreError: the system cannot read it now.
+    """
+    try:
+        with open_for_a_look(path) as file:
+            keys, labels = file[layout.KEY], file[layout.LABEL]
+            num_rows = len(keys)
+            if len(labels) != num_rows:
+                return num_rows, f"it has {num_rows} keys and {len(labels)} labels"
+            for start in range(0, min(num_rows, len(listing)), _COMPARED_ROWS):
+                rows = slice(start, min(start + _COMPARED_ROWS, num_rows, len(listing)))
+                for column, values in ((keys, listing.keys), (labels, listing.labels)):
+                    if not np.array_equal(column[rows], values[rows]):
+                        return num_rows, f"its dataset {column.name} is not that of this store"
+            return num_rows, None
+    except layout.UNREADABLE as error:
+        return 0, damage_text(path, error)
+
+
+def read_listing(root: Path, num_rows: int) -> Listing | None:
+    """The first rows of a store's listing, from samples.h5 or else from features.h5.
+
+    Returns:
+        None where neither of them has so many rows.
+
+    Raises:
+        StoreError: the system cannot read it now.
+    """
+    for name in (layout.LISTING, layout.PACKED):
+        try:
+            with open_for_a_look(root / name) as file:
+                keys, labels = file[layout.KEY][:num_rows], file[layout.LABEL][:num_rows]
+                classes = [c.decode("utf-8", "surrogateescape") for c in file[layout.CLASSES][:]]
+        except FileNotFoundError:
+            continue
+        except layout.UNREADABLE as error:
+            damage_text(root / name, error)
+            continue
+        if len(keys) == len(labels) == num_rows:
+            return Listing(keys, labels, tuple(classes))
+    return None
+
+
+def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
+    """A listing as found now, in the order of the store: its rows first, new ones behind.
+
+    Rows that the store has keep their places and their labels; new rows follow in bytewise order of
+    their keys, and new classes follow the known ones.
+
+    Args:
+        root: of the store, for messages.
+        stored: the store's rows in their order.
+        found: the data set now, in bytewise order.
+
+    Raises:
+        StoreMismatchError: rows of the store are gone or have another label.
+    """
+    if (
+        np.array_equal(stored.keys, found.keys)
+        and np.array_equal(stored.labels, found.labels)
+        and stored.classes == found.classes
+    ):
+        return found
+    place = np.searchsorted(found.keys, stored.keys)
+    there = found.keys[np.minimum(place, len(found) - 1)] == stored.keys
+    if not there.all():
+        gone = stored.keys[~there]
+        raise StoreMismatchError(
+            f"{root} has {len(gone)} rows whose images are no longer in the data set, such as "
+            f"{gone[0].decode('utf-8', 'replace')}. Put them back, or choose out=DIR for a new "
+            "store."
+        )
+    classes = (*stored.classes, *(c for c in found.classes if c not in set(stored.classes)))
+    labels = _renumbered(found, classes)
+    changed = np.flatnonzero(labels[place] != stored.labels)
+    if len(changed):
+        row = int(changed[0])
+        before, now = (
+            classes[label] if label >= 0 else "no label"
+            for label in (int(stored.labels[row]), int(labels[place[row]]))
+        )
+        raise StoreMismatchError(
+            f"{root} has other labels: {stored.keys[row].decode('utf-8', 'replace')} was {before} "
+            f"and is {now} now. Choose out=DIR for a new store."
+        )
+    new = np.ones(len(found), dtype=bool)
+    new[place] = False
+    return Listing(
+        np.concatenate([stored.keys, found.keys[new]]),
+        np.concatenate([stored.labels, labels[new]]),
+        classes,
+        found.skipped,
+    )
+
+
+def _renumbered(found: Listing, classes: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    """The labels of a listing as indices into other classes."""
+    number = {name: i for i, name in enumerate(classes)}
+    table = np.array([*(number[name] for name in found.classes), -1], dtype=np.int64)
+    labels: npt.NDArray[np.int64] = table[found.labels]  # -1 picks the last entry
+    return labels

@@ -1,0 +1,233 @@
+"""featx.json: the runs that made a store; written before the first row, known to every part.
+
+A store is made by one run. A later run may add layers to all rows, or rows to all layers; each run
+is a rectangle of the table of rows and layers, with parts and settings of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from featx.errors import StoreError
+from featx.fingerprint import digest
+from featx.store import layout
+from featx.store.files import open_for_a_look
+from featx.types import LayerSpec, Part, StoreHeader
+
+_NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
+_HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
+
+
+class DamagedManifestError(StoreError):
+    """featx.json is there and does not say what it should."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run into a store: some layers of some rows, computed in one way.
+
+    Attributes:
+        header: settings and identity, as every part of the run states them.
+        layers: the datasets it makes.
+        grid: its rows and how they fall into parts.
+        codec: of its parts.
+        resolved: how every `auto` was decided.
+    """
+
+    header: StoreHeader
+    layers: tuple[LayerSpec, ...]
+    grid: layout.Grid
+    codec: str
+    resolved: Mapping[str, Any]
+
+    @cached_property
+    def digest(self) -> str:
+        """The fingerprint's sha256, which every part of the run carries."""
+        return digest(self.header.fingerprint)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of its datasets."""
+        return frozenset(spec.name for spec in self.layers)
+
+    def parts(self) -> list[Part]:
+        """All its parts, in order."""
+        return [self.grid.part(i) for i in range(len(self.grid))]
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types; the top level of featx.json, or one of its additions."""
+        return {
+            "fingerprint": dict(self.header.fingerprint),
+            "fingerprint_sha256": self.digest,
+            "first_row": self.grid.first_row,
+            "num_rows": self.grid.num_rows,
+            "first_part": self.grid.first_part,
+            "part_rows": self.grid.part_rows,
+            "codec": self.codec,
+            "layers": [asdict(spec) for spec in self.layers],
+            "resolved": dict(self.resolved),
+            **{name: getattr(self.header, name) for name in _HEADER},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Run:
+        """What `as_dict` gave. Raises ValueError, TypeError or LookupError where it did not."""
+        missing = set(_NEEDED) - set(values)
+        if missing:
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        header = {name: values.get(name, "") for name in _HEADER}
+        run = cls(
+            header=StoreHeader(fingerprint=values["fingerprint"], **header),
+            layers=tuple(
+                LayerSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in values["layers"]
+            ),
+            grid=layout.Grid(
+                num_rows=int(values["num_rows"]),
+                part_rows=int(values["part_rows"]),
+                first_row=int(values.get("first_row", 0)),
+                first_part=int(values.get("first_part", 0)),
+            ),
+            codec=str(values["codec"]),
+            resolved=values.get("resolved", {}),
+        )
+        if run.digest != values["fingerprint_sha256"]:
+            raise ValueError("its fingerprint does not have the sha256 that stands beside it")
+        return run
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The runs of a store in the order in which they were begun."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the listing."""
+        return max(run.grid.stop_row for run in self.runs)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of all runs; they are numbered through."""
+        return sum(len(run.grid) for run in self.runs)
+
+    @cached_property
+    def layers(self) -> dict[str, LayerSpec]:
+        """Every dataset of the store by its name."""
+        return {spec.name: spec for run in reversed(self.runs) for spec in run.layers}
+
+    @property
+    def digest(self) -> str:
+        """The identity of the store: of its only run, or of all together."""
+        return self.digest_of(len(self.runs))
+
+    def digest_of(self, num_runs: int) -> str:
+        """The identity of the store as it was after its first runs."""
+        if num_runs == 1:
+            return self.runs[0].digest
+        return digest({"runs": [run.digest for run in self.runs[:num_runs]]})
+
+    def holder(self, layer: str) -> Run:
+        """The first run that makes a dataset."""
+        return next(run for run in self.runs if layer in run.names)
+
+    def to_json(self) -> bytes:
+        """featx.json. A store of several runs has format 2, which older readers refuse."""
+        first, *others = self.runs
+        values = {
+            "featx_format": layout.FORMAT if others else layout.FORMAT_PLAIN,
+            **first.as_dict(),
+        }
+        if others:
+            values["additions"] = [run.as_dict() for run in others]
+        return (json.dumps(values, indent=2) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes, path: Path) -> Manifest:
+        """What `to_json` gave.
+
+        Args:
+            data: the text.
+            path: where it stood, for the message.
+
+        Raises:
+            DamagedManifestError: it is not whole.
+            StoreError: it is of a newer format.
+        """
+        try:
+            values = json.loads(data)
+            version = int(values["featx_format"])
+            if version <= layout.FORMAT:
+                runs = [values, *values.get("additions", [])]
+                return cls(tuple(Run.from_dict(run) for run in runs))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise DamagedManifestError(
+                f"{path} is damaged ({error}), and no part of the store could replace it. If the "
+                "store can go, start anew with overwrite=true; its parts still open in h5py."
+            ) from error
+        layout.check_version(path, version)
+        raise AssertionError("unreachable")
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """featx.json of a store, or None where no store was begun.
+
+    Raises:
+        StoreError: it is there and cannot be read, is damaged, or of a newer format.
+    """
+    path = root / layout.DESCRIPTOR
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}.") from error
+    return Manifest.from_json(data, path)
+
+
+def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
+    """The runs of a store, and whether featx.json itself told them.
+
+    A lost or damaged featx.json is replaced by the copy that every part and features.h5 carry.
+
+    Raises:
+        StoreError: it is damaged and there is no copy, or it is of a newer format.
+    """
+    try:
+        manifest = read_manifest(root)
+    except DamagedManifestError:
+        if (copy := _copy_of_manifest(root)) is None:
+            raise
+        return copy, False
+    if manifest is not None:
+        return manifest, True
+    copy = _copy_of_manifest(root)
+    return copy, copy is None
+
+
+def num_runs_of(packed: h5py.File) -> int:
+    """How many runs of its store a features.h5 holds."""
+    return len(_copy_in(packed).runs) if layout.MANIFEST in packed.attrs else 1
+
+
+def _copy_in(file: h5py.File) -> Manifest:
+    return Manifest.from_json(bytes(file.attrs[layout.MANIFEST]), Path(file.filename))
+
+
+def _copy_of_manifest(root: Path) -> Manifest | None:
+    """The longest manifest among the copies in features.h5 and the parts."""
+    found: list[Manifest] = []
+    for path in [root / layout.PACKED, *sorted((root / layout.PARTS).glob(layout.PART_GLOB))]:
+        try:
+            with open_for_a_look(path) as file:
+                found.append(_copy_in(file))
+        except (StoreError, *layout.UNREADABLE):
+            continue  # one of them is enough
+    return max(found, key=lambda manifest: len(manifest.runs), default=None)

@@ -18,10 +18,10 @@ from featx.errors import StoreError
 from featx.store.array import LayerArray
 from featx.store.reader import FeatureStore
 
-BLOCK_BYTES = 1 << 20
-"""Bytes of a block where the sampler is not told how many rows: a chunk of the store, or a few.
+BLOCK_BYTES = 256 << 10
+"""Bytes of a block where the sampler is not told how many rows.
 
-Long enough for a disk to read it at nearly its full speed.
+Long enough for a solid-state disk, and short enough for a window to mix many places of the store.
 """
 
 WINDOW_BYTES = 64 << 20
@@ -123,7 +123,7 @@ class BlockShuffleSampler(Sampler[int]):
 
     Args:
         data_source: a FeatureDataset, a Subset of one, or anything with a length.
-        block_rows: rows of a block; for a FeatureDataset a power of two of about 1 MiB.
+        block_rows: rows of a block; for a FeatureDataset a power of two of about 256 KiB.
         window: blocks mixed at a time; for a FeatureDataset about 64 MiB of them.
         seed: at least 0.
 

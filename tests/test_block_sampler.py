@@ -132,14 +132,14 @@ def test_an_item_is_equally_often_in_each_half_of_the_epoch() -> None:
 @pytest.mark.parametrize(
     ("row_shape", "block_rows", "window"),
     [
-        ((2048,), 256, 64),
-        ((1280,), 256, 102),
-        ((2048, 7, 7), 4, 83),
+        ((2048,), 64, 256),
+        ((1280,), 64, 409),
+        ((2048, 7, 7), 1, 334),
         ((1 << 20,), 1, 32),
-        ((), 1 << 19, 64),
+        ((), 1 << 17, 256),
     ],
 )
-def test_blocks_are_about_1_mib_and_windows_64(
+def test_blocks_are_about_256_kib_and_windows_64_mib(
     row_shape: tuple[int, ...], block_rows: int, window: int, tmp_path: Path
 ) -> None:
     run = make_run(num_rows=2, part_rows=2, shapes={"x": row_shape}, dtype="float16")

@@ -45,6 +45,12 @@ class LayerArray:
         return f"<LayerArray {self.name} {self.shape} {self.dtype}>"
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+        if type(index) is int and -len(self) <= index < len(self):
+            start = index % len(self)
+            return self._store._read_run(self.name, start, start + 1)[0]
+        if type(index) is slice and index.step in (None, 1):
+            start, stop, _ = index.indices(len(self))
+            return self._store._read_run(self.name, start, max(start, stop))
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         if isinstance(first, tuple) or first is Ellipsis:
             if len(rest) < self.ndim:

@@ -152,6 +152,11 @@ class ChunkRows:
             end += (stop - start) * width
         file.read_into(flat[done:], begin, self._label)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed; no row can be read then."""
+        return self._dataset is None
+
     def close(self) -> None:
         """Let go of the file; a read that is under way in another thread still ends well."""
         self._dataset = self._file = None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.store.plugins import BLOSC2, ZSTD, PluginFilter, blosc2_filter, zstd_filter
+from featx.store.plugins import Blosc2, PluginFilter, Zstd, load
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 """(n,) uint8, contiguous."""
@@ -43,7 +43,7 @@ class Pipeline:
         self._stages: list[_Stage] = []
         self.supported = True
         for position, (number, values) in enumerate(filters):
-            stage = _stage(number, values)
+            stage = _stage(number, values, chunk_bytes)
             # A compressor must come last: only then is the size of what it decodes known.
             if stage is None or (number != _SHUFFLE and position + 1 < len(filters)):
                 self.supported = False
@@ -101,16 +101,19 @@ class Pipeline:
         return data
 
 
-def _stage(number: int, values: tuple[int, ...]) -> _Stage | None:
+def _stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | None:
     """The filter of that number, or None where it is not known here."""
     if number == _DEFLATE and len(values) == 1 and values[0] <= 9:
         return _Deflate(values[0])
     if number == _SHUFFLE and len(values) == 1 and values[0] > 0:
         return _Shuffle(values[0])
-    if number in (ZSTD, BLOSC2):
-        called = zstd_filter() if number == ZSTD else blosc2_filter()
-        return None if called is None else _Plugged(called, values)
-    return None
+    called = None
+    if number == Zstd.number and len(values) <= 1:
+        called = load(Zstd)
+    elif number == Blosc2.number and len(values) >= 7 and values[3] == chunk_bytes:
+        # For a chunk of several dimensions, their number and its shape follow.
+        called = load(Blosc2) if len(values) in (7, 8 + (*values, 0)[7]) else None
+    return None if called is None else _Plugged(called, values)
 
 
 class _Deflate:
@@ -164,13 +167,10 @@ class _Plugged:
         self._values = values
 
     def encode(self, data: Bytes) -> Bytes:
-        return self._called(self._values, data)
+        return self._called.encode(self._values, data)
 
     def decode(self, data: Bytes, size: int) -> Bytes:
-        wrong = self._called.fault(data, size)
-        if wrong:
-            raise StoreError(f"the {self._called.name} frame {wrong}; the chunk has {size} bytes")
-        return self._called(self._values, data, size)
+        return self._called.decode(self._values, data, size)
 
 
 def _flat(data: Any) -> Bytes:

@@ -1,4 +1,4 @@
-"""The filters of hdf5plugin, called as HDF5 calls them but without HDF5's lock.
+"""The filters of hdf5plugin, called without HDF5's lock.
 
 A filter plugin is a shared library that describes one function (HDF5's H5PLextern.h and
 H5Zdevelop.h); ctypes lets other threads run while it works.
@@ -6,12 +6,13 @@ H5Zdevelop.h); ctypes lets other threads run while it works.
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import functools
 import os
 import struct
 import sys
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,12 +22,6 @@ import numpy.typing as npt
 from featx.errors import StoreError
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-ZSTD = 32015
-BLOSC2 = 32026
-
-_REVERSE = 0x0100
-"""H5Z_FLAG_REVERSE: the filter undoes itself."""
 
 _MAX_OVERHEAD = 1 << 16
 """Bytes that a compressor may add to what it cannot compress."""
@@ -62,22 +57,22 @@ _FILTER_TYPE = ctypes.CFUNCTYPE(
 )
 
 
-class PluginFilter:
-    """The function H5Z_func_t of one plugin; ctypes lets other threads run while it works."""
+class PluginFilter(abc.ABC):
+    """One filter: encoded by the plugin's own function, decoded by the library behind it.
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        number: int,
-        name: str,
-        fault: Callable[[Bytes, int], str],
-    ) -> None:
-        self.name = name
-        self.fault = fault
+    The plugin's function is not used for decoding. Where a chunk is damaged, zstd's returns an
+    error code as if it were a size, and blosc2's takes the whole library down under the threads
+    that are working in it. The decoders proper write into our memory, at most a chunk.
+    """
+
+    name: str
+    number: int
+
+    def __init__(self, library: ctypes.CDLL) -> None:
         library.H5PLget_plugin_info.restype = ctypes.POINTER(_PluginClass)
         described = library.H5PLget_plugin_info().contents
-        if described.version != 1 or described.id != number:
-            raise OSError(f"{library} is not the filter {number}")
+        if described.version != 1 or described.id != self.number:
+            raise OSError(f"{library} is not the filter {self.number}")
         self._filter = _FILTER_TYPE(described.filter)
         self._library = library
         # The filter frees the buffer that it is given, and we the one that it returns: malloc's.
@@ -86,8 +81,8 @@ class PluginFilter:
         self._c.malloc.argtypes = [ctypes.c_size_t]
         self._c.free.argtypes = [ctypes.c_void_p]
 
-    def __call__(self, values: tuple[int, ...], data: Bytes, decoded: int | None = None) -> Bytes:
-        """The filter's output for `data`; `decoded`: its size where the filter is undone."""
+    def encode(self, values: tuple[int, ...], data: Bytes) -> Bytes:
+        """What HDF5 would store of a chunk; `values` are the filter's parameters in the file."""
         buffer = ctypes.c_void_p(self._c.malloc(max(1, len(data))))
         if not buffer:
             raise MemoryError(f"no {len(data)} bytes for the {self.name} filter")
@@ -96,17 +91,9 @@ class PluginFilter:
             room = ctypes.c_size_t(len(data))
             parameters = (ctypes.c_uint * len(values))(*values)
             size = self._filter(
-                0 if decoded is None else _REVERSE,
-                len(values),
-                parameters,
-                len(data),
-                ctypes.byref(room),
-                ctypes.byref(buffer),
+                0, len(values), parameters, len(data), ctypes.byref(room), ctypes.byref(buffer)
             )
-            # The zstd filter returns its negative error codes as if they were sizes.
-            if decoded is not None and size != decoded:
-                raise StoreError(f"the {self.name} frame is damaged")
-            if not 0 < size <= 2 * len(data) + _MAX_OVERHEAD and decoded is None:
+            if not 0 < size <= 2 * len(data) + _MAX_OVERHEAD:
                 raise StoreError(f"the {self.name} filter cannot encode {len(data)} bytes")
             result = np.empty(size, np.uint8)
             ctypes.memmove(result.ctypes.data, buffer, size)
@@ -114,41 +101,117 @@ class PluginFilter:
         finally:
             self._c.free(buffer)
 
-
-@functools.cache
-def zstd_filter() -> PluginFilter | None:
-    try:
-        library = ctypes.CDLL(str(_plugin_path("zstd")))
-        size_of = library.ZSTD_getFrameContentSize
-        size_of.restype = ctypes.c_ulonglong
-        size_of.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-
-        def fault(frame: Bytes, size: int) -> str:
-            claimed = size_of(frame.ctypes.data, len(frame))
-            return "" if claimed == size else f"claims {claimed} bytes"
-
-        return PluginFilter(library, ZSTD, "zstd", fault)
-    except (ImportError, OSError, AttributeError):
-        return None
+    @abc.abstractmethod
+    def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
+        """The `size` bytes of a chunk. Raises StoreError where the frame is damaged."""
 
 
-@functools.cache
-def blosc2_filter() -> PluginFilter | None:
-    """The blosc2 filter from a copy of its library that knows nothing of HDF5.
+class Zstd(PluginFilter):
+    """zstd as the HDF5 filter 32015; its plugin uses nothing of HDF5."""
 
-    hdf5plugin ties the library to HDF5, and the filter then reports its failures to HDF5's error
-    stack, which only one thread at a time may touch. A second copy that was never tied stays
-    silent. The loader knows a library by its inode, so the copy must be a file of its own.
+    name = "zstd"
+    number = 32015
+
+    def __init__(self) -> None:
+        super().__init__(ctypes.CDLL(str(_plugin_path(self.name))))
+        self._decompress = self._library.ZSTD_decompress
+        self._decompress.restype = ctypes.c_size_t
+        self._decompress.argtypes = [
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+            ctypes.c_void_p,
+            ctypes.c_size_t,
+        ]
+
+    def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
+        decoded = np.empty(size, np.uint8)
+        count = self._decompress(decoded.ctypes.data, size, frame.ctypes.data, len(frame))
+        if count != size:  # an error code is larger than any size
+            raise StoreError(f"the zstd frame is damaged, or not of {size} bytes")
+        return decoded
+
+
+class Blosc2(PluginFilter):
+    """blosc2 as the HDF5 filter 32026, from a copy of its library that knows nothing of HDF5.
+
+    hdf5plugin ties the library to HDF5, and its failures are then reported to HDF5's error stack,
+    which only one thread at a time may touch. A second copy that was never tied stays silent. The
+    loader knows a library by its inode, so the copy must be a file of its own.
     """
-    try:
+
+    name = "blosc2"
+    number = 32026
+
+    def __init__(self) -> None:
         copy = os.memfd_create("featx-blosc2", os.MFD_CLOEXEC)
         try:
             with open(copy, "wb", closefd=False) as file:
-                file.write(_plugin_path("blosc2").read_bytes())
+                file.write(_plugin_path(self.name).read_bytes())
             library = ctypes.CDLL(f"/proc/self/fd/{copy}")
         finally:
             os.close(copy)
-        return PluginFilter(library, BLOSC2, "blosc2", _blosc2_fault)
+        super().__init__(library)
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        library.b2nd_from_cframe.argtypes = [pointer, size, ctypes.c_bool, ctypes.POINTER(pointer)]
+        library.b2nd_to_cbuffer.argtypes = [pointer, pointer, size]
+        library.b2nd_free.argtypes = [pointer]
+        library.blosc2_schunk_from_buffer.argtypes = [pointer, size, ctypes.c_bool]
+        library.blosc2_schunk_from_buffer.restype = pointer
+        library.blosc2_schunk_decompress_chunk.argtypes = [pointer, size, pointer, ctypes.c_int32]
+        library.blosc2_schunk_free.argtypes = [pointer]
+        library.blosc2_init()  # before there are threads: it does not lock
+
+    def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
+        wrong = _blosc2_fault(frame, size)
+        if wrong:
+            raise StoreError(f"the blosc2 frame {wrong}; the chunk has {size} bytes")
+        decoded = np.empty(size, np.uint8)
+        # The plugin writes an n-dimensional array where the chunk has several dimensions.
+        fill = self._fill_plain if len(values) == 7 else self._fill_array
+        if not fill(frame, decoded):
+            raise StoreError(f"the blosc2 frame is damaged, or not of {size} bytes")
+        return decoded
+
+    def _fill_array(self, frame: Bytes, decoded: Bytes) -> bool:
+        array = ctypes.c_void_p()
+        opened = self._library.b2nd_from_cframe(
+            frame.ctypes.data, len(frame), False, ctypes.byref(array)
+        )
+        if opened < 0:
+            return False
+        copy, target, size = self._library.b2nd_to_cbuffer, decoded.ctypes.data, len(decoded)
+        try:
+            # It refuses too little room but not too much: one byte less must be too little.
+            return bool(copy(array, target, size - 1) < 0 and copy(array, target, size) >= 0)
+        finally:
+            self._library.b2nd_free(array)
+
+    def _fill_plain(self, frame: Bytes, decoded: Bytes) -> bool:
+        opened = self._library.blosc2_schunk_from_buffer(frame.ctypes.data, len(frame), False)
+        if not opened:
+            return False
+        try:
+            count = self._library.blosc2_schunk_decompress_chunk(
+                opened, 0, decoded.ctypes.data, len(decoded)
+            )
+            return bool(count == len(decoded))
+        finally:
+            self._library.blosc2_schunk_free(opened)
+
+
+_loading = threading.Lock()
+
+
+def load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
+    """The filter, or None where it cannot be called: no hdf5plugin, or another one, or no Linux."""
+    with _loading:
+        return _load(kind)
+
+
+@functools.cache
+def _load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
+    try:
+        return kind()
     except (ImportError, OSError, AttributeError):
         return None
 
@@ -170,10 +233,7 @@ def _blosc2_fault(frame: Bytes, size: int) -> str:
     header = frame[:_BLOSC2_HEADER].tobytes()
     if len(header) < _BLOSC2_HEADER or not header.startswith(_BLOSC2_MAGIC):
         return "has no header"
-    length, decoded = (
-        struct.unpack_from(">Q", header, 16)[0],
-        struct.unpack_from(">q", header, 30)[0],
-    )
+    length, decoded = (struct.unpack_from(">q", header, at)[0] for at in (16, 30))
     itemsize, block, chunk = (struct.unpack_from(">i", header, at)[0] for at in (48, 53, 58))
     if length != len(frame):
         return f"claims to be {length} bytes, there are {len(frame)}"

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from featx.errors import LayerError, StoreError, nearest
 from featx.store import layout
 from featx.store.array import LayerArray
+from featx.store.chunks import ChunkRows
 from featx.store.contents import Segment, find_contents
 from featx.store.files import Handles, OpenFile
 from featx.types import Status
@@ -67,7 +68,11 @@ class FeatureStore:
         self.complete = self._contents.complete
         self.attrs = self._contents.attrs
         self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
+        self._at_hand: dict[str, tuple[int, ChunkRows]] = {}
         self.classes = self._contents.classes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_at_hand": {}}
 
     def __len__(self) -> int:
         return self._contents.num_rows
@@ -265,7 +270,37 @@ class FeatureStore:
         """
         return self._again_if_packed(lambda: self._read_rows(layer, rows))
 
+    def _read_run(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows [start, stop) of one layer, (n, ...); rows not there are NaN."""
+
+        def read() -> npt.NDArray[Any]:
+            if (chunks := self._whole(layer)) is None:
+                return self._read_rows(layer, np.arange(start, stop))
+            info = self._contents.layers[layer]
+            out = np.empty((stop - start, *info.row_shape), dtype=info.dtype)
+            chunks.read_run(start, out)
+            return out
+
+        return self._again_if_packed(read)
+
+    def _whole(self, layer: str) -> ChunkRows | None:
+        """The rows of a layer that lies in one file, kept at hand; None for parts.
+
+        Finding the open file costs several times what a single row does.
+        """
+        process, chunks = self._at_hand.get(layer, (0, None))
+        if chunks is not None and process == os.getpid() and not chunks.closed:
+            return chunks
+        segments, _ = self._segments_of(layer)
+        if len(segments) != 1 or segments[0].stop - segments[0].start != len(self):
+            return None
+        with self._open_rows(segments[0], layer) as chunks:
+            self._at_hand[layer] = os.getpid(), chunks
+        return chunks
+
     def _read_rows(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        if (chunks := self._whole(layer)) is not None:
+            return chunks.take(rows)
         info = self._contents.layers[layer]
         segments, starts = self._segments_of(layer)
         out = np.empty((len(rows), *info.row_shape), dtype=info.dtype)
@@ -299,8 +334,13 @@ class FeatureStore:
         inside = int(np.searchsorted(rows, segment.stop))
         out[places[inside:]] = np.nan
         if inside:
-            path = f"{layout.FEATURES}/{layer}"
-            shape = (segment.stop - segment.start, *out.shape[1:])
-            with self._open(segment) as opened:
-                chunks = opened.rows(path, shape, out.dtype)
+            with self._open_rows(segment, layer) as chunks:
                 chunks.read(rows[:inside] - segment.start, out, places[:inside])
+
+    @contextlib.contextmanager
+    def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkRows]:
+        """The rows of a layer that lie in one segment."""
+        info = self._contents.layers[layer]
+        shape = (segment.stop - segment.start, *info.row_shape)
+        with self._open(segment) as opened:
+            yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype)

@@ -18,6 +18,7 @@ from featx.types import ITEM_BYTES
 JOBS = ("extract", "plan", "layers", "verify", "pack")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
 PRESETS = ("embedding", "stages", "leaves", "all")
+CAPTURES = ("output", "input")
 LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
 DATA_KINDS = ("folder", "textiles", "sample")
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
@@ -223,6 +224,8 @@ class Config:
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
     """A preset, a list of names, globs or presets, or a mapping of these to reductions."""
+    capture: Any = "output"
+    """output, input, or a list of both: what a layer gives, and what goes into it (layer4:input)."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -312,7 +315,12 @@ class Config:
 
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
-    """The key `layers` in its three forms as one list of (name, glob or preset; reduction)."""
+    """The keys `layers`, in its three forms, and `capture` as one list.
+
+    Returns:
+        (name, glob or preset; reduction); what is not an output has its kind behind the name, as in
+        'layer4:input'.
+    """
     asked = config.layers
     if isinstance(asked, str):
         asked = [asked]
@@ -327,7 +335,22 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
         )
     if not pairs:
         raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
-    return pairs
+    return [
+        (f"{name}:{kind}" if kind != "output" and ":" not in name else name, reduce)
+        for name, reduce in pairs
+        for kind in (_captures(config) if ":" not in name else ("output",))
+    ]
+
+
+def _captures(config: Config) -> tuple[str, ...]:
+    """The key `capture` as a tuple."""
+    asked = config.capture
+    kinds = (asked,) if isinstance(asked, str) else tuple(asked or ())
+    for kind in kinds:
+        _check_choice("capture", kind, CAPTURES)
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise ConfigError(f"capture={asked}: expected one of {', '.join(CAPTURES)}, or both.")
+    return kinds
 
 
 def _as_reduce(value: object) -> ReduceConfig:

@@ -237,7 +237,7 @@ def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
-    """Keep the outputs of named layers while the block runs.
+    """Keep the outputs, or inputs, of named layers while the block runs.
 
         with featx.capture(model, ["layer4", "avgpool"]) as features:
             model(x)
@@ -250,7 +250,8 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
     Args:
         model: any torch.nn.Module, in whatever mode it is.
         layers: a dotted name, or several; `relu@2` for the second call of a module that is called
-            several times, `encoder[0]` or `block.hidden` for one element of a nested output.
+            several times, `encoder[0]` or `block.hidden` for one element of a nested output,
+            `layer4:input` for what goes into a layer.
 
     Raises:
         LayerError: there is no such module; on access, the layer was not called, or several times.

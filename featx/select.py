@@ -6,6 +6,7 @@ Everything is decided on a Trace, the record of one forward pass; nothing here r
     relu@2              its second call, where a module is called several times
     encoder[0]  blk.h   one element of a tuple or a dict
     layer*              a glob: * within one part of a dotted name, ** across parts
+    layer4:input        what goes into the layer, instead of what comes out; also behind a glob
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from featx.config import PRESETS, ReduceConfig
+from featx.config import CAPTURES, PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
 
 Path = tuple[str | int, ...]
@@ -63,6 +64,10 @@ class Call:
     outputs: Mapping[Path, tuple[int, ...]]
     inputs: Mapping[Path, tuple[int, ...]]
     mflops: float = 0.0
+
+    def tensors(self, capture: str) -> Mapping[Path, tuple[int, ...]]:
+        """What a kind of capture finds there: way into the value -> shape."""
+        return self.outputs if capture == "output" else self.inputs
 
 
 @dataclass(frozen=True)
@@ -132,19 +137,43 @@ def _taps(
     stages: Sequence[str] | None,
     left_out: list[str],
 ) -> Iterator[Tap]:
-    if request in PRESETS and request not in trace.names:
-        if request == "embedding":
+    name, capture = split_capture(request)
+    if name in PRESETS and name not in trace.names:
+        if name == "embedding":
+            if capture != "output":
+                raise LayerError(
+                    f"{request!r}: the preset embedding is a vector of its own, the input of the "
+                    f"classifier; capture={capture} needs the name of a layer."
+                )
             yield embedding_tap(trace, classifier)
-        elif request == "stages":
+        elif name == "stages":
             found = list(stages) if stages is not None else find_stages(trace)
-            yield from (named_tap(name, trace) for name in found)
+            yield from (named_tap(_with_capture(stage, capture), trace) for stage in found)
         else:
-            leaves_only = request == "leaves"
-            yield from _every_tap(trace, leaves_only, left_out)
-    elif any(sign in request for sign in "*?"):
-        yield from _globbed(request, trace, left_out)
+            yield from _every_tap(trace, name == "leaves", capture, left_out)
+    elif any(sign in name for sign in "*?"):
+        yield from _globbed(name, capture, trace, left_out)
     else:
         yield named_tap(request, trace)
+
+
+def split_capture(request: str) -> tuple[str, str]:
+    """'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output').
+
+    Raises:
+        LayerError: there is no such kind of capture.
+    """
+    name, colon, capture = request.partition(":")
+    if colon and capture not in CAPTURES:
+        raise LayerError(
+            f"{request!r}: behind the colon stands what to capture, one of {', '.join(CAPTURES)}."
+        )
+    return name, capture or "output"
+
+
+def _with_capture(name: str, capture: str) -> str:
+    """The dataset's name: what is not an output has its kind appended."""
+    return name if capture == "output" else f"{name}:{capture}"
 
 
 def parse_tap(request: str, names: Mapping[str, str]) -> Tap:
@@ -157,15 +186,17 @@ def parse_tap(request: str, names: Mapping[str, str]) -> Tap:
     Raises:
         LayerError: the model has no such module.
     """
-    module, rest = _split(request, names)
+    name, capture = split_capture(request)
+    module, rest = _split(name, names)
     found = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
     if not module or found is None:
-        raise _no_layer(request, names)
+        raise _no_layer(name, names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
         for step in re.findall(r"\[\d+\]|\.\w+", found.group(2))
     )
-    return Tap(request, module, "output", int(found.group(1)) if found.group(1) else None, path)
+    call = int(found.group(1)) if found.group(1) else None
+    return Tap(_with_capture(name, capture), module, capture, call, path)
 
 
 def named_tap(request: str, trace: Trace) -> Tap:
@@ -191,10 +222,11 @@ def named_tap(request: str, trace: Trace) -> Tap:
         )
     if number is not None and not 1 <= number <= len(calls):
         raise LayerError(f"{request!r}: {module} is called {len(calls)} times, counted from 1.")
-    outputs = calls[(number or 1) - 1].outputs
-    if tap.path and list(outputs) == [()]:  # layer4.7, where layer4 is one tensor: a typo
-        raise _no_layer(request, trace.names)
-    _check_element(request, outputs, tap.path, trace.batch_size)
+    call = calls[(number or 1) - 1]
+    tensors = call.tensors(tap.capture)
+    if tap.path and list(call.outputs) == [()] and tap.capture == "output":
+        raise _no_layer(request, trace.names)  # layer4.7, where layer4 is one tensor: a typo
+    _check_element(request, tensors, tap.path, trace.batch_size)
     return tap
 
 
@@ -222,12 +254,14 @@ def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path
     if path == () and len(elements) == 1:
         return next(iter(elements))
     listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
-    plain = request.removesuffix(element_name(path))
-    example = f"{plain}{element_name(next(iter(elements)))}" if elements else ""
+    name, colon, capture = request.partition(":")
+    plain = name.removesuffix(element_name(path))
+    gives = "takes" if colon else "gives"
+    example = plain + element_name(next(iter(elements), ())) + colon + capture
     if list(elements) == [()]:
         raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
     raise LayerError(
-        f"{plain} gives {len(elements)} tensors ({listed or 'none'}); "
+        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
         + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
     )
 
@@ -317,40 +351,41 @@ def _units(parent: str, trace: Trace) -> Iterator[Call]:
             yield call
 
 
-def _every_tap(trace: Trace, leaves_only: bool, left_out: list[str]) -> Iterator[Tap]:
+def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str]) -> Iterator[Tap]:
     for call in trace.calls:
         if not call.module or (leaves_only and not call.is_leaf):
             continue
         several = len(trace.by_module[call.module]) > 1
         stem = f"{call.module}@{call.number}" if several else call.module
-        single = len(call.outputs) == 1
-        if not call.outputs:
-            left_out.append(f"{stem} (no tensor)")
-        for path, shape in call.outputs.items():
-            name = stem if single else stem + element_name(path)
+        tensors = call.tensors(capture)
+        single = len(tensors) == 1
+        if not tensors:
+            left_out.append(f"{_with_capture(stem, capture)} (no tensor)")
+        for path, shape in tensors.items():
+            name = _with_capture(stem if single else stem + element_name(path), capture)
             if not shape or shape[0] != trace.batch_size:
                 left_out.append(f"{name} {shape} (the batch is not in front)")
             else:
                 number = call.number if several else None
-                yield Tap(name, call.module, "output", number, () if single else path)
+                yield Tap(name, call.module, capture, number, () if single else path)
 
 
-def _globbed(request: str, trace: Trace, left_out: list[str]) -> Iterator[Tap]:
-    pattern = re.compile(_glob_to_regex(request))
+def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[Tap]:
+    pattern = re.compile(_glob_to_regex(glob))
     matches = [name for name in trace.names if name and pattern.fullmatch(name)]
     fired = [name for name in matches if trace.names[name] in trace.by_module]
     if not fired:
         what = "names only layers that are never called" if matches else "matches no layer"
         known = [name for name in trace.names if name]
         raise LayerError(
-            f"the glob {request!r} {what} of this model (* stays within one part of a dotted "
-            f"name, ** crosses dots).{nearest(request.replace('*', ''), known)} "
+            f"the glob {glob!r} {what} of this model (* stays within one part of a dotted "
+            f"name, ** crosses dots).{nearest(glob.replace('*', ''), known)} "
             "job=layers lists every layer."
         )
     left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
     for name in sorted(fired, key=lambda name: order[trace.names[name]]):
-        yield named_tap(name, trace)
+        yield named_tap(_with_capture(name, capture), trace)
 
 
 def _glob_to_regex(glob: str) -> str:

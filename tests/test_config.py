@@ -116,3 +116,14 @@ def test_fingerprints_do_not_depend_on_order_and_name_what_differs() -> None:
 def test_nearest_offers_only_what_is_near() -> None:
     assert nearest("layr4", ["layer3", "layer4", "fc"]).startswith(" Nearest: layer4")
     assert nearest("zzzzzz", ["layer4"]) == ""
+
+
+def test_captures_multiply_the_layers() -> None:
+    config = Config(layers=["a", "b:input"], capture=["output", "input"])
+    assert [name for name, _ in layer_requests(config)] == ["a", "a:input", "b:input"]
+    assert [name for name, _ in layer_requests(Config(layers="stages", capture="input"))] == [
+        "stages:input"
+    ]
+    for wrong in ("weights", [], ["input", "input"]):
+        with pytest.raises(ConfigError, match="capture="):
+            Config(capture=wrong)

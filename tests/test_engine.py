@@ -617,3 +617,17 @@ def test_cuda_gives_what_the_cpu_gives(photo_folder: Path, tmp_path: Path) -> No
         cpu, cuda, again = (store[layer][:].reshape(21, -1) for store in stores.values())
         assert (abs(cuda - cpu).max(1) / abs(cpu).max(1)).max() < 1e-4
         assert cuda.tobytes() == again.tobytes()
+
+
+def test_inputs_are_what_a_layer_was_given_before_it_wrote_to_it() -> None:
+    """What a module wrapped around the layer would see, in place or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1)).eval()
+    x = noise()
+    with bound(backbone_of(model), "1:input", "1", "2:input") as engine, torch.no_grad():
+        values = engine.run(x)
+        before = model[0](x.clone())
+    assert (before < 0).any()
+    assert torch.equal(values["1:input"], before)
+    assert torch.equal(values["1"], before.relu())
+    assert torch.equal(values["2:input"], before.relu())

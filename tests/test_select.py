@@ -355,3 +355,32 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
     assert got.shape == expected.shape
     assert got.dim() == 2
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_an_input_is_named_for_its_kind_and_found_under_globs_and_presets() -> None:
+    found = selection("fc:input", "layer*:input", "fc")
+    assert [(tap.name, tap.module, tap.capture) for tap, _ in found.chosen] == [
+        ("fc:input", "fc", "input"),
+        ("layer1:input", "layer1", "input"),
+        ("layer2:input", "layer2", "input"),
+        ("fc", "fc", "output"),
+    ]
+    every = {tap.name for tap, _ in selection("all:input").chosen}
+    assert {"layer1.0:input", "relu@1:input", "relu@2:input"} <= every
+    assert "attention.mha[0]:input" in every
+
+
+def test_several_inputs_are_told_apart_or_refused() -> None:
+    tap = selection("attention.mha[1]:input").chosen[0][0]
+    assert (tap.name, tap.path) == ("attention.mha[1]:input", (1,))
+    with pytest.raises(LayerError, match=r"takes \d tensors .*such as 'attention\.mha\[0\]:input'"):
+        selection("attention.mha:input")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [("fc:grad", "one of output, input"), ("embedding:input", "needs the name of a layer")],
+)
+def test_unknown_kinds_and_kinds_of_an_embedding_are_refused(request_: str, message: str) -> None:
+    with pytest.raises(LayerError, match=message):
+        selection(request_)

@@ -18,7 +18,9 @@ from featx.types import ITEM_BYTES
 JOBS = ("extract", "plan", "layers", "verify", "pack")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
 PRESETS = ("embedding", "stages", "leaves", "all")
-CAPTURES = ("output", "input")
+CAPTURES = ("output", "input", "grad_output", "grad_input")
+GRADIENTS = ("grad_output", "grad_input")
+SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
 DATA_KINDS = ("folder", "textiles", "sample")
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
@@ -225,7 +227,11 @@ class Config:
     layers: Any = "embedding"
     """A preset, a list of names, globs or presets, or a mapping of these to reductions."""
     capture: Any = "output"
-    """output, input, or a list of both: what a layer gives, and what goes into it (layer4:input)."""
+    """output, input, grad_output, grad_input, or a list of them: what comes out of a layer, what
+    goes into it, and the gradients of `target` there."""
+    target: Any = "predicted"
+    """The number whose gradient is taken: of the class label or predicted, of a class by its index,
+    or loss, entropy, logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -292,6 +298,31 @@ class Config:
                 )
         self._check_jobs()
         layer_requests(self)
+        self._check_target()
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any layer's gradient is asked for."""
+        kinds = [name.partition(":")[2] for name, _ in layer_requests(self)]
+        return any(kind in GRADIENTS for kind in kinds)
+
+    def _check_target(self) -> None:
+        index = isinstance(self.target, int) and not isinstance(self.target, bool)
+        if self.target not in SCALARS and not (index and self.target >= 0):
+            raise ConfigError(
+                f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
+                "class."
+            )
+        if self.takes_gradients:
+            if self.compile is True:
+                raise ConfigError(
+                    "compile=true does not go with gradients: a compiled pass hides where they "
+                    "pass. Use compile=false or capture=output."
+                )
+        elif self.target != "predicted":
+            raise ConfigError(
+                f"target={self.target} has an effect with capture=grad_output or grad_input only."
+            )
 
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
@@ -349,7 +380,7 @@ def _captures(config: Config) -> tuple[str, ...]:
     for kind in kinds:
         _check_choice("capture", kind, CAPTURES)
     if not kinds or len(set(kinds)) < len(kinds):
-        raise ConfigError(f"capture={asked}: expected one of {', '.join(CAPTURES)}, or both.")
+        raise ConfigError(f"capture={asked}: expected some of {', '.join(CAPTURES)}.")
     return kinds
 
 

@@ -11,7 +11,7 @@ import ctypes
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,10 +22,12 @@ from torch import nn
 
 from featx.config import ReduceConfig
 from featx.errors import ConfigError, LayerError, ModelError, RunError
-from featx.hooks import TapHooks, find_overwritten, no_fast_path, trace
+from featx.hooks import TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.reduce import VIEWS, Reduction, reduction
 from featx.select import Tap, Trace
+from featx.targets import target_values
+from featx.tracing import no_fast_path, trace
 from featx.types import LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -87,8 +89,16 @@ def choose_device(name: str) -> torch.device:
 class Engine:
     """One backbone on one device, with the taps whose tensors it returns; a context manager."""
 
-    def __init__(self, backbone: Backbone, device: torch.device, store_dtype: str) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        device: torch.device,
+        store_dtype: str,
+        target: str | int = "predicted",
+    ) -> None:
         self.backbone = backbone
+        self._target = target
+        self._labels: torch.Tensor | None = None
         self.device = device
         self.model_seconds = 0.0
         self.copy_seconds = 0.0
@@ -138,10 +148,20 @@ class Engine:
             of_the_last.clear()
         x = self._noise(_BIND_BATCH)
         # Copies of x, for a model may write to its input.
-        self._copied = find_overwritten(self._module, self._taps, x.clone())
-        with torch.no_grad(), TapHooks(self._module, self._taps, _clone) as hooks:
+        forward = [tap for tap in self._taps if not tap.is_gradient]
+        self._copied = find_overwritten(self._module, forward, x.clone())
+        hooks = TapHooks(self._module, self._taps, _clone, score=self._score)
+        with torch.no_grad(), hooks:
             values = hooks.forward(x.clone())
             self._order = list(hooks.fired)
+        if self._score is not None and hooks.numbers is not None:
+            self._check_score(x, hooks.numbers)
+        silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in values]
+        if silent:
+            raise LayerError(
+                f"{', '.join(silent)}: no gradient of target={self._target} arrives there; what "
+                "the model returns does not depend on it."
+            )
         if sorted(self._order) != sorted(tap.name for tap in self._taps):
             raise RunError(
                 f"a second forward pass fired {self._order}, the trace promised "
@@ -167,6 +187,17 @@ class Engine:
             )
         self._check_rows(x, values)
 
+    def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
+        """The hooks of gradients must not change what the model computes."""
+        assert self._score is not None
+        with torch.no_grad():
+            expected = self._score(self._module(x.clone()))
+        if not torch.allclose(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise LayerError(
+                "grad_input cannot be taken here: a layer writes to its input, and the model goes "
+                "on with what was written. Choose grad_output of the layer before."
+            )
+
     def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Change every image but the first: the first row must not notice.
 
@@ -175,7 +206,9 @@ class Engine:
         """
         others = x.clone()
         others[1:] = 0
-        hooks = TapHooks(self._module, self._taps, _clone, self._order, stop=True)
+        hooks = TapHooks(
+            self._module, self._taps, _clone, self._order, stop=True, score=self._score
+        )
         with torch.no_grad(), hooks:
             again = hooks.forward(others)
         for name, value in values.items():
@@ -200,6 +233,7 @@ class Engine:
             self._keep,
             expected=self._order,
             stop=not compute.compile,
+            score=self._score,
         )
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
@@ -218,15 +252,31 @@ class Engine:
             return False
         return True
 
-    def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any tap is a gradient: no early stop then, and no compilation."""
+        return any(tap.is_gradient for tap in self._taps)
+
+    @property
+    def _score(self) -> Callable[[Any], torch.Tensor] | None:
+        """What the model returns -> the numbers whose gradients are taken, where any are."""
+        if not self.takes_gradients:
+            return None
+        return lambda output: target_values(output, self._target, self._labels)
+
+    def run(
+        self, images: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """Features of one batch, on the CPU.
 
         Args:
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+            labels: (B,) int64, for gradients of a target that needs them; None in a probe.
 
         Returns:
             dataset name -> (B, ...) in the store's dtype.
         """
+        self._labels = labels
         begun = time.perf_counter()
         values = self._pass(self._normalised(images))
         self._synchronise()
@@ -248,12 +298,14 @@ class Engine:
             for name, largest in self._largest.items()
         }
 
-    def explain(self, images: torch.Tensor, row: int, name: str) -> str:
+    def explain(
+        self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
+    ) -> str:
         """Why a stored row is not finite: what the layer gave before the cast."""
         stored = self._store_dtype
         self._store_dtype = torch.float32
         try:
-            value = self.run(images)[name][row].flatten()
+            value = self.run(images, labels)[name][row].flatten()
         finally:
             self._store_dtype = stored
         bad = value[~torch.isfinite(value)]
@@ -318,6 +370,7 @@ class Engine:
             raise RunError(
                 f"{tap.name} gave {shape}, the probe saw rows of {self._row_shapes[tap.name]}."
             )
+        tensor = tensor.detach()  # where gradients are taken, it hangs on its graph
         self._compute_dtypes[tap.name] = tensor.dtype
         reduced = self._reductions[tap.name](tensor)
         stored = reduced.to(self._store_dtype)
@@ -325,7 +378,9 @@ class Engine:
             self._largest[tap.name] = reduced.reshape(len(reduced), -1).abs().amax(1)
         if stored is not reduced or tap.name not in self._views:
             return stored
-        # A compiled pass and inference tensors keep no count of writes.
+        # A compiled pass and inference tensors keep no count of writes; autograd adds to gradients.
+        if tap.is_gradient:
+            return stored.clone()
         if tap.name in self._copied or self.compute.compile or tensor.is_inference():
             return stored.clone()
         self._watched[tap.name] = (tensor, tensor._version)
@@ -360,7 +415,7 @@ class Engine:
 
 
 def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
+    return tensor.detach().clone()
 
 
 def _same_row(row: torch.Tensor) -> float:

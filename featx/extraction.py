@@ -162,7 +162,7 @@ def compute_rows(
     """
     from featx.engine import finite_rows, stored_bits
 
-    values = prepared.engine.run(batch.images)
+    values = prepared.engine.run(batch.images, _labels(prepared, batch))
     finite = finite_rows(values)
     failures = list(batch.failures)
     failed = {failure.row for failure in failures}
@@ -179,10 +179,24 @@ def compute_rows(
     return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
 
 
+def _labels(prepared: Prepared, batch: Batch) -> Any:
+    """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
+    if prepared.config.target not in ("label", "loss"):
+        return None
+    import torch
+
+    labels = torch.zeros(len(batch.images), dtype=torch.int64)
+    labels[: batch.count] = torch.from_numpy(
+        prepared.listing.labels[batch.start : batch.start + batch.count].copy()
+    )
+    return labels
+
+
 def _non_finite(prepared: Prepared, batch: Batch, row: int, layer: str) -> Failure:
     """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
     key = bytes(prepared.listing.keys[row])
-    reason = prepared.engine.explain(batch.images, row - batch.start, layer)
+    labels = _labels(prepared, batch)
+    reason = prepared.engine.explain(batch.images, labels, row - batch.start, layer)
     if prepared.config.nonfinite == "error":
         raise NonFiniteError(
             f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from featx.errors import LayerError, RunError
-from featx.select import Call, Path, Tap, Trace, parse_tap, pick_path
+from featx.select import Path, Tap, parse_tap, pick_path
 
 Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
 
@@ -56,11 +56,14 @@ class TapHooks:
         expected: names of the taps in the order in which they fire. With it, the pass is ended
             after the last one (where `stop` is set) and any other order is an error.
         stop: end the pass early by an exception; not under torch.compile, which drops what nobody
-            reads by itself.
+            reads by itself, and not where gradients are taken, which come after the pass.
+        score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
+            `forward` where a tap is a gradient.
 
     Attributes:
         values: tap name -> what `keep` returned, of the last pass.
         fired: names in the order in which they fired in the last pass.
+        numbers: (B,) what `score` gave in the last pass.
     """
 
     def __init__(
@@ -70,14 +73,17 @@ class TapHooks:
         keep: Keep = lambda tap, x: x,
         expected: Sequence[str] | None = None,
         stop: bool = False,
+        score: Callable[[Any], torch.Tensor] | None = None,
     ) -> None:
         self._module = module
+        self._score = score
         self._keep = keep
         self._expected = list(expected) if expected is not None else None
         self._stop = stop
         self._handles: list[Any] = []
         self.values: dict[str, torch.Tensor] = {}
         self.fired: list[str] = []
+        self.numbers: torch.Tensor | None = None
         self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
         modules = dict(module.named_modules(remove_duplicate=False))
@@ -88,11 +94,18 @@ class TapHooks:
     def __enter__(self) -> TapHooks:
         for (identity, capture), taps in self._taps.items():
             target = self._by_id[identity]
+            key = identity, capture
             if capture == "input":
-                hook: Any = self._input_hook((identity, capture), taps)
+                hook: Any = self._input_hook(key, taps)
                 handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+            elif capture == "grad_input":
+                hook = self._grad_input_hook(key, taps)
+                handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+            elif capture == "grad_output":
+                hook = self._grad_output_hook(key, taps)
+                handle = target.register_forward_hook(hook)
             else:
-                hook = self._output_hook((identity, capture), taps)
+                hook = self._output_hook(key, taps)
                 handle = target.register_forward_hook(hook)
             self._handles.append(handle)
         return self
@@ -116,8 +129,11 @@ class TapHooks:
             RunError: a tap did not fire, or fired in another order than expected.
         """
         self.reset()
-        with contextlib.suppress(StopForward):
-            self._module(x)
+        if self._score is None:
+            with contextlib.suppress(StopForward):
+                self._module(x)
+        else:
+            self._backward(x)
         if self._expected is not None and self.fired != self._expected:
             missing = [name for name in self._expected if name not in self.fired]
             raise RunError(
@@ -126,6 +142,17 @@ class TapHooks:
                 "does different things for different batches; featx cannot vouch for its rows."
             )
         return self.values
+
+    def _backward(self, x: torch.Tensor) -> None:
+        """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
+        assert self._score is not None
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            # A copy: a model may write to its input, which a leaf does not allow.
+            numbers = self._score(self._module(leaf.clone()))
+            total = numbers.sum()
+        self.numbers = numbers.detach()
+        torch.autograd.grad(total, leaf, allow_unused=True)
 
     def _output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -139,76 +166,71 @@ class TapHooks:
 
         return hook
 
-    def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
+    def _grad_output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for tap in self._meant(key, taps):
+                self._await_gradient(tap, pick(output, tap))
+
+        return hook
+
+    def _grad_input_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+        """The layer gets a copy of its input, for other layers that read it have other gradients.
+
+        A view would do, but its hook is lost where the layer writes to it.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            given = [*args, *kwargs.values()]
+            for tap in self._meant(key, taps):
+                shapes = {path: tuple(x.shape) for path, x in elements(given).items()}
+                path = pick_path(tap.name, shapes, tap.path)
+                own = elements(given)[path].clone()
+                self._await_gradient(tap, own)
+                given = _with_element(given, path, own)
+            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+        return hook
+
+    def _await_gradient(self, tap: Tap, tensor: torch.Tensor) -> None:
+        if not tensor.requires_grad:
+            raise LayerError(
+                f"{tap.name}: no gradient passes there. It is under torch.no_grad(), or depends "
+                "neither on an input nor on a parameter that requires gradients."
+            )
+
+        def arrived(gradient: torch.Tensor) -> None:
+            self.values[tap.name] = self._keep(tap, gradient)
+            self.fired.append(tap.name)
+
+        tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _meant(self, key: tuple[int, str], taps: list[Tap]) -> list[Tap]:
+        """Count a call of a module, and tell which taps mean this one."""
         number = self._calls.get(key, 0) + 1
         self._calls[key] = number
-        for tap in taps:
-            if tap.call is not None and tap.call != number:
-                continue
+        return [tap for tap in taps if tap.call is None or tap.call == number]
+
+    def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
+        for tap in self._meant(key, taps):
             self.values[tap.name] = self._keep(tap, pick(value, tap))
             self.fired.append(tap.name)
         if self._stop and self._expected is not None and len(self.fired) >= len(self._expected):
             raise StopForward
 
 
-def trace(module: nn.Module, x: torch.Tensor) -> Trace:
-    """Run one whole forward pass and record every module call, with shapes and operations.
-
-    Args:
-        module: in eval mode.
-        x: (B, 3, H, W) on the module's device.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    first_names = {id(m): name for name, m in module.named_modules()}
-    every_name = {
-        name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
-    }
-    calls: list[Call] = []
-    started: dict[str, list[float]] = {}
-    counter = FlopCounterMode(display=False)
-    handles = []
-
-    def flops() -> float:
-        return float(counter.get_total_flops())
-
-    def before(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            started.setdefault(name, []).append(flops())
-
-        return hook
-
-    def after(name: str, target: nn.Module) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs = elements([*args, *kwargs.values()])
-            calls.append(
-                Call(
-                    module=name,
-                    number=1 + sum(call.module == name for call in calls),
-                    type_name=type(target).__name__,
-                    is_leaf=not any(True for _ in target.children()),
-                    is_linear=_is_linear(target),
-                    num_parameters=sum(p.numel() for p in target.parameters()),
-                    outputs={path: tuple(t.shape) for path, t in elements(output).items()},
-                    inputs={path: tuple(t.shape) for path, t in inputs.items()},
-                    mflops=(flops() - started[name].pop()) / len(x) / 1e6,
-                )
-            )
-
-        return hook
-
-    try:
-        for name, target in module.named_modules():
-            handles.append(target.register_forward_pre_hook(before(name)))
-            handles.append(target.register_forward_hook(after(name, target), with_kwargs=True))
-        # Fused kernels hide their operations from the counter.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
-            module(x)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Trace(calls, every_name, len(x))
+def _with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
+    """A nested value with one tensor replaced; the containers on the way are copied."""
+    if not path:
+        return new
+    step, *rest = path
+    if isinstance(value, Mapping):
+        key = next(key for key in value if str(key) == str(step))
+        kind: Any = type(value)
+        return kind({**value, key: _with_element(value[key], tuple(rest), new)})
+    items = list(value)
+    items[int(step)] = _with_element(items[int(step)], tuple(rest), new)
+    named = hasattr(value, "_fields")  # a named tuple takes its items one by one
+    return type(value)(*items) if named else type(value)(items)
 
 
 def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:
@@ -237,7 +259,7 @@ def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
-    """Keep the outputs, or inputs, of named layers while the block runs.
+    """Keep the outputs, inputs or gradients of named layers while the block runs.
 
         with featx.capture(model, ["layer4", "avgpool"]) as features:
             model(x)
@@ -251,7 +273,8 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
         model: any torch.nn.Module, in whatever mode it is.
         layers: a dotted name, or several; `relu@2` for the second call of a module that is called
             several times, `encoder[0]` or `block.hidden` for one element of a nested output,
-            `layer4:input` for what goes into a layer.
+            `layer4:input` for what goes into a layer; `layer4:grad_output`, `layer4:grad_input` for
+            the gradients there, which are filled in by your `loss.backward()`.
 
     Raises:
         LayerError: there is no such module; on access, the layer was not called, or several times.
@@ -307,19 +330,3 @@ class Captured(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._taps)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    pointwise = isinstance(module, nn.Conv2d) and set(module.kernel_size) == {1}
-    return isinstance(module, nn.Linear) or pointwise
-
-
-@contextlib.contextmanager
-def no_fast_path() -> Iterator[None]:
-    """Switch nn.TransformerEncoderLayer's fused kernel off, which calls no sub-module."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)

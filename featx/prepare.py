@@ -120,7 +120,7 @@ def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
-    with Engine(backbone, device, config.dtype) as engine:
+    with Engine(backbone, device, config.dtype, config.target) as engine:
         traced = engine.trace()
         selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
         chosen = _unfinished(out, stored, listing, selection.chosen)
@@ -214,6 +214,7 @@ def _fingerprint(
         "part_rows": part_rows,
         "codec": config.codec,
         "nonfinite": config.nonfinite,
+        **({"target": config.target} if config.takes_gradients else {}),
         **{f"version.{name}": version for name, version in _versions().items()},
     }
 

@@ -69,7 +69,10 @@ class Resolver:
         compute = replace(compute, precision=precision)
         engine.settle(compute)
         self._time()
-        if config.compile != "auto":
+        if engine.takes_gradients:
+            compiled = False
+            self.choices["compile"] = "false (gradients are taken)"
+        elif config.compile != "auto":
             compiled = config.compile
         else:
             compiled = self._stored_choice("compile")

@@ -7,6 +7,7 @@ Everything is decided on a Trace, the record of one forward pass; nothing here r
     encoder[0]  blk.h   one element of a tuple or a dict
     layer*              a glob: * within one part of a dotted name, ** across parts
     layer4:input        what goes into the layer, instead of what comes out; also behind a glob
+    layer4:grad_output  the gradient of the target where it comes out, :grad_input where it goes in
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from featx.config import CAPTURES, PRESETS, ReduceConfig
+from featx.config import CAPTURES, GRADIENTS, PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
 
 Path = tuple[str | int, ...]
@@ -28,7 +29,7 @@ class Tap:
     Attributes:
         name: of the dataset.
         module: dotted name.
-        capture: 'output' or 'input' of the module.
+        capture: 'output' or 'input' of the module, or 'grad_output', 'grad_input': gradients there.
         call: which call of the forward, from 1; None where there is one only.
         path: the way into a nested output, () for a tensor or the only tensor in it.
     """
@@ -38,6 +39,11 @@ class Tap:
     capture: str = "output"
     call: int | None = None
     path: Path = ()
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether it is taken in the backward pass."""
+        return self.capture in GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Call:
 
     def tensors(self, capture: str) -> Mapping[Path, tuple[int, ...]]:
         """What a kind of capture finds there: way into the value -> shape."""
-        return self.outputs if capture == "output" else self.inputs
+        return self.outputs if capture in ("output", "grad_output") else self.inputs
 
 
 @dataclass(frozen=True)
@@ -224,7 +230,7 @@ def named_tap(request: str, trace: Trace) -> Tap:
         raise LayerError(f"{request!r}: {module} is called {len(calls)} times, counted from 1.")
     call = calls[(number or 1) - 1]
     tensors = call.tensors(tap.capture)
-    if tap.path and list(call.outputs) == [()] and tap.capture == "output":
+    if tap.path and list(call.outputs) == [()] and "output" in tap.capture:
         raise _no_layer(request, trace.names)  # layer4.7, where layer4 is one tensor: a typo
     _check_element(request, tensors, tap.path, trace.batch_size)
     return tap

@@ -394,7 +394,7 @@ def test_a_value_that_is_not_finite_is_found_and_explained(
         finite = finite_rows(values)
         assert finite["layer"].tolist() == [True, True, False, True]
         assert finite["fine"].all()
-        assert engine.explain(x, 2, "layer") == expected
+        assert engine.explain(x, None, 2, "layer") == expected
         again = engine.run(x)["layer"]
     assert again.dtype == getattr(torch, dtype)
 

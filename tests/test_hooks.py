@@ -9,7 +9,8 @@ from torch import nn
 
 import featx
 from featx.errors import LayerError, RunError
-from featx.hooks import StopForward, TapHooks, elements, find_overwritten, trace
+from featx.hooks import StopForward, TapHooks, elements, find_overwritten
+from featx.tracing import trace
 from featx.models.base import state_sha256
 from featx.select import Tap
 

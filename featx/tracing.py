@@ -1,0 +1,89 @@
+"""One pass over a model that records every call of every module: what there is to capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.hooks import elements
+from featx.select import Call, Trace
+
+
+def trace(module: nn.Module, x: torch.Tensor) -> Trace:
+    """Run one whole forward pass and record every module call, with shapes and operations.
+
+    Args:
+        module: in eval mode.
+        x: (B, 3, H, W) on the module's device.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first_names = {id(m): name for name, m in module.named_modules()}
+    every_name = {
+        name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
+    }
+    calls: list[Call] = []
+    started: dict[str, list[float]] = {}
+    counter = FlopCounterMode(display=False)
+    handles = []
+
+    def flops() -> float:
+        return float(counter.get_total_flops())
+
+    def before(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            started.setdefault(name, []).append(flops())
+
+        return hook
+
+    def after(name: str, target: nn.Module) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            inputs = elements([*args, *kwargs.values()])
+            calls.append(
+                Call(
+                    module=name,
+                    number=1 + sum(call.module == name for call in calls),
+                    type_name=type(target).__name__,
+                    is_leaf=not any(True for _ in target.children()),
+                    is_linear=_is_linear(target),
+                    num_parameters=sum(p.numel() for p in target.parameters()),
+                    outputs={path: tuple(t.shape) for path, t in elements(output).items()},
+                    inputs={path: tuple(t.shape) for path, t in inputs.items()},
+                    mflops=(flops() - started[name].pop()) / len(x) / 1e6,
+                )
+            )
+
+        return hook
+
+    try:
+        for name, target in module.named_modules():
+            handles.append(target.register_forward_pre_hook(before(name)))
+            handles.append(target.register_forward_hook(after(name, target), with_kwargs=True))
+        # Fused kernels hide their operations from the counter.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+            module(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Trace(calls, every_name, len(x))
+
+
+def _is_linear(module: nn.Module) -> bool:
+    pointwise = isinstance(module, nn.Conv2d) and set(module.kernel_size) == {1}
+    return isinstance(module, nn.Linear) or pointwise
+
+
+@contextlib.contextmanager
+def no_fast_path() -> Iterator[None]:
+    """Switch nn.TransformerEncoderLayer's fused kernel off, which calls no sub-module."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

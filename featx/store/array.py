@@ -47,7 +47,8 @@ class LayerArray:
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
-            return self._store._read_run(self.name, start, start + 1)[0]
+            row: npt.NDArray[Any] = self._store._read_run(self.name, start, start + 1)[0]
+            return row
         if type(index) is slice and index.step in (None, 1):
             start, stop, _ = index.indices(len(self))
             return self._store._read_run(self.name, start, max(start, stop))

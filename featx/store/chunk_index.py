@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
+from featx.store import layout
 from featx.store.pipeline import Pipeline
 
 _FEW_LOOK_UPS = 32
@@ -64,7 +65,9 @@ class ChunkIndex:
             missing = np.unique(chunks[self.at[chunks] < 0])
             try:
                 self._ask(missing)
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError, OverflowError) as error:
+                if not layout.is_damage(error):
+                    raise
                 raise StoreError(f"{self._label}: its chunks cannot be listed ({error})") from error
         lost = missing[self.at[missing] < 0]
         if len(lost):

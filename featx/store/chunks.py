@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.store import dtypes
+from featx.store import dtypes, layout
 from featx.store.chunk_index import ChunkIndex
 from featx.store.decoding import process
 from featx.store.pipeline import Pipeline
@@ -212,6 +212,8 @@ class ChunkRows:
             try:
                 block = dataset[first : last + 1]
             except (OSError, RuntimeError) as error:
+                if not layout.is_damage(error):
+                    raise
                 raise StoreError(
                     f"{self._label}: rows {first} to {last} cannot be read ({error})."
                 ) from error

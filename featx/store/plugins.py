@@ -162,7 +162,7 @@ class Blosc2(PluginFilter):
         library.blosc2_init()  # before there are threads: it does not lock
 
     def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
-        wrong = _blosc2_fault(frame, size)
+        wrong = _blosc2_fault(frame, size) or _array_fault(frame, values[8:])
         if wrong:
             raise StoreError(f"the blosc2 frame {wrong}; the chunk has {size} bytes")
         decoded = np.empty(size, np.uint8)
@@ -181,8 +181,7 @@ class Blosc2(PluginFilter):
             return False
         copy, target, size = self._library.b2nd_to_cbuffer, decoded.ctypes.data, len(decoded)
         try:
-            # It refuses too little room but not too much: one byte less must be too little.
-            return bool(copy(array, target, size - 1) < 0 and copy(array, target, size) >= 0)
+            return bool(copy(array, target, size) >= 0)
         finally:
             self._library.b2nd_free(array)
 
@@ -241,4 +240,32 @@ def _blosc2_fault(frame: Bytes, size: int) -> str:
         return f"claims {decoded} bytes in chunks of {chunk}"
     if itemsize < 1 or not 0 < block <= decoded:
         return f"claims blocks of {block} bytes and items of {itemsize}"
+    return ""
+
+
+def _array_fault(frame: Bytes, shape: tuple[int, ...]) -> str:
+    """What is wrong with the description of an n-dimensional array: it must be the chunk's own.
+
+    The description is msgpack: a list of version, number of dimensions, shape, chunk shape, block
+    shape and more, each shape a list of big-endian numbers. blosc2 would loop over any shape.
+    """
+    if not shape:
+        return ""
+    header = frame[: struct.unpack_from(">i", frame.data, 11)[0]].tobytes()
+    entry = header.find(b"\xde\0\1\xa4b2nd\xd2")  # the only one in the frame's list
+    if entry < 0 or entry + 13 > len(header):
+        return "describes no array"
+    start = struct.unpack_from(">i", header, entry + 9)[0] + 5
+    count = bytes([0x90 + len(shape)])
+    expected = count + b"".join(b"\xd3" + length.to_bytes(8, "big") for length in shape)
+    expected += count + b"".join(b"\xd2" + length.to_bytes(4, "big") for length in shape) + count
+    blocks = start + 3 + len(expected)
+    if header[start + 2 : blocks] != bytes([len(shape)]) + expected:
+        return f"describes an array of another shape than {shape}"
+    if len(header) < blocks + 5 * len(shape):
+        return "ends within its description"
+    for i, length in enumerate(shape):
+        block = struct.unpack_from(">i", header, blocks + 5 * i + 1)[0]
+        if not 0 < block <= length:
+            return f"describes blocks of {block} in a dimension of {length}"
     return ""

@@ -28,6 +28,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "gradients":
+        return importlib.import_module("featx.gradients")
     if name not in _HOME:
         raise AttributeError(f"module 'featx' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

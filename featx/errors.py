@@ -12,7 +12,8 @@
     │   ├── StoreMismatchError          what is asked differs from what the store was begun with
     │   └── StoreLockedError            another process is writing this store
     └── RunError (RuntimeError)         the run failed on its way; the store stays resumable
-        └── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
+        ├── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
+        └── GradientAlarm               gradients explode, vanish, or are not finite (gradients)
 
 Errors up to StoreError are the user's to mend and end the command with exit code 2;
 RunError ends it with exit code 1.

@@ -1,0 +1,60 @@
+"""Norms of gradients: on the device until the end of a step, and right where float32 is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+_SMALLEST_FLOAT32_NORM = 1e-16
+"""Below it, squares begin to vanish in float32 and the norm is taken in float64."""
+
+
+def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """L2 norms as scalars on the tensors' devices, right also where float32 squares are not.
+
+    A vanishing gradient of 1e-25 has a norm of 0 in float32, a large finite one of infinity. On
+    an accelerator the norm is taken in float64, which costs little beside the reading; on a CPU,
+    where looking costs nothing, only if float32 did not do.
+    """
+    if not tensors:
+        return []
+    real = [torch.view_as_real(x) if x.is_complex() else x for x in map(torch.detach, tensors)]
+    kinds = {x.device.type for x in real}
+    if kinds != {"cpu"}:
+        # Apple's GPUs have no float64.
+        wide = torch.float32 if "mps" in kinds else torch.float64
+        return list(torch._foreach_norm(real, 2.0, wide))
+    small = (torch.float16, torch.bfloat16)
+    norms = list(torch._foreach_norm([x.float() if x.dtype in small else x for x in real], 2.0))
+    for i, norm in enumerate(norms):
+        if not _SMALLEST_FLOAT32_NORM < float(norm) < math.inf:
+            norms[i] = torch.linalg.vector_norm(real[i].double())
+    return norms
+
+
+def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Values of scalar tensors, with one copy from each device."""
+    values = [0.0] * len(scalars)
+    for device in {x.device for x in scalars}:
+        places = [i for i, x in enumerate(scalars) if x.device == device]
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        moved = torch.stack([scalars[i].to(wide) for i in places]).tolist()
+        for i, value in zip(places, moved, strict=True):
+            values[i] = value
+    return values
+
+
+def norm_of_norms(norms: Iterable[float]) -> float:
+    """The norm of everything, from the norms of its parts; NaN if any of them is."""
+    norms = list(norms)
+    return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
+
+
+def by_module(parameters: Mapping[str, float]) -> dict[str, float]:
+    """Norm of each module's own parameters."""
+    parts: dict[str, list[float]] = {}
+    for name, norm in parameters.items():
+        parts.setdefault(name.rpartition(".")[0], []).append(norm)
+    return {name: norm_of_norms(norms) for name, norms in parts.items()}

@@ -14,15 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from featx.config import Config, layer_requests
+from featx.config import GRADIENTS, Config, layer_requests
 from featx.data import open_source
 from featx.decode import ImagePolicy
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
+from featx.store.joining import growth_refused
 from featx.store.listing import in_stored_order, listing_identity, read_listing
 from featx.store.manifest import Manifest, load_manifest
-from featx.store.session import growth_refused, missing_parts
+from featx.store.session import missing_parts
 from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
@@ -199,6 +200,7 @@ def _fingerprint(
         **{
             f"layer.{spec.name}": f"{spec.capture} of {spec.layer}, reduce {spec.reduce} "
             f"{dict(spec.reduce_args)}, shape {list(spec.shape)}"
+            + (f", target {config.target}" if spec.capture in GRADIENTS else "")
             for spec in specs
         },
         "layers": [spec.name for spec in specs],
@@ -214,7 +216,6 @@ def _fingerprint(
         "part_rows": part_rows,
         "codec": config.codec,
         "nonfinite": config.nonfinite,
-        **({"target": config.target} if config.takes_gradients else {}),
         **{f"version.{name}": version for name, version in _versions().items()},
     }
 

@@ -12,28 +12,24 @@ import io
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from featx.errors import StoreError, StoreMismatchError
-from featx.fingerprint import differences
+from featx.errors import StoreError
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.dtypes import memory_dtype
 from featx.store.files import damage_text, open_for_a_look
+from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.writer import PartBuilder, read_failures
 from featx.types import Failure, LayerSpec, Listing, Part, StoreHeader
 
 logger = logging.getLogger(__name__)
-
-_OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", "listing")
-"""Settings that may differ between the runs of a store, beside the lines layer.<name>."""
 
 
 class StoreSession:
@@ -85,7 +81,8 @@ class StoreSession:
             self._clear_leftovers()
             if before is not None:
                 self._survey()
-                self.manifest = self._continued(before)
+                unfinished = [run for run in before.runs if self._missing_of(run)]
+                self.manifest = joined(self.root, before, self._asked, unfinished, self._grow)
             self._begin(before)
             if not self.packed:
                 self.disk.make_folder(self.root / layout.PARTS)
@@ -192,61 +189,6 @@ class StoreSession:
                 self._quarantine(path, "it is damaged; a part's copy of it takes its place")
             self.disk.publish(path, manifest.to_json())
         return manifest
-
-    def _continued(self, before: Manifest) -> Manifest:
-        """The runs of the store once what is asked for has joined them.
-
-        Raises:
-            StoreMismatchError: it does not go together with what the store was begun with.
-        """
-        asked, new_rows = self._asked, len(self.listing) - before.num_rows
-        new_layers = asked.names - set(before.layers)
-        unfinished = [run for run in before.runs if self._missing_of(run)]
-        self._refuse_other_settings(before, new_rows)
-        if unfinished and all(run.names != asked.names for run in unfinished):
-            raise StoreMismatchError(
-                f"{self.root} is not finished: it was begun with layers="
-                f"{_listed(unfinished[0].names)}, now {_listed(asked.names)}. Give the same "
-                "command as then to finish it, out=DIR for a new store, or overwrite=true to "
-                "delete it."
-            )
-        if new_rows and set(before.layers) != asked.names:
-            raise StoreMismatchError(
-                f"{self.root} has layers {_listed(before.layers)}: rows can be added to all of "
-                f"them only, now layers={_listed(asked.names)}. Name them all, or choose out=DIR."
-            )
-        if not new_rows and not new_layers:
-            return before
-        grid = layout.Grid(
-            num_rows=new_rows or before.num_rows,
-            part_rows=asked.grid.part_rows,
-            first_row=before.num_rows if new_rows else 0,
-            first_part=before.num_parts,
-        )
-        return Manifest((*before.runs, replace(asked, grid=grid)))
-
-    def _refuse_other_settings(self, before: Manifest, new_rows: int) -> None:
-        root, asked = self.root, self._asked
-        now, latest = asked.header.fingerprint, before.runs[-1].header.fingerprint
-        refuse_difference(root, _common(latest), _common(now))
-        known = asked.names & set(before.layers)
-        layers = {f"layer {spec.name}": asdict(spec) for spec in asked.layers if spec.name in known}
-        stored = {f"layer {name}": asdict(before.layers[name]) for name in known}
-        refuse_difference(root, stored, layers)
-        if new_rows:
-            if not self._grow:
-                raise StoreMismatchError(growth_refused(root, new_rows))
-            return
-        refuse_difference(root, _listing_of(latest), _listing_of(now))
-        for run in [before.holder(name) for name in sorted(known)]:
-            if run.names != asked.names:
-                continue
-            # The very layers of one run: nothing of it may differ but the rows it grew by.
-            fixed = [
-                {**one.header.fingerprint, "part_rows": one.grid.part_rows, "codec": one.codec}
-                for one in (run, asked)
-            ]
-            refuse_difference(root, *({**one, **_listing_of(now)} for one in fixed))
 
     def _begin(self, before: Manifest | None) -> None:
         """Write the manifest and the listing where they are new.
@@ -419,44 +361,6 @@ def remove_parts(disk: Disk) -> None:
             disk.remove(path)
     with contextlib.suppress(OSError):  # not ours alone, or not there
         parts.rmdir()
-
-
-def _common(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that all runs of a store share."""
-    return {
-        key: value
-        for key, value in fingerprint.items()
-        if key not in _OF_ONE_RUN and not key.startswith("layer.")
-    }
-
-
-def _listing_of(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    return {"listing": fingerprint.get("listing")}
-
-
-def _listed(names: Any) -> str:
-    return f"[{','.join(sorted(names))}]"
-
-
-def growth_refused(root: Path, new_rows: int) -> str:
-    """The message for a data set that has grown since the store was begun."""
-    return (
-        f"the data set has {new_rows} new images that {root} does not know. grow=true adds them "
-        "after the rows that are there, which keep their places; out=DIR makes a new store."
-    )
-
-
-def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise StoreMismatchError where two fingerprints differ, naming the keys and both values."""
-    changed = differences(before, now)
-    if not changed:
-        return
-    lines = [f"  {key}: the store has {old!r}, now {new!r}" for key, old, new in changed]
-    raise StoreMismatchError(
-        f"{root} was begun with other settings:\n" + "\n".join(lines) + "\n"
-        "Features of both would be mixed. Give the old settings to go on, out=DIR for a new "
-        "store, or overwrite=true to delete this one."
-    )
 
 
 def csv_rows(failures: Sequence[Failure]) -> str:

@@ -217,7 +217,7 @@ def _pack(config: Config, session: StoreSession) -> None:
             "featx.open reads parts as well."
         )
         return
-    pack_in_child(session.root)
+    pack_in_child(session.root, session.lock)
     session.after_packing()
 
 

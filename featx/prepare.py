@@ -83,7 +83,7 @@ def list_images(config: Config, stored: Manifest | None = None) -> tuple[Source,
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:
         root = Path(config.out).expanduser()
-        before = read_listing(root, stored.num_rows)
+        before = read_listing(root, stored.num_rows, stored.listing_identity)
         if before is not None:
             listing = in_stored_order(root, before, listing)
         new_rows = len(listing) - stored.num_rows

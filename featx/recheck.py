@@ -11,17 +11,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import Config
+from featx.config import Config, ReduceConfig
+from featx.errors import StoreMismatchError
 from featx.extraction import compute_rows
 from featx.keys import from_saved
 from featx.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run
 from featx.store.reader import FeatureStore
+from featx.store.session import missing_parts
 from featx.types import Batch, LayerSpec, Part, Status
 
-MIN_COSINE = 0.999
+MIN_AGREEMENT = 0.999
 """Another device or library version may change bits, never more than this."""
+
+_OF_THE_MODEL = ("model", "weights_sha256", "transform", "decode")
+"""Settings without which no row can be what it was."""
 
 
 @dataclass
@@ -31,7 +36,7 @@ class Recheck:
     Attributes:
         rows: that were extracted again.
         identical: rows with the very same bits in every layer, or the same failure.
-        close: others with a cosine of at least MIN_COSINE in every layer.
+        close: others with an agreement of at least MIN_AGREEMENT in every layer.
         different: a line for each of the rest.
     """
 
@@ -61,41 +66,92 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
     """
     store = FeatureStore(root)
     there = np.flatnonzero(store.status != Status.ABSENT)
-    chosen = np.random.default_rng(config.seed).permutation(there)[:count]
-    result = Recheck(rows=len(chosen))
-    worst: dict[int, float] = dict.fromkeys(chosen.tolist(), np.inf)
+    chosen = np.random.default_rng(config.seed).permutation(there)[:count].tolist()
+    lacking = missing_parts(root, manifest)
+    unfinished = frozenset(name for run, _ in lacking for name in run.names)
+    worst: dict[int, float] = {}
     notes: dict[int, str] = {}
     for run in manifest.runs:
-        inside = [row for row in sorted(worst) if run.grid.first_row <= row < run.grid.stop_row]
-        specs = {spec.name: spec for spec in run.layers if spec.name in store}
-        if not inside or not specs:
-            continue
-        with prepare(config_of_run(config, root, run), run.header.config) as prepared:
-            for row, features, status in _extracted(prepared, run, inside):
-                found = _likeness(store, row, specs, features, status)
-                if found < worst[row]:
-                    worst[row] = found
-                    notes[row] = f"row {row} ({store.keys[row]}): " + _what(
-                        store, row, status, found
-                    )
-    result.identical = sum(value == np.inf for value in worst.values())
-    result.close = sum(MIN_COSINE <= value < np.inf for value in worst.values())
-    result.different = [notes[row] for row, value in worst.items() if value < MIN_COSINE]
-    return result
+        absent = [part for other, parts in lacking if other is run for part in parts]
+        inside = [row for row in sorted(chosen) if _holds(run, absent, row)]
+        for specs in _layers_at_once(run, store, unfinished):
+            # Pictures that are new in the data set are none of our business here.
+            again = replace(
+                config_of_run(config, root, manifest, run), layers=_requests(specs), grow=True
+            )
+            if not inside:
+                continue
+            with prepare(again, run.header.config) as prepared:
+                _refuse_another_model(root, run, prepared)
+                for row, features, status in _extracted(prepared, run, inside):
+                    found, note = _compared(store, row, specs, features, status)
+                    if found < worst.get(row, np.inf):
+                        notes[row] = f"row {row} ({store.keys[row]}): {note}"
+                    worst[row] = min(worst.get(row, np.inf), found)
+    return Recheck(
+        rows=len(worst),
+        identical=sum(value == np.inf for value in worst.values()),
+        close=sum(MIN_AGREEMENT <= value < np.inf for value in worst.values()),
+        different=[notes[row] for row, value in worst.items() if value < MIN_AGREEMENT],
+    )
 
 
-def config_of_run(config: Config, root: Path, run: Run) -> Config:
+def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> Config:
     """The config of a run of a store, to go on with it or do it again.
+
+    The data set is the last run's: an earlier one may have seen fewer rows of it.
 
     Args:
         config: of the command now; a device or data.root given there is taken.
         root: where the store lies now.
-        run: of the store.
+        manifest: its runs.
+        run: one of them.
     """
     before = from_saved(run.header.config)
-    data = before.data if config.data.root is None else replace(before.data, root=config.data.root)
+    data = from_saved(manifest.runs[-1].header.config).data
+    data = data if config.data.root is None else replace(data, root=config.data.root)
     device = before.device if config.device == "auto" else config.device
-    return replace(before, data=data, device=device, out=str(root), overwrite=False)
+    return replace(before, data=data, device=device, out=str(root), overwrite=False, grow=False)
+
+
+def _holds(run: Run, absent: list[Part], row: int) -> bool:
+    """Whether a row is one of a run's, and its part is there."""
+    inside = run.grid.first_row <= row < run.grid.stop_row
+    return inside and not any(part.start <= row < part.stop for part in absent)
+
+
+def _layers_at_once(
+    run: Run, store: FeatureStore, unfinished: frozenset[str]
+) -> list[list[LayerSpec]]:
+    """The layers of a run that can be looked at, in groups that `prepare` does not tear apart.
+
+    It leaves out what is finished where it is asked for layers of both kinds.
+    """
+    specs = [spec for spec in run.layers if spec.name in store]
+    groups = [
+        [spec for spec in specs if (spec.name in unfinished) == wanted] for wanted in (False, True)
+    ]
+    return [group for group in groups if group]
+
+
+def _requests(specs: list[LayerSpec]) -> dict[str, ReduceConfig]:
+    """The key `layers` for these very datasets."""
+    return {spec.name: ReduceConfig(spec.reduce, **spec.reduce_args) for spec in specs}  # type: ignore[arg-type]
+
+
+def _refuse_another_model(root: Path, run: Run, prepared: Prepared) -> None:
+    """Rows of other weights say nothing of the pictures."""
+    before, now = run.header.fingerprint, prepared.header.fingerprint
+    changed = [
+        f"  {key}: the store has {before[key]!r}, now {now[key]!r}"
+        for key in _OF_THE_MODEL
+        if key in before and before[key] != now[key]
+    ]
+    if changed:
+        raise StoreMismatchError(
+            f"rows of {root} cannot be compared, what extracts them has changed:\n"
+            + "\n".join(changed)
+        )
 
 
 def _extracted(
@@ -138,32 +194,36 @@ def _rows_of(
         yield row, values, status.get(row, int(Status.OK))
 
 
-def _likeness(
+def _compared(
     store: FeatureStore,
     row: int,
-    specs: dict[str, LayerSpec],
+    specs: list[LayerSpec],
     features: dict[str, npt.NDArray[Any]],
     status: int,
-) -> float:
-    """Infinity where stored and new row are the same; else the smallest cosine of their layers."""
-    if status != int(store.status[row]):
-        return -1.0
+) -> tuple[float, str]:
+    """Infinity where stored and new row are the same, else the smallest agreement; and a note."""
+    before = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
+    # A row that has values here may have failed in another run; the store knows one status only.
+    failed = all(np.isnan(values).all() for values in before.values())
+    said = int(store.status[row]) if failed else int(Status.OK)
+    if status != said:
+        return -1.0, f"was {Status(said).label}, is {Status(status).label} now"
     if status != Status.OK:
-        return np.inf
+        return np.inf, ""
     smallest = np.inf
-    for name in specs:
-        dtype = specs[name].dtype
-        before = np.asarray(store[name][row], dtype=np.float64).ravel()
-        now = from_raw(features[name], dtype).astype(np.float64).ravel()
-        if np.array_equal(before, now):
-            continue
-        lengths = np.linalg.norm(before) * np.linalg.norm(now)
-        smallest = min(smallest, float(before @ now / lengths) if lengths else -1.0)
-    return smallest
+    for spec in specs:
+        now = from_raw(features[spec.name], spec.dtype).astype(np.float64).ravel()
+        if not np.array_equal(before[spec.name], now):
+            smallest = min(smallest, agreement(before[spec.name], now))
+    return smallest, f"agrees with the picture's features now by {smallest:.5f}"
 
 
-def _what(store: FeatureStore, row: int, status: int, cosine: float) -> str:
-    before = int(store.status[row])
-    if before != status:
-        return f"was {Status(before).label}, is {Status(status).label} now"
-    return f"cosine to the picture's features now is {cosine:.5f}"
+def agreement(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
+    """1 - |a - b|^2 / (2 |a| |b|): the cosine of two vectors, less where their lengths differ.
+
+    -1 where it has no value: one of them is zero, or not finite.
+    """
+    product = float(np.linalg.norm(a) * np.linalg.norm(b))
+    if not 0 < product < np.inf:
+        return -1.0
+    return float(1 - np.sum((a - b) ** 2) / (2 * product))

@@ -12,8 +12,10 @@ import h5py
 import numpy as np
 
 from featx.store import layout
+from featx.store.commit import exclusive_lock
+from featx.store.listing import in_stored_order, listing_identity
 from featx.store.manifest import Run
-from featx.store.pack import pack
+from featx.store.pack import pack, pack_in_child
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part, Status, StoreHeader
@@ -73,7 +75,7 @@ class MadeRun:
             status[failure.row] = failure.status
         return status
 
-    def session(self, root: Path) -> StoreSession:
+    def session(self, root: Path, grow: bool = False) -> StoreSession:
         return StoreSession(
             root,
             self.header,
@@ -82,6 +84,7 @@ class MadeRun:
             self.part_rows,
             self.codec,
             self.resolved,
+            grow,
         )
 
     def builder(self, part: Part, batch: int | None = None) -> PartBuilder:
@@ -106,6 +109,27 @@ class MadeRun:
                 pack(root)
                 session.after_packing()
         return root
+
+    def finish(
+        self, root: Path, grow: bool = False, at_most: int | None = None, packed: bool = False
+    ) -> Path:
+        """Commit what the session says is missing, or the first parts of it; then pack."""
+        with self.session(root, grow).hold() as session:
+            for part in session.missing()[:at_most]:
+                session.commit(self.builder(part))
+            if packed and not session.packed:
+                pack(root)
+                session.after_packing()
+        return root
+
+    def identified(self) -> MadeRun:
+        """The same run with a fingerprint that says what a real one does of layers and rows."""
+        return self.changed(
+            layers=[spec.name for spec in self.specs],
+            listing=listing_identity(self.listing),
+            part_rows=self.part_rows,
+            codec=self.codec,
+        )
 
     def changed(self, **fingerprint: Any) -> MadeRun:
         """The same run with another fingerprint."""
@@ -144,6 +168,90 @@ def make_run(
     )
 
 
+def make_added(
+    run: MadeRun,
+    shapes: Mapping[str, tuple[int, ...]],
+    part_rows: int = 8,
+    dtype: str = "float32",
+    codec: str = "none",
+    failed: Iterable[int] = (),
+    seed: int = 1,
+) -> MadeRun:
+    """A later run that adds layers to all rows of a store."""
+    made = make_run(len(run.listing), part_rows, shapes, dtype, codec, seed=seed)
+    failures = tuple(
+        Failure(row, bytes(run.listing.keys[row]), Status.TIMEOUT, "TimeoutError", f"again {row}")
+        for row in failed
+    )
+    added = replace(made, listing=run.listing, header=run.header, failures=failures)
+    return added.identified()
+
+
+def make_grown(
+    run: MadeRun,
+    new_rows: int,
+    part_rows: int = 8,
+    codec: str = "none",
+    failed: Iterable[int] = (),
+) -> MadeRun:
+    """The same layers of a data set that has new images; their keys fall between the old ones.
+
+    Args:
+        run: what the store has; `grown.features` begin with its rows.
+        new_rows: how many images came.
+        part_rows, codec: of the run that adds them.
+        failed: of the new rows, counted in the whole store.
+    """
+    old, count = run.listing, len(run.listing)
+    new = [b"%s/%d-%04d.jpg" % ((b"ant", b"cow", b"zebra")[i % 3], count, i)
+           for i in range(new_rows)]  # fmt: skip
+    keys = np.array(sorted([*old.keys.tolist(), *new]))
+    names = tuple(sorted({*old.classes, "ant"}))
+    label_of = {
+        key: names.index(old.classes[label]) if label >= 0 else -1
+        for key, label in zip(old.keys.tolist(), old.labels.tolist(), strict=True)
+    }
+    ant = names.index("ant")
+    labels = [label_of.get(key, ant if key.startswith(b"ant/") else -1) for key in keys.tolist()]
+    found = Listing(keys, np.array(labels, np.int64), names)
+    listing = in_stored_order(Path("made"), old, found)
+    rng = np.random.default_rng(count + new_rows)
+    features = {
+        spec.name: np.concatenate(
+            [
+                run.features[spec.name],
+                rng.normal(size=(new_rows, *spec.shape)).astype(run.features[spec.name].dtype),
+            ]
+        )
+        for spec in run.specs
+    }
+    failures = tuple(
+        Failure(row, bytes(listing.keys[row]), Status.EMPTY, "ImageFault", f"new {row}")
+        for row in failed
+    )
+    grown = replace(
+        run,
+        listing=listing,
+        features=features,
+        part_rows=part_rows,
+        codec=codec,
+        failures=(*run.failures, *failures),
+    )
+    return grown.identified()
+
+
+def joined(*runs: MadeRun) -> MadeRun:
+    """One run with the layers of several over the same rows, the first one's settings."""
+    first = runs[0]
+    failures = {f.row: f for run in reversed(runs) for f in run.failures}
+    return replace(
+        first,
+        specs=tuple(spec for run in runs for spec in run.specs),
+        features={name: rows for run in runs for name, rows in run.features.items()},
+        failures=tuple(failures[row] for row in sorted(failures)),
+    ).identified()
+
+
 def dataset_digests(path: Path) -> dict[str, str]:
     """sha256 of the values of every dataset of a file, with shape and type."""
     found = {}
@@ -160,3 +268,9 @@ def dataset_digests(path: Path) -> dict[str, str]:
 
 def temporary_files(root: Path) -> list[Path]:
     return sorted(root.rglob(".tmp-*"))
+
+
+def pack_alone(root: Path) -> None:
+    """Pack in a child process, under the store's lock."""
+    with exclusive_lock(root / layout.LOCK) as lock:
+        pack_in_child(root, lock)

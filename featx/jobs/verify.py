@@ -11,11 +11,13 @@ from featx.errors import ConfigError
 from featx.extraction import run_extraction
 from featx.progress import complain, facts, say, size_text
 from featx.recheck import Recheck, config_of_run, recheck_rows
+from featx.store import layout
 from featx.store.check import Report, check_store
-from featx.store.manifest import Manifest, load_manifest
+from featx.store.listing import read_listing
+from featx.store.manifest import Manifest, Run, load_manifest
 from featx.store.pack import pack_store
 from featx.store.repair import set_damage_aside
-from featx.store.session import missing_parts
+from featx.store.session import StoreSession, missing_parts
 
 EXIT_DAMAGED = 2
 EXIT_INCOMPLETE = 1
@@ -54,17 +56,38 @@ def run(config: Config, config_yaml: str) -> int:
 def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     """Set aside what is damaged, extract what is missing, and look again."""
     root = report.root
+    was_packed = (root / layout.PACKED).exists()
     moved = set_damage_aside(report)
     for path in moved:
         complain(f"moved {path}")
-    lacking = missing_parts(root, _manifest(root))
-    for one, _ in lacking:
-        run_extraction(config_of_run(config, root, one), one.header.config)
-    if not lacking and report.damages:
-        pack_store(root)  # only what stands beside the features was damaged
+    manifest = _manifest(root)
+    lacking = missing_parts(root, manifest)
+    # Without copies of them, featx.json and samples.h5 are made from the pictures as well.
+    runs = [run for run, _ in lacking] or _put_back(root, manifest)
+    for run in runs:
+        run_extraction(config_of_run(config, root, manifest, run), run.header.config)
+    if was_packed and not missing_parts(root, manifest):
+        pack_store(root)
     again = {(part.start, part.stop) for _, parts in lacking for part in parts}
     rows = sum(stop - start for start, stop in again)
     return check_store(root), {"moved": [str(path) for path in moved], "rows": rows}
+
+
+def _put_back(root: Path, manifest: Manifest) -> list[Run]:
+    """Restore featx.json and samples.h5 of a store that lacks no row.
+
+    Returns:
+        the run that has to be gone through to restore them, where no file has a copy.
+    """
+    run = manifest.runs[-1]
+    listing = read_listing(root, manifest.num_rows)
+    if listing is None:
+        return [run]
+    session = StoreSession(
+        root, run.header, run.layers, listing, run.grid.part_rows, run.codec, run.resolved
+    )
+    with session.hold():
+        return []
 
 
 def _manifest(root: Path) -> Manifest:

@@ -41,21 +41,27 @@ class Disk:
         self.root = root
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder and its parents, and make its name durable."""
-        if path.is_dir():
-            return
+        """Create a folder and its parents, each made durable before the next one is made.
+
+        Where the folder is there already, a process that was killed may have made it, or have put
+        files into it: they were not durable for that, and are now.
+        """
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreError(
-                f"cannot create the folder {path}: {error.strerror}. Choose another out=DIR."
-            ) from error
-        try:
-            for folder in reversed(new):
-                self.sync_folder(folder.parent)
-        except OSError as error:
-            raise _failed(path, error) from error
+        there = new[-1].parent if new else path
+        for folder in reversed(new or [path]):
+            try:
+                folder.mkdir(exist_ok=True)
+            except OSError as error:
+                raise StoreError(
+                    f"cannot create the folder {folder}: {error.strerror}. Choose another out=DIR."
+                ) from error
+            try:
+                if folder.parent in (there, there.parent):
+                    with contextlib.suppress(PermissionError):  # not ours, so it is an old one
+                        self.sync_folder(there.parent)
+                self.sync_folder(folder.parent if new else folder)
+            except OSError as error:
+                raise _failed(folder, error) from error
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
         """Create `path` with `data`, whole or not at all.
@@ -109,7 +115,11 @@ class Disk:
                 descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
                 try:
                     file = ReservedFile(descriptor, size)
-                    yield file
+                    try:
+                        yield file
+                    except Exception:
+                        file.raise_failure()  # what the disk did explains all that came after it
+                        raise
                     file.settle()
                 finally:
                     os.close(descriptor)
@@ -124,15 +134,19 @@ class Disk:
             raise _failed(path, error) from error
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Move a file that cannot be trusted out of the way; it is never deleted."""
+        """Move a file that cannot be trusted out of the way; it is never deleted.
+
+        It has its new name, durably, before it loses the old one.
+        """
         self.make_folder(folder)
-        taken = (folder / f"{path.name}.{number}" for number in itertools.count(1))
-        target = next(name for name in taken if not name.exists())
+        names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
         try:
-            path.rename(target)
+            target = next(name for name in names if self._link(path, name))
+            self.sync_folder(folder)
+            path.unlink(missing_ok=True)  # where there are no hard links, it was moved
             self.sync_folder(path.parent)
         except OSError as error:
-            raise _failed(target, error) from error
+            raise _failed(path, error) from error
         return target
 
     def remove(self, path: Path) -> None:
@@ -199,6 +213,8 @@ class ReservedFile(io.RawIOBase):
     """A file object for h5py over space that is already reserved, so no write can run out of it.
 
     HDF5 sees the logical size; the file on disk is as long as what was reserved until `settle`.
+    Nor does it see a write that fails, for it crashes on that when it closes the file: the first
+    such error is kept, no more is written, and `settle` raises it.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -207,6 +223,7 @@ class ReservedFile(io.RawIOBase):
         self._reserved = size
         self._size = 0
         self._position = 0
+        self._failure: OSError | None = None
         if hasattr(os, "posix_fallocate"):  # macOS has none; a full disk then shows on writing
             os.posix_fallocate(descriptor, 0, max(1, size))
 
@@ -238,9 +255,14 @@ class ReservedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         end = self._position + len(view)
-        if end > self._reserved:
-            raise OSError(errno.ENOSPC, f"{self._reserved} bytes were reserved, {end} are needed")
-        write_all(self._descriptor, view, self._position)
+        if self._failure is None:
+            try:
+                if end > self._reserved:
+                    text = f"{self._reserved} bytes were reserved, {end} are needed"
+                    raise OSError(errno.ENOSPC, text)
+                write_all(self._descriptor, view, self._position)
+            except OSError as error:
+                self._failure = error
         self._position = end
         self._size = max(self._size, end)
         return len(view)
@@ -249,8 +271,17 @@ class ReservedFile(io.RawIOBase):
         self._size = self._position if size is None else size
         return self._size
 
+    def raise_failure(self) -> None:
+        """Raise the error of the first write that failed, if there was one."""
+        # Not kept: its traceback leads to HDF5's hold on this object, a cycle that Python cannot
+        # see, and h5py crashes at exit on what is left of one.
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
     def settle(self) -> None:
         """Give back what was not used and make the contents durable."""
+        self.raise_failure()
         os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)
 
@@ -267,8 +298,11 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 @contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[int]:
     """Hold the store for writing as long as the block runs.
+
+    Yields:
+        the descriptor that holds the lock; a process that inherits it holds it as well.
 
     Raises:
         StoreLockedError: somebody else holds it; the message says who.
@@ -302,7 +336,12 @@ def exclusive_lock(path: Path) -> Iterator[None]:
             }
         )
         _note_holder(descriptor, holder_text)
-        yield
+        try:
+            # What a killed holder gave its name may not be durable yet, and is built upon from now.
+            Disk(path.parent).sync_folder(path.parent)
+        except OSError as error:
+            raise _failed(path.parent, error) from error
+        yield descriptor
         _note_holder(descriptor, "")
     finally:
         with contextlib.suppress(OSError):  # nothing of the store is written through it

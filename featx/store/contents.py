@@ -77,17 +77,18 @@ def find_contents(root: Path, handles: Handles) -> Contents:
     for _ in range(_LOOKS):
         before = _packed_state(root)
         handles.close()
+        trouble: OSError | None = None
         try:
             contents = _folder_contents(root, before is not None, handles)
-        except FileNotFoundError as error:
-            missing = error.filename
-        else:
-            missing = None
+        except (FileNotFoundError, StoreError) as error:
+            trouble = error
         # Packed while we looked: the parts were going, so that must be done again.
         if _packed_state(root) == before:
             break
-    if missing is not None:
-        raise StoreError(f"{root} holds no store: {missing} is missing.")
+    if isinstance(trouble, FileNotFoundError):
+        raise StoreError(f"{root} holds no store: {trouble.filename} is missing.")
+    if trouble is not None:
+        raise trouble
     return contents
 
 
@@ -104,7 +105,12 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
     manifest, _ = load_manifest(root)
     if is_packed:
         contents, num_runs = _packed_contents(root / layout.PACKED, handles)
-        if manifest is None or len(manifest.runs) == num_runs:
+        if manifest is None or len(manifest.runs) < num_runs:
+            return contents
+        # The keys of rows that are being added are taken from samples.h5: they must be its own.
+        if contents.attrs.get("fingerprint") != manifest.digest_of(num_runs):
+            raise StoreError(f"{root / layout.PACKED} is of another run than {layout.DESCRIPTOR}.")
+        if len(manifest.runs) == num_runs:
             return contents
         return _with_parts(root, manifest, contents, num_runs, handles)
     if manifest is None:
@@ -155,23 +161,34 @@ def _with_parts(
     """The packed runs, if there are any, and the parts of those that came after them.
 
     Rows that are being added show as they come. A layer that is being added shows when it is whole,
-    so that a row which is ok has its values in every layer.
+    and so are the runs before it, so that a row which is ok has its values in every layer.
     """
+    listing = root / layout.LISTING
+    with handles.use(listing) as opened:
+        classes = opened.texts(layout.CLASSES)
+        if (known := opened.dataset(layout.KEY).size) < manifest.num_rows:
+            raise StoreError(
+                f"{listing} has {known} rows, {layout.DESCRIPTOR} counts {manifest.num_rows}."
+            )
     there = {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
     segments = list(packed.segments) if packed else []
     layers = dict(packed.layers) if packed else {}
     num_rows = packed.num_rows if packed else 0
     complete = packed is None or packed.complete
+    hidden: set[str] = set()
     for number, run in enumerate(manifest.runs[num_packed:], num_packed):
         found = _segments(root, run, there)
         whole = len(found) == len(run.grid)
-        adds_layers = number > 0 and not run.names <= set(layers)
-        if adds_layers and not whole:
+        adds_layers = number > 0 and not run.names <= {*layers, *hidden}
+        if adds_layers and not (whole and complete):
+            hidden |= run.names
             continue
         complete = complete and whole
         segments += found
         num_rows = max(num_rows, run.grid.stop_row)
         for spec in run.layers:
+            if spec.name in hidden:
+                continue
             names = ("layer", "capture", "reduce", "compute_dtype")
             attrs = {name: getattr(spec, name) for name in names}
             layers.setdefault(spec.name, LayerInfo(spec.shape, np.dtype(spec.dtype), attrs))
@@ -187,9 +204,6 @@ def _with_parts(
     }
     # HDF5 gives a file's datasets in the order of their names; so do the parts.
     in_order = {name: layers[name] for name in sorted(layers)}
-    listing = root / layout.LISTING
-    with handles.use(listing) as opened:
-        classes = opened.texts(layout.CLASSES)
     return Contents(num_rows, complete, tuple(segments), in_order, listing, classes, attrs)
 
 

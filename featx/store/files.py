@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import StoreError
+from featx.errors import FeatxError, StoreError
 from featx.store import codecs, layout
 from featx.store.chunks import ChunkRows
 
@@ -146,6 +146,10 @@ class Handles:
             self._close_idle(self._most)
         try:
             yield file
+        except (FeatxError, FileNotFoundError):
+            raise
+        except layout.UNREADABLE as error:
+            raise StoreError(f"{path}: {damage_text(path, error)}") from error
         finally:
             with self._lock:
                 file.users -= 1
@@ -199,7 +203,9 @@ def open_for_a_look(path: Path) -> Iterator[h5py.File]:
             with h5py.File(raw, "r") as file:
                 yield file
         except layout.UNREADABLE as error:
-            raise raw.error or error from error
+            # Kept on the file it would be part of a cycle through HDF5, which crashes at exit.
+            failed, raw.error = raw.error, None
+            raise failed or error from error
 
 
 def damage_text(path: Path, error: Exception) -> str:
@@ -220,6 +226,9 @@ def _open_checked(path: Path) -> h5py.File:
         pass
     try:
         return open_hdf5(path, rdcc_nbytes=0)
+    except FileNotFoundError as error:  # packed away between the two looks
+        error.filename = error.filename or str(path)
+        raise
     except OSError as error:
         raise StoreError(f"{path} cannot be read as HDF5: {error}.") from error
 
@@ -234,7 +243,7 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
     dataset = file[path]
     if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
         raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused.")
-    size = dataset.size * dataset.dtype.itemsize
+    size = dataset.size * dataset.id.get_type().get_size()  # a bfloat16 reads as float32
     filtered = dataset.id.get_create_plist().get_nfilters() > 0
     if size > dataset.id.get_storage_size() * (_MAX_COMPRESSION if filtered else 1):
         raise StoreError(

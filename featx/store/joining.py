@@ -51,6 +51,10 @@ def joined(
         )
     if new_rows <= 0 and asked.names <= set(before.layers):
         return before
+    if new_rows <= 0 and (twice := asked.names & set(before.layers)):
+        raise StoreMismatchError(
+            f"{root} has {_listed(twice)} already; only layers that it lacks can be added."
+        )
     grid = layout.Grid(
         num_rows=new_rows if new_rows > 0 else before.num_rows,
         part_rows=asked.grid.part_rows,
@@ -74,10 +78,10 @@ def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool
         return
     listing = {"listing": now.get("listing")}
     refuse_difference(root, {"listing": latest.get("listing")}, listing)
-    for run in holders:
-        if run.names == asked.names:
-            # The very layers of one run: nothing of it may differ but the rows it grew by.
-            refuse_difference(root, {**_all_of(run), **listing}, _all_of(asked))
+    # The very layers of some runs: nothing of one of them may differ but the rows it grew by.
+    alike = [{**_all_of(run), **listing} for run in before.runs if run.names == asked.names]
+    if alike and all(differences(one, _all_of(asked)) for one in alike):
+        refuse_difference(root, alike[-1], _all_of(asked))
 
 
 def _all_of(run: Run) -> dict[str, Any]:

@@ -62,33 +62,93 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
                 for column, values in ((keys, listing.keys), (labels, listing.labels)):
                     if not np.array_equal(column[rows], values[rows]):
                         return num_rows, f"its dataset {column.name} is not that of this store"
+            # One of them may know the classes of rows that the other does not have yet.
+            pairs = zip(_classes_in(file), listing.classes, strict=False)
+            if any(found != expected for found, expected in pairs):
+                return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
             return num_rows, None
     except layout.UNREADABLE as error:
         return 0, damage_text(path, error)
 
 
-def read_listing(root: Path, num_rows: int) -> Listing | None:
-    """The first rows of a store's listing, from samples.h5 or else from features.h5.
+def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:
+    """The first rows of a store's listing: from samples.h5, features.h5, or the parts.
+
+    Args:
+        root: the store's folder.
+        num_rows: how many.
+        identity: as in the fingerprint; the first of them that has it is taken, and only where
+            none has it, the first that has so many rows.
 
     Returns:
-        None where neither of them has so many rows.
+        None where none of them has so many rows.
 
     Raises:
         StoreError: the system cannot read it now.
     """
-    for name in (layout.LISTING, layout.PACKED):
+    second_best = None
+    for read in (_from_samples, _from_packed, _from_parts):
+        listing = read(root, num_rows)
+        if listing is not None and identity in (None, listing_identity(listing)):
+            return listing
+        second_best = second_best or listing
+    return second_best
+
+
+def listing_in(path: Path, num_rows: int) -> Listing | None:
+    """The first rows of the listing in a file, None where it is damaged or has fewer.
+
+    Raises:
+        StoreError: the system cannot read it now.
+    """
+    try:
+        with open_for_a_look(path) as file:
+            keys, labels = file[layout.KEY][:num_rows], file[layout.LABEL][:num_rows]
+            classes = _classes_in(file)
+    except FileNotFoundError:
+        return None
+    except layout.UNREADABLE as error:
+        damage_text(path, error)
+        return None
+    sound = len(keys) == len(labels) == num_rows and (keys.dtype.kind, labels.dtype) == ("S", "<i8")
+    return Listing(keys, labels, classes) if sound else None
+
+
+def _from_samples(root: Path, num_rows: int) -> Listing | None:
+    return listing_in(root / layout.LISTING, num_rows)
+
+
+def _from_packed(root: Path, num_rows: int) -> Listing | None:
+    return listing_in(root / layout.PACKED, num_rows)
+
+
+def _from_parts(root: Path, num_rows: int) -> Listing | None:
+    """Put together from the rows that every part has of it; parts of several runs overlap."""
+    pieces: list[tuple[int, Listing]] = []
+    for path in sorted((root / layout.PARTS).glob(layout.PART_GLOB)):
         try:
-            with open_for_a_look(root / name) as file:
-                keys, labels = file[layout.KEY][:num_rows], file[layout.LABEL][:num_rows]
-                classes = [c.decode("utf-8", "surrogateescape") for c in file[layout.CLASSES][:]]
-        except FileNotFoundError:
-            continue
+            with open_for_a_look(path) as file:
+                start, count = int(file.attrs["start"]), len(file[layout.KEY])
         except layout.UNREADABLE as error:
-            damage_text(root / name, error)
+            damage_text(path, error)
             continue
-        if len(keys) == len(labels) == num_rows:
-            return Listing(keys, labels, tuple(classes))
-    return None
+        if (piece := listing_in(path, count)) is not None:
+            pieces.append((start, piece))
+    keys, labels, row = [], [], 0
+    for start, piece in sorted(pieces, key=lambda pair: pair[0]):
+        if start <= row < start + len(piece):
+            keys.append(piece.keys[row - start :])
+            labels.append(piece.labels[row - start :])
+            row = start + len(piece)
+    if row < num_rows or not keys:
+        return None
+    classes = max((piece.classes for _, piece in pieces), key=len)
+    return Listing(np.concatenate(keys), np.concatenate(labels), classes).head(num_rows)
+
+
+def _classes_in(file: h5py.File) -> tuple[str, ...]:
+    names: list[bytes] = file[layout.CLASSES][:].tolist()
+    return tuple(name.decode("utf-8", "surrogateescape") for name in names)
 
 
 def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:

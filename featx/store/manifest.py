@@ -6,8 +6,9 @@ is a rectangle of the table of rows and layers, with parts and settings of its o
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +20,16 @@ from featx.errors import StoreError
 from featx.fingerprint import digest
 from featx.store import layout
 from featx.store.files import open_for_a_look
-from featx.types import LayerSpec, Part, StoreHeader
+from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader
 
 _NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
+
+_SUM = "sha256"
+"""Of everything else in featx.json; one written before this was added has none."""
+
+_MAX_PARTS = 1_000_000
+"""More than part names have digits for; else a few bytes could claim work without end."""
 
 
 class DamagedManifestError(StoreError):
@@ -99,7 +106,22 @@ class Run:
         )
         if run.digest != values["fingerprint_sha256"]:
             raise ValueError("its fingerprint does not have the sha256 that stands beside it")
+        _check_claims(run)
         return run
+
+
+def _check_claims(run: Run) -> None:
+    """Raise ValueError where the numbers of a run are none that a run can have."""
+    grid = run.grid
+    if grid.part_rows < 1 or grid.part_rows & (grid.part_rows - 1):
+        raise ValueError(f"part_rows is {grid.part_rows}, no power of two")
+    if min(grid.num_rows, grid.first_row, grid.first_part) < 0 or len(grid) > _MAX_PARTS:
+        raise ValueError(f"it claims {grid.num_rows} rows in {len(grid)} parts")
+    if len(run.names) < len(run.layers):
+        raise ValueError("a layer stands in it twice")
+    for spec in run.layers:
+        if spec.dtype not in ITEM_BYTES or not all(type(n) is int and n > 0 for n in spec.shape):
+            raise ValueError(f"layer {spec.name} is {spec.shape} {spec.dtype}")
 
 
 @dataclass(frozen=True)
@@ -134,6 +156,13 @@ class Manifest:
             return self.runs[0].digest
         return digest({"runs": [run.digest for run in self.runs[:num_runs]]})
 
+    @property
+    def listing_identity(self) -> str | None:
+        """The listing as the fingerprint of the run with the last rows states it."""
+        latest = max(self.runs, key=lambda run: run.grid.stop_row)
+        identity = latest.header.fingerprint.get("listing")
+        return None if identity is None else str(identity)
+
     def holder(self, layer: str) -> Run:
         """The first run that makes a dataset."""
         return next(run for run in self.runs if layer in run.names)
@@ -147,6 +176,7 @@ class Manifest:
         }
         if others:
             values["additions"] = [run.as_dict() for run in others]
+        values[_SUM] = digest(values)
         return (json.dumps(values, indent=2) + "\n").encode()
 
     @classmethod
@@ -165,15 +195,25 @@ class Manifest:
             values = json.loads(data)
             version = int(values["featx_format"])
             if version <= layout.FORMAT:
-                runs = [values, *values.get("additions", [])]
-                return cls(tuple(Run.from_dict(run) for run in runs))
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+                if values.pop(_SUM, None) not in (None, digest(values)):
+                    raise ValueError("it does not have the sha256 that it states")
+                runs = [Run.from_dict(run) for run in (values, *values.get("additions", []))]
+                _check_numbering(runs)
+                return cls(tuple(runs))
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise DamagedManifestError(
                 f"{path} is damaged ({error}), and no part of the store could replace it. If the "
                 "store can go, start anew with overwrite=true; its parts still open in h5py."
             ) from error
         layout.check_version(path, version)
         raise AssertionError("unreachable")
+
+
+def _check_numbering(runs: Sequence[Run]) -> None:
+    """Raise ValueError unless the parts of all runs are numbered through."""
+    counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
+    if any(run.grid.first_part != count for run, count in zip(runs, counts, strict=False)):
+        raise ValueError("its parts are not numbered through")
 
 
 def read_manifest(root: Path) -> Manifest | None:

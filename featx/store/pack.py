@@ -49,8 +49,13 @@ def packed_size_bound(stored_bytes: int) -> int:
     return stored_bytes + stored_bytes // 50 + HEADROOM_BYTES
 
 
-def pack_in_child(root: Path) -> None:
+def pack_in_child(root: Path, lock: int) -> None:
     """Pack the store in a child process.
+
+    Args:
+        root: of the store.
+        lock: the descriptor that holds it. The child inherits it, so that nobody else can begin to
+            write while it works, even if this process is killed.
 
     Raises:
         RunError: packing failed; the parts are kept, those found damaged in quarantine/.
@@ -60,7 +65,14 @@ def pack_in_child(root: Path) -> None:
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        pass_fds=(lock,),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise RunError(
@@ -84,7 +96,7 @@ def pack_store(root: Path) -> bool:
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
     disk = Disk(root)
-    with exclusive_lock(root / layout.LOCK):
+    with exclusive_lock(root / layout.LOCK) as lock:
         pieces = _pieces(root, manifest)
         new = [piece.path.name for piece in pieces] != [layout.PACKED]
         if new:
@@ -94,7 +106,7 @@ def pack_store(root: Path) -> bool:
                     f"packing {root} needs {size} bytes and {free} are free. Make room and give "
                     "the same command again; featx.open reads the parts as well."
                 )
-            pack_in_child(root)
+            pack_in_child(root, lock)
         remove_parts(disk)
     return new
 
@@ -124,7 +136,7 @@ def pack(root: Path) -> None:
     pieces = _pieces(root, manifest)
     if [piece.path.name for piece in pieces] == [layout.PACKED]:
         return
-    listing = read_listing(root, manifest.num_rows)
+    listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
     if listing is None:
         raise StoreError(f"{root / layout.LISTING} is missing or damaged.")
     size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
@@ -149,6 +161,10 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
     if packed.exists():
         with open_hdf5(packed) as file:
             num_packed = num_runs_of(file)
+            if file.attrs["fingerprint"] != manifest.digest_of(num_packed):
+                raise StoreError(
+                    f"{packed} is of another run. Move it away and give the same command again."
+                )
         rows = max(run.grid.stop_row for run in manifest.runs[:num_packed])
         pieces.append(_Piece(packed, 0, rows, manifest.digest_of(num_packed)))
     for run in manifest.runs[num_packed:]:
@@ -197,6 +213,9 @@ class _Packing:
             layout.root_attributes(first.header, self._manifest.digest, complete=False)
         )
         packed.attrs["codec"] = first.codec
+        if not first.header.config:  # an early featx.json had none; its parts have
+            with open_hdf5(pieces[0].path) as source:
+                packed.attrs["config"] = source.attrs["config"]
         make_groups(packed)
         for spec in self._manifest.layers.values():
             self._create(spec)

@@ -149,12 +149,18 @@ class FeatureStore:
                 {
                     "row": row,
                     "key": str(self.keys[row]),
-                    "status": Status(int(self.status[row])).label,
+                    "status": self._status_label(row),
                     "error": error.decode("utf-8", "replace"),
                     "message": message.decode("utf-8", "replace"),
                 }
             )
         return sorted(found, key=lambda failure: failure["row"])
+
+    def _status_label(self, row: int) -> str:
+        try:
+            return Status(int(self.status[row])).label
+        except ValueError as error:
+            raise StoreError(f"{self.root}: row {row} has status {self.status[row]}.") from error
 
     def _read_failures(self) -> list[tuple[int, bytes, bytes]]:
         found: dict[int, tuple[int, bytes, bytes]] = {}
@@ -221,7 +227,9 @@ class FeatureStore:
             if not opened.known:
                 attrs = opened.file.attrs
                 if attrs.get("fingerprint") != segment.identity:
-                    raise StoreError(f"{segment.path} is of another run than {self.root}.")
+                    raise StoreError(
+                        f"{segment.path} is of another run than {self.root} was when it was opened."
+                    )
                 if attrs.get("start", 0) != segment.start:
                     raise StoreError(f"{segment.path} holds the rows of another part.")
                 opened.known = True

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import h5py
 import numpy as np
-import numpy.typing as npt
 
+from featx.errors import RunError, StoreError
 from featx.store import layout
 from featx.store.check import Damage, Report
 from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import from_raw, read_raw
-from featx.store.files import open_for_a_look
-from featx.store.listing import read_listing
+from featx.store.files import damage_text, open_for_a_look
+from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.writer import PartBuilder, read_failures
 from featx.types import Failure, Listing, Part
@@ -35,38 +34,60 @@ def set_damage_aside(report: Report) -> list[Path]:
         where the files went.
 
     Raises:
+        StoreError: there is no store, or the system cannot read it now.
         StoreLockedError: another process is writing the store.
         RunError: the disk is full or fails; nothing was set aside that is not replaced.
     """
     root, disk = report.root, Disk(report.root)
     with exclusive_lock(root / layout.LOCK):
         damaged = {damage.path for damage in report.damages}
+        manifest, _ = load_manifest(root)
+        if manifest is None:
+            raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+        listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
         packed = root / layout.PACKED
+        descriptor = root / layout.DESCRIPTOR
+        # A damaged part must not stand in the way of the one that takes its place.
+        aside = [path for path in sorted(damaged - {packed}) if path.exists()]
+        moved = [disk.set_aside(path, root / layout.QUARANTINE) for path in aside]
+        if descriptor in damaged:
+            disk.publish(descriptor, manifest.to_json())
         if packed in damaged and packed.exists():
-            _take_apart(disk, packed, report)
-        moved = []
-        for path in sorted(damaged - {root / layout.DESCRIPTOR}):  # the session puts that back
-            if path.exists():
-                moved.append(disk.set_aside(path, root / layout.QUARANTINE))
+            if _is_of(listing, manifest):
+                _take_apart(disk, packed, manifest, listing, report)
+            moved.append(disk.set_aside(packed, root / layout.QUARANTINE))
+        if root / layout.LISTING in damaged and _is_of(listing, manifest):
+            disk.publish(root / layout.LISTING, listing_file(listing))
         return moved
 
 
-def _take_apart(disk: Disk, packed: Path, report: Report) -> None:
-    """The good rows of features.h5 as parts."""
-    manifest, _ = load_manifest(disk.root)
+def _is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
+    """Whether a listing is the one that the store was made with, as far as that is known."""
+    return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
+
+
+def _take_apart(
+    disk: Disk, packed: Path, manifest: Manifest, listing: Listing, report: Report
+) -> None:
+    """The good rows of features.h5 as parts.
+
+    Raises:
+        StoreError: the system cannot read it now.
+        RunError: the parts cannot be written; features.h5 stays where it is.
+    """
     bad = [damage for damage in report.damages if damage.path == packed]
-    if manifest is None:
-        return
-    listing = read_listing(disk.root, manifest.num_rows)
-    if listing is None:
-        return
     disk.make_folder(disk.root / layout.PARTS)
-    with contextlib.suppress(*layout.UNREADABLE), open_for_a_look(packed) as file:
-        failures = read_failures(file)
-        for run in manifest.runs[: num_runs_of(file)]:
-            for part in run.parts():
-                if not any(_touches(damage, run, part) for damage in bad):
-                    _write_part(disk, file, manifest, run, part, listing, failures)
+    try:
+        with open_for_a_look(packed) as file:
+            failures = read_failures(file)
+            for run in manifest.runs[: num_runs_of(file)]:
+                for part in run.parts():
+                    if not any(_touches(damage, run, part) for damage in bad):
+                        _write_part(disk, file, manifest, run, part, listing, failures)
+    except RunError:
+        raise
+    except layout.UNREADABLE as error:
+        damage_text(packed, error)  # what it does not give is extracted again
 
 
 def _touches(damage: Damage, run: Run, part: Part) -> bool:
@@ -87,18 +108,14 @@ def _write_part(
         spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], part.start, part.stop)
         for spec in run.layers
     }
-    failed = [
-        failure
-        for failure in failures
-        if part.start <= failure.row < part.stop and _is_nan(run, rows, failure.row - part.start)
-    ]
+    spec = run.layers[0]
+    values = from_raw(rows[spec.name], spec.dtype).reshape(len(part), -1)
+    # A row may have failed in another run than this one: its values are not NaN here then.
+    is_nan = np.isnan(values).all(1)
+    failed = [f for f in failures if part.start <= f.row < part.stop and is_nan[f.row - part.start]]
+    if len(failed) < np.count_nonzero(is_nan):
+        return  # why these rows failed is not known any more
     builder = PartBuilder(part, run.layers)
     builder.add(part.start, rows, failed)
     data = builder.build(run, listing, manifest.to_json())
     disk.publish(disk.root / layout.PARTS / layout.part_name(part.index), data)
-
-
-def _is_nan(run: Run, rows: dict[str, npt.NDArray[Any]], row: int) -> bool:
-    """Whether it was in this run that a row failed: its values are NaN then."""
-    spec = run.layers[0]
-    return bool(np.isnan(from_raw(rows[spec.name][row : row + 1], spec.dtype)).all())

@@ -73,7 +73,7 @@ class StoreSession:
             StoreMismatchError: it was begun with other settings.
         """
         self.disk.make_folder(self.root)
-        with exclusive_lock(self.root / layout.LOCK):
+        with exclusive_lock(self.root / layout.LOCK) as self.lock:
             if overwrite:
                 self._clear()
             before = self._restored()
@@ -128,9 +128,10 @@ class StoreSession:
         if not self.disk.publish(path, data) and (problem := self._problem(path, builder.part)):
             raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
         self._done.add(builder.part.index)
-        self._add_failures(builder.failures)
-        if builder.failures:
-            rows = csv_rows(sorted(builder.failures, key=lambda failure: failure.row))
+        new = [failure for failure in builder.failures if failure.row not in self._failed]
+        self._add_failures(new)
+        if new:
+            rows = csv_rows(sorted(new, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
 
     def write_summary(self, entry: Mapping[str, Any]) -> None:

@@ -24,10 +24,16 @@ class Calls:
         fail_at: which call fails, counted from 1; 0 for none.
         error: its errno, or 'short' for a write that writes half.
         spare: calls that never fail.
+        lasting: every call from the n-th on fails, as on a disk that is gone.
     """
 
     def __init__(
-        self, root: Path, fail_at: int = 0, error: int | str = 0, spare: tuple[str, ...] = ()
+        self,
+        root: Path,
+        fail_at: int = 0,
+        error: int | str = 0,
+        spare: tuple[str, ...] = (),
+        lasting: bool = False,
     ) -> None:
         self.seen: list[tuple[str, str]] = []
         self.failed: str | None = None
@@ -35,6 +41,7 @@ class Calls:
         self._fail_at = fail_at
         self._error = error
         self._spare = spare
+        self._lasting = lasting
         self._count = 0
         self._names: dict[int, str] = {}
 
@@ -46,13 +53,14 @@ class Calls:
             self.seen.append((name, str(subject)))
             if name not in self._spare:
                 self._count += 1
-                if self._count == self._fail_at:
+                after = self._count - self._fail_at
+                if self._fail_at and (after == 0 or (self._lasting and after > 0)):
                     short = self._error == "short"
                     if short and name == "pwrite":
                         self.failed = name
                         return real(first, args[0][: max(1, len(args[0]) // 2)], *args[1:])
                     if not short:
-                        self.failed = name
+                        self.failed = self.failed or name
                         if name == "close":
                             real(first)
                         raise OSError(self._error, os.strerror(int(self._error)))

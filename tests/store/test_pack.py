@@ -14,13 +14,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from made_store import MadeRun, dataset_digests, make_run, temporary_files
+from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary_files
 
 from featx.errors import RunError, StoreError
 from featx.fingerprint import digest
 from featx.store import layout
 from featx.store.manifest import Manifest
-from featx.store.pack import check_chunks, pack, pack_in_child, packed_size_bound
+from featx.store.pack import check_chunks, pack, packed_size_bound
 from featx.store.reader import FeatureStore
 
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
@@ -215,7 +215,7 @@ def test_zeros_in_place_of_a_parts_data_are_found(run: MadeRun, tmp_path: Path) 
     data[info.byte_offset : info.byte_offset + info.size] = bytes(info.size)
     path.write_bytes(data)
     with pytest.raises(RunError, match=r"part-000000\.h5 is damaged"):
-        pack_in_child(tmp_path)
+        pack_alone(tmp_path)
 
 
 def test_packing_again_keeps_the_file_that_is_there(run: MadeRun, tmp_path: Path) -> None:
@@ -233,10 +233,10 @@ import resource, sys
 from pathlib import Path
 from featx.errors import RunError
 from featx.store.manifest import Manifest
-from featx.store.pack import pack_in_child
+from made_store import pack_alone
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
 try:
-    pack_in_child(Path(sys.argv[1]))
+    pack_alone(Path(sys.argv[1]))
 except RunError as error:
     print(error)
     sys.exit(7)
@@ -259,6 +259,7 @@ def test_a_disk_without_room_leaves_the_parts_and_says_so(run: MadeRun, tmp_path
     before = part_files(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), str(1 << 20)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
         capture_output=True,
         text=True,
         check=False,
@@ -274,7 +275,7 @@ def test_a_disk_without_room_leaves_the_parts_and_says_so(run: MadeRun, tmp_path
     store = FeatureStore(tmp_path)
     assert store.complete
     assert np.array_equal(store["flat"], run.expected("flat"), equal_nan=True)
-    pack_in_child(tmp_path)
+    pack_alone(tmp_path)
     assert FeatureStore(tmp_path / "features.h5").complete
 
 
@@ -303,7 +304,7 @@ def test_a_child_that_crashes_is_an_error(
     run.write(tmp_path)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RunError, match="exit code 1"):
-        pack_in_child(tmp_path)
+        pack_alone(tmp_path)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     assert layout.PACKED not in [path.name for path in tmp_path.iterdir()]
 

@@ -1,0 +1,136 @@
+"""A store of a million rows, and one of ten thousand parts: no step looks at every row.
+
+What was measured is printed: pytest -m slow -rP tests/store/test_many_rows.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from made_store import MadeRun, make_header, make_run, make_spec
+
+from featx.store.reader import FeatureStore
+from featx.types import Listing
+
+ROWS = 1_000_000
+RESUME_S = 2.0
+"""From constructing a StoreSession to its first missing part: the promise, in the issue's words."""
+
+
+def many_rows(num_rows: int, part_rows: int) -> MadeRun:
+    """Rows of two numbers, the second one the row's own number."""
+    keys = np.char.add(
+        np.char.add(b"class-", np.char.zfill((np.arange(num_rows) // 1000).astype("S3"), 3)),
+        np.char.add(b"/picture-", np.char.zfill(np.arange(num_rows).astype("S8"), 8)),
+    )
+    listing = Listing(
+        np.char.add(keys, b".jpg"),
+        np.arange(num_rows) // 1000,
+        tuple(f"class-{i:03d}" for i in range(-(-num_rows // 1000))),
+    )
+    values = np.stack([np.ones(num_rows), np.arange(num_rows)], 1).astype("float32")
+    spec = make_spec("x", (2,))
+    return MadeRun(listing, (spec,), make_header(), part_rows, "none", {"x": values})
+
+
+def begin_and_find_missing(run: MadeRun, root: Path) -> tuple[float, list[int]]:
+    """Seconds from a new StoreSession to the list of missing parts, and that list."""
+    begun = time.perf_counter()
+    with run.session(root).hold() as session:
+        missing = [part.index for part in session.missing()]
+        return time.perf_counter() - begun, missing
+
+
+def test_a_hundred_thousand_rows_go_on_at_once(tmp_path: Path) -> None:
+    """A tenth of the promise; the whole of it takes long to build and is marked slow."""
+    run = many_rows(ROWS // 10, 4096)
+    run.write(tmp_path, set(range(25)) - {7})
+    seconds, missing = begin_and_find_missing(run, tmp_path)
+    assert missing == [7]
+    assert seconds < RESUME_S
+    store = FeatureStore(tmp_path)
+    rows = np.random.default_rng(0).integers(0, len(store), 5000)
+    absent = (rows >= 7 * 4096) & (rows < 8 * 4096)
+    got = store["x"][rows]
+    assert np.array_equal(got[~absent, 1], rows[~absent])
+    assert np.isnan(got[absent]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_million_rows_go_on_within_seconds(tmp_path: Path, packed: bool) -> None:
+    run = many_rows(ROWS, 4096)
+    run.write(tmp_path, None if packed else set(range(245)) - {100}, packed=packed)
+    seconds, missing = begin_and_find_missing(run, tmp_path)
+    assert missing == ([] if packed else [100])
+    assert seconds < 2 * RESUME_S
+    begun = time.perf_counter()
+    store = FeatureStore(tmp_path)
+    opened = time.perf_counter() - begun
+    rows = np.random.default_rng(0).integers(0, 100 * 4096, (50, 256))
+    begun = time.perf_counter()
+    for batch in rows:
+        assert np.array_equal(store["x"][batch][:, 1], batch)
+    batch_ms = (time.perf_counter() - begun) / len(rows) * 1e3
+    sys.stdout.write(
+        f"resumed {seconds:.2f} s, opened {opened:.3f} s, a batch of 256 {batch_ms:.1f} ms\n"
+    )
+    assert opened < 1
+    key = run.listing.keys[123_456].decode()
+    assert store.row(key) == 123_456
+
+
+@pytest.mark.slow
+def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
+    """In seconds of this process: other processes on the machine do not count."""
+    run = many_rows(20_000, 2)
+    session = run.session(tmp_path)
+    with session.hold():
+        manifest = session.manifest.to_json()
+        for index in set(range(10_000)) - {5000}:
+            part = run.grid.part(index)
+            # Committing would sync 10,000 times; the files are the same.
+            data = run.builder(part).build(run.as_run(), run.listing, manifest)
+            session.part_path(index).write_bytes(data)
+    begun = time.process_time()
+    _, missing = begin_and_find_missing(run, tmp_path)
+    resume_s = time.process_time() - begun
+    assert missing == [5000]
+    begun = time.process_time()
+    store = FeatureStore(tmp_path)
+    open_s = time.process_time() - begun
+    rows = np.random.default_rng(0).integers(0, 9000, (5, 256))
+    begun = time.process_time()
+    for batch in rows:
+        assert np.array_equal(store["x"][batch][:, 1], batch)
+    batch_s = (time.process_time() - begun) / len(rows)
+    sys.stdout.write(f"resumed {resume_s:.1f}, opened {open_s:.3f}, a batch {batch_s:.2f} CPU s\n")
+    assert resume_s < 15
+    assert open_s < 1
+    assert batch_s < 1.5
+
+
+def test_opening_takes_no_memory_for_rows_that_are_not_asked_for(tmp_path: Path) -> None:
+    """Keys, labels and status wait until they are asked for."""
+    run = many_rows(300_000, 1 << 16)
+    run.write(tmp_path, packed=True)
+    code = (
+        "import resource, sys, featx, numpy as np\n"
+        "small = featx.open(sys.argv[1])['flat'][:]\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "store = featx.open(sys.argv[2])\n"
+        "store['x'][[0, 299_999, 5]]\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    small = make_run().write(tmp_path / "small", packed=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small), str(tmp_path)],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    # The keys alone are 8 MB, their strings 32 MB.
+    assert int(done.stdout) < 4096

@@ -1,0 +1,319 @@
+"""Repair sets aside what is bad and keeps every good row, bit for bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from made_store import MadeRun, dataset_digests, joined, make_added, make_run, temporary_files
+
+from featx.errors import RunError, StoreError, StoreLockedError
+from featx.store.check import check_store
+from featx.store.commit import Disk
+from featx.store.manifest import read_manifest
+from featx.store.reader import FeatureStore
+from featx.store.repair import set_damage_aside
+from featx.store.session import missing_parts
+
+
+@pytest.fixture(autouse=True)
+def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody pulls the plug here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def run() -> MadeRun:
+    return make_run(29, 8, failed=[2, 17, 20]).identified()
+
+
+def spoil(path: Path, name: str, rows: Any, value: Any = 0.25) -> None:
+    with h5py.File(path, "r+") as file:
+        file[name][rows] = value
+
+
+def lacking(root: Path) -> list[int]:
+    manifest = read_manifest(root)
+    assert manifest is not None
+    return [part.index for _, parts in missing_parts(root, manifest) for part in parts]
+
+
+def repaired(root: Path) -> list[str]:
+    return [path.name for path in set_damage_aside(check_store(root))]
+
+
+def test_a_sound_store_is_left_alone(run: MadeRun, tmp_path: Path) -> None:
+    run.finish(tmp_path, packed=True)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    assert repaired(tmp_path) == []
+    assert {p: p.read_bytes() for p in before} == before
+    assert not (tmp_path / "parts").exists()
+
+
+def test_of_parts_only_the_bad_one_goes(run: MadeRun, tmp_path: Path) -> None:
+    run.finish(tmp_path)
+    parts = sorted((tmp_path / "parts").iterdir())
+    before = {path.name: path.read_bytes() for path in parts}
+    spoil(parts[1], "features/map", 3)
+    bad = parts[1].read_bytes()
+    assert repaired(tmp_path) == ["part-000001.h5.1"]
+    assert (tmp_path / "quarantine" / "part-000001.h5.1").read_bytes() == bad
+    assert lacking(tmp_path) == [1]
+    run.finish(tmp_path)
+    assert check_store(tmp_path).complete
+    assert {path.name: path.read_bytes() for path in parts} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "left"),
+    [("features/map", 20, {2}), ("features/flat", 0, {0}), ("key", 9, set()), ("label", 9, set()),
+     ("classes", 0, set()), ("status", 9, {0, 1}), ("checksums/features/flat", 1, {1}),
+     ("failures/row", 1, {0, 1, 2, 3})],
+)  # fmt: skip
+def test_of_a_packed_file_the_parts_with_bad_rows_go(
+    run: MadeRun, tmp_path: Path, name: str, row: int, left: set[int]
+) -> None:
+    run.finish(tmp_path, packed=True)
+    before = dataset_digests(tmp_path / "features.h5")
+    value = b"cow" if name in ("key", "classes") else 1
+    spoil(tmp_path / "features.h5", name, row, value)
+    assert repaired(tmp_path) == ["features.h5.1"]
+    lost = set(lacking(tmp_path))
+    assert lost == left if name != "status" else lost <= {0, 1, 2, 3}
+    report = check_store(tmp_path)
+    assert report.damages == []
+    store = FeatureStore(tmp_path)
+    there = np.repeat([part not in lost for part in range(4)], 8)[:29]
+    for layer in run.features:
+        np.testing.assert_array_equal(store[layer][there], run.expected(layer)[there])
+    assert store.status[there].tolist() == run.status()[there].tolist()
+    run.finish(tmp_path, packed=True)
+    assert dataset_digests(tmp_path / "features.h5") == before
+    assert check_store(tmp_path).complete
+
+
+def test_of_several_runs_only_the_layers_with_bad_rows_are_lost(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    """Rows that failed in one run only keep their values and their reasons in the other."""
+    added = make_added(run, {"deep": (7,)}, failed=[2, 5])
+    run.finish(tmp_path, packed=True)
+    added.finish(tmp_path, packed=True)
+    before = dataset_digests(tmp_path / "features.h5")
+    spoil(tmp_path / "features.h5", "features/deep", 12)
+    repaired(tmp_path)
+    assert lacking(tmp_path) == [4 + 1]
+    added.finish(tmp_path)
+    store = FeatureStore(tmp_path)
+    assert check_store(tmp_path).complete
+    np.testing.assert_array_equal(store["flat"][5], run.features["flat"][5])
+    np.testing.assert_array_equal(store["deep"][17], added.features["deep"][17])
+    added.finish(tmp_path, packed=True)
+    now = dataset_digests(tmp_path / "features.h5")
+    assert {k: v for k, v in now.items() if k != "failures/message"} == {
+        k: v for k, v in before.items() if k != "failures/message"
+    }
+
+
+@pytest.mark.parametrize("name", ["samples.h5", "featx.json"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("how", ["empty", "gone", "other values"])
+def test_listing_and_manifest_are_put_back(
+    run: MadeRun, tmp_path: Path, name: str, packed: bool, how: str
+) -> None:
+    """From the copies in the other files; no row has to be computed again."""
+    run.finish(tmp_path, packed=packed)
+    path = tmp_path / name
+    before = path.read_bytes()
+    rows = {p.name: p.read_bytes() for p in tmp_path.rglob("*.h5") if p.name != name}
+    if how == "gone":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif name == "samples.h5":
+        spoil(path, "label", 4, 0)
+    else:
+        path.write_bytes(before.replace(b'"part_rows": 8', b'"part_rows": 4'))
+        assert path.read_bytes() != before
+    repaired(tmp_path)
+    assert path.read_bytes() == before
+    assert check_store(tmp_path).complete
+    assert {p: (tmp_path / p).exists() or (tmp_path / "parts" / p).exists() for p in rows} == (
+        dict.fromkeys(rows, True)
+    )
+
+
+def test_a_damaged_listing_spoils_no_label_of_a_packed_file_taken_apart(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    """Both are damaged at once: the labels must come from the one whose sha256 is right."""
+    run.finish(tmp_path, packed=True)
+    spoil(tmp_path / "samples.h5", "label", slice(None), 1)
+    spoil(tmp_path / "features.h5", "features/flat", 3)
+    repaired(tmp_path)
+    run.finish(tmp_path)
+    store = FeatureStore(tmp_path)
+    assert store.labels.tolist() == run.listing.labels.tolist()
+    assert check_store(tmp_path).complete
+    run.finish(tmp_path, packed=True)
+    assert FeatureStore(tmp_path).labels.tolist() == run.listing.labels.tolist()
+
+
+def test_failures_that_are_not_counted_never_make_a_failed_row_ok(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    run.finish(tmp_path, packed=True)
+    with h5py.File(tmp_path / "features.h5", "r+") as file:
+        file.attrs.modify("num_failures", 0)
+    repaired(tmp_path)
+    run.finish(tmp_path)
+    assert FeatureStore(tmp_path).status.tolist() == run.status().tolist()
+    assert check_store(tmp_path).complete
+
+
+def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Repair that is killed at its `at`-th step on the disk; False where it came to its end."""
+    left = [at]
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        return step
+
+    with monkeypatch.context() as patch:
+        for name in ("publish", "set_aside"):
+            patch.setattr(Disk, name, dying(getattr(Disk, name)))
+        try:
+            set_damage_aside(check_store(root))
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_an_interrupted_repair_is_given_again(
+    run: MadeRun, tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that it made already are neither damage nor lost."""
+    run.finish(tmp_path, packed=True)
+    before = dataset_digests(tmp_path / "features.h5")
+    spoil(tmp_path / "features.h5", "features/flat", 3)
+    (tmp_path / "featx.json").write_bytes(b"{")
+    assert interrupted(tmp_path, at, monkeypatch)
+    repaired(tmp_path)
+    assert lacking(tmp_path) == [0]
+    aside = sorted(path.name for path in (tmp_path / "quarantine").iterdir())
+    assert aside == ["features.h5.1", "featx.json.1"]
+    run.finish(tmp_path, packed=True)
+    assert dataset_digests(tmp_path / "features.h5") == before
+    assert temporary_files(tmp_path) == []
+
+
+def test_a_full_disk_leaves_the_packed_file_where_it_is(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its good rows are nowhere else yet."""
+    run.finish(tmp_path, packed=True)
+    spoil(tmp_path / "features.h5", "features/flat", 3)
+    bad = (tmp_path / "features.h5").read_bytes()
+
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    report = check_store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(RunError, match="Make room"):
+            set_damage_aside(report)
+    assert (tmp_path / "features.h5").read_bytes() == bad
+    assert not (tmp_path / "quarantine").exists()
+    repaired(tmp_path)
+    assert lacking(tmp_path) == [0]
+
+
+def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.finish(tmp_path, packed=True)
+    spoil(tmp_path / "features.h5", "features/flat", 3)
+    report = check_store(tmp_path)
+
+    def failing(path: Path) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("featx.store.repair.open_for_a_look", failing)
+    with pytest.raises(StoreError, match="When it can be read"):
+        set_damage_aside(report)
+    assert (tmp_path / "features.h5").exists()
+
+
+def test_a_store_that_is_being_written_is_not_repaired(run: MadeRun, tmp_path: Path) -> None:
+    run.finish(tmp_path)
+    spoil(tmp_path / "parts" / "part-000001.h5", "features/flat", 3)
+    report = check_store(tmp_path)
+    with run.session(tmp_path).hold(), pytest.raises(StoreLockedError):
+        set_damage_aside(report)
+    assert (tmp_path / "parts" / "part-000001.h5").exists()
+
+
+@pytest.mark.parametrize("codec", ["gzip", "zstd", "blosc2"])
+def test_a_chunk_that_cannot_be_decoded_costs_its_rows_only(tmp_path: Path, codec: str) -> None:
+    made = make_run(29, 8, {"flat": (40,)}, codec=codec, failed=[9]).identified()
+    made.finish(tmp_path, packed=True)
+    before = dataset_digests(tmp_path / "features.h5")
+    with h5py.File(tmp_path / "features.h5") as file:
+        info = file["features/flat"].id.get_chunk_info(2)
+    with (tmp_path / "features.h5").open("r+b") as raw:
+        raw.seek(info.byte_offset + info.size // 4)
+        raw.write(b"\xff" * (info.size // 2))
+    repaired(tmp_path)
+    assert lacking(tmp_path) == [2]
+    made.finish(tmp_path, packed=True)
+    assert dataset_digests(tmp_path / "features.h5") == before
+
+
+def test_a_sound_leftover_is_kept_and_an_unsound_one_makes_room(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    """A part left beside the packed file must not stand in the way of the row it should hold."""
+    run.finish(tmp_path / "s", packed=True)
+    run.finish(tmp_path / "parts only")
+    other = replace(run, features={n: v + 1 for n, v in run.features.items()})
+    other.finish(tmp_path / "other")
+    root = tmp_path / "s"
+    (root / "parts").mkdir()
+    for index, source in ((1, "parts only"), (2, "other")):
+        name = f"part-{index:06d}.h5"
+        (root / "parts" / name).write_bytes((tmp_path / source / "parts" / name).read_bytes())
+    spoil(root / "parts" / "part-000002.h5", "features/flat", 0)
+    spoil(root / "features.h5", "features/flat", 3)
+    assert repaired(root) == ["part-000002.h5.1", "features.h5.1"]
+    assert lacking(root) == [0]
+    run.finish(root, packed=True)
+    assert np.array_equal(FeatureStore(root)["flat"][:], run.expected("flat"), equal_nan=True)
+
+
+def test_layers_of_one_go_and_of_two_are_repaired_alike(run: MadeRun, tmp_path: Path) -> None:
+    run = replace(run, failures=())
+    added = make_added(run, {"deep": (7,)})
+    run.finish(tmp_path / "two", packed=True)
+    added.finish(tmp_path / "two", packed=True)
+    joined(run, added).finish(tmp_path / "one", packed=True)
+    for root in (tmp_path / "one", tmp_path / "two"):
+        spoil(root / "features.h5", "features/deep", 28)
+        repaired(root)
+    joined(run, added).finish(tmp_path / "one", packed=True)
+    added.finish(tmp_path / "two", packed=True)
+    one, two = (dataset_digests(tmp_path / r / "features.h5") for r in ("one", "two"))
+    assert one == two

@@ -10,9 +10,9 @@ from torch import nn
 import featx
 from featx.errors import LayerError, RunError
 from featx.hooks import StopForward, TapHooks, elements, find_overwritten
-from featx.tracing import trace
 from featx.models.base import state_sha256
 from featx.select import Tap
+from featx.tracing import trace
 
 
 class Block(nn.Module):

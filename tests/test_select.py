@@ -12,10 +12,10 @@ from torch import nn
 from featx.config import ModelConfig, ReduceConfig
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
-from featx.tracing import no_fast_path, trace
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.select import Selection, Trace, parse_tap, select
+from featx.tracing import no_fast_path, trace
 
 NONE = ReduceConfig()
 

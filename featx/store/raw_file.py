@@ -39,6 +39,7 @@ class RawFile:
         if may_map and self.size and _is_local(status.st_dev):
             pages = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ)
             self.mapped = np.frombuffer(pages, np.uint8)
+        self.address = 0 if self.mapped is None else self.mapped.ctypes.data
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):

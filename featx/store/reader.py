@@ -284,10 +284,7 @@ class FeatureStore:
         def read() -> npt.NDArray[Any]:
             if (chunks := self._whole(layer)) is None:
                 return self._read_rows(layer, np.arange(start, stop))
-            info = self._contents.layers[layer]
-            out = np.empty((stop - start, *info.row_shape), dtype=info.dtype)
-            chunks.read_run(start, out)
-            return out
+            return chunks.take_run(start, stop - start)
 
         return self._again_if_packed(read)
 

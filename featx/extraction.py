@@ -36,8 +36,15 @@ class Interrupted(KeyboardInterrupt):
         self.signum = signum
 
 
-def run_extraction(config: Config, config_yaml: str) -> dict[str, Any]:
+def run_extraction(
+    config: Config, config_yaml: str, known_rows_only: bool = False
+) -> dict[str, Any]:
     """Begin or go on with the store of a config until it is whole; says what happens on stderr.
+
+    Args:
+        config: checked.
+        config_yaml: as the user gave it, for the store.
+        known_rows_only: leave pictures alone that the store does not know.
 
     Returns:
         the summary, as in summary.json.
@@ -48,7 +55,7 @@ def run_extraction(config: Config, config_yaml: str) -> dict[str, Any]:
     """
     out = Path(config.out).expanduser()
     with contextlib.ExitStack() as stack:
-        prepared = stack.enter_context(prepare(config, config_yaml))
+        prepared = stack.enter_context(prepare(config, config_yaml, known_rows_only))
         session = StoreSession(
             out,
             prepared.header,
@@ -131,6 +138,8 @@ def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
                 written += time.perf_counter() - writing
                 builder = None
             progress.step(batch.count, len(failures), wait)
+        if stop:
+            raise Interrupted(stop[0])
     took = time.perf_counter() - begun
     seconds = {
         "read": loader.times.read,

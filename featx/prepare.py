@@ -20,7 +20,7 @@ from featx.decode import ImagePolicy
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
-from featx.store.joining import growth_refused
+from featx.store.joining import growth_refused, refuse_difference
 from featx.store.listing import in_stored_order, listing_identity, read_listing
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.session import missing_parts
@@ -67,12 +67,15 @@ def uses_reference(config: Config, backbone: Any) -> bool:
     return config.decode == "reference" or not backbone.preprocess.has_fast_path
 
 
-def list_images(config: Config, stored: Manifest | None = None) -> tuple[Source, Listing]:
+def list_images(
+    config: Config, stored: Manifest | None = None, known_rows_only: bool = False
+) -> tuple[Source, Listing]:
     """The data set of a config and its rows, `data.limit` applied, in the store's order.
 
     Args:
         config: checked.
         stored: the store that is gone on with.
+        known_rows_only: leave images alone that the store does not know.
 
     Raises:
         DataError: it is not there, or empty.
@@ -86,6 +89,8 @@ def list_images(config: Config, stored: Manifest | None = None) -> tuple[Source,
         before = read_listing(root, stored.num_rows, stored.listing_identity)
         if before is not None:
             listing = in_stored_order(root, before, listing)
+            if known_rows_only:
+                return source, before
         new_rows = len(listing) - stored.num_rows
         if new_rows > 0 and not config.grow:
             raise StoreMismatchError(growth_refused(root, new_rows))
@@ -93,12 +98,13 @@ def list_images(config: Config, stored: Manifest | None = None) -> tuple[Source,
 
 
 @contextlib.contextmanager
-def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
+def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> Iterator[Prepared]:
     """List the images, build the backbone, find the layers, and decide every `auto`.
 
     Args:
         config: checked.
         config_yaml: as the user gave it, for the store.
+        known_rows_only: leave images alone that the store in `out` does not know.
 
     Raises:
         FeatxError: whatever is wrong with the config, before anything is written.
@@ -106,7 +112,7 @@ def prepare(config: Config, config_yaml: str) -> Iterator[Prepared]:
     out = Path(config.out).expanduser()
     _check_out(out)
     stored = None if config.overwrite else load_manifest(out)[0]
-    source, listing = list_images(config, stored)
+    source, listing = list_images(config, stored, known_rows_only)
     policy = ImagePolicy.from_config(config.data)
     resolve_library(config.model)
     codecs.filters(config.codec)
@@ -171,6 +177,12 @@ def _unfinished(
         return chosen
     unfinished = {name for run, _ in missing_parts(out, stored) for name in run.names}
     finished = set(stored.layers) - unfinished
+    for tap, reduce in chosen:
+        if tap.name in finished:
+            spec = stored.layers[tap.name]
+            before = {"reduce": spec.reduce, "reduce_args": dict(spec.reduce_args)}
+            now = {"reduce": reduce.name, "reduce_args": reduce.args}
+            refuse_difference(out, {f"layer {tap.name}": before}, {f"layer {tap.name}": now})
     return [pair for pair in chosen if pair[0].name not in finished] or chosen
 
 

@@ -66,3 +66,9 @@ def featx(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that a test lets fail is asked again without waiting."""
+    monkeypatch.setattr("featx.store.commit.RETRY_WAITS_S", ())

@@ -65,7 +65,8 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     # Without copies of them, featx.json and samples.h5 are made from the pictures as well.
     runs = [run for run, _ in lacking] or _put_back(root, manifest)
     for run in runs:
-        run_extraction(config_of_run(config, root, manifest, run), run.header.config)
+        as_then = config_of_run(config, root, manifest, run)
+        run_extraction(as_then, run.header.config, known_rows_only=True)
     if was_packed and not missing_parts(root, manifest):
         pack_store(root)
     again = {(part.start, part.stop) for _, parts in lacking for part in parts}

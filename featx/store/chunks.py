@@ -94,18 +94,18 @@ class ChunkRows:
 
     def take_run(self, first: int, count: int) -> npt.NDArray[Any]:
         """(count, *row shape): the rows from `first` on; raises what `read` does."""
-        if (
-            self.way != "map"
-            or self._kind == "bfloat16"
-            or count * self._row_bytes < _PIECE_BYTES
-            or not self._index.whole
-        ):
-            out = np.empty((count, *self._row_shape), self.dtype)
-        else:
-            chunk = min(max(0, first // self._chunk_rows), len(self._index.origin) - 1)
-            at = int(self._index.origin[chunk]) + first * self._row_bytes
-            raw = _empty_beside(self._checked_file().address + at, count * self._row_bytes)
-            out = raw.view(self.dtype).reshape(count, *self._row_shape)
+        last = first + count - 1
+        if self.way == "map" and self._index.whole and 0 <= first <= last < self._num_rows:
+            origin = self._index.origin[first // self._chunk_rows : last // self._chunk_rows + 1]
+            begin = int(origin[0])
+            # Chunks that touch have one origin, so their rows are one piece of the file.
+            if self._kind != "bfloat16" and bool((origin == begin).all()):
+                begin += first * self._row_bytes
+                mapped = self._checked_file().mapped
+                assert mapped is not None
+                copied = mapped[begin : begin + count * self._row_bytes].copy()
+                return copied.view(self.dtype).reshape(count, *self._row_shape)
+        out = np.empty((count, *self._row_shape), self.dtype)
         self.read_run(first, out)
         return out
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from featx.errors import StoreError
 from featx.store import layout
+from featx.store.dtypes import memory_dtype
 from featx.store.files import Handles, OpenFile, check_hard
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 
@@ -191,7 +192,7 @@ def _with_parts(
                 continue
             names = ("layer", "capture", "reduce", "compute_dtype")
             attrs = {name: getattr(spec, name) for name in names}
-            layers.setdefault(spec.name, LayerInfo(spec.shape, np.dtype(spec.dtype), attrs))
+            layers.setdefault(spec.name, LayerInfo(spec.shape, memory_dtype(spec.dtype), attrs))
     first = manifest.runs[0]
     attrs = {
         "featx_format": layout.FORMAT_PLAIN,

@@ -65,36 +65,56 @@ def joined(
 
 
 def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool) -> None:
-    now, latest = asked.header.fingerprint, before.runs[-1].header.fingerprint
-    refuse_difference(root, _common(latest), _common(now))
     known = sorted(asked.names & set(before.layers))
-    holders = [before.holder(name) for name in known]
+    of_layers = _of_layers(asked, known)
+    # The very layers of some runs: nothing of one of them may differ but the rows it grew by.
+    alike = [run for run in before.runs if run.names == asked.names]
+    if alike and not grows:
+        latest = before.runs[-1].header.fingerprint.get("listing")
+        stored = [{**_all_of(run), **_of_layers(run, known), "listing": latest} for run in alike]
+        now = {**_all_of(asked), **of_layers}
+        if all(differences(one, now) for one in stored):
+            refuse_difference(root, stored[-1], now)
+        return
+    latest_run = before.runs[-1]
+    stored_layers = {
+        key: value
+        for name in known
+        for key, value in _of_layers(before.holder(name), [name]).items()
+    }
+    keys = () if grows else ("listing",)
     refuse_difference(
         root,
-        {f"layer {n}": _of_layer(run, n) for n, run in zip(known, holders, strict=True)},
-        {f"layer {n}": _of_layer(asked, n) for n in known},
+        {**_common(latest_run, keys), **stored_layers},
+        {**_common(asked, keys), **of_layers},
     )
-    if grows:
-        return
-    listing = {"listing": now.get("listing")}
-    refuse_difference(root, {"listing": latest.get("listing")}, listing)
-    # The very layers of some runs: nothing of one of them may differ but the rows it grew by.
-    alike = [{**_all_of(run), **listing} for run in before.runs if run.names == asked.names]
-    if alike and all(differences(one, _all_of(asked)) for one in alike):
-        refuse_difference(root, alike[-1], _all_of(asked))
 
 
 def _all_of(run: Run) -> dict[str, Any]:
-    fixed = {"part_rows": run.grid.part_rows, "codec": run.codec}
-    return {**run.header.fingerprint, "listing": run.header.fingerprint.get("listing"), **fixed}
-
-
-def _common(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that all runs of a store share."""
+    settings = run.header.fingerprint
     return {
-        key: value
-        for key, value in fingerprint.items()
-        if key not in _OF_ONE_RUN and not key.startswith("layer.")
+        **settings,
+        "listing": settings.get("listing"),
+        "layers": sorted(settings.get("layers", [])),
+        "part_rows": run.grid.part_rows,
+        "codec": run.codec,
+    }
+
+
+def _of_layers(run: Run, names: Iterable[str]) -> dict[str, Any]:
+    return {f"layer {name}": _of_layer(run, name) for name in names}
+
+
+def _common(run: Run, also: Sequence[str]) -> dict[str, Any]:
+    """The settings that all runs of a store share, and some others."""
+    settings = run.header.fingerprint
+    return {
+        **{key: settings.get(key) for key in also},
+        **{
+            key: value
+            for key, value in settings.items()
+            if key not in _OF_ONE_RUN and not key.startswith("layer.")
+        },
     }
 
 

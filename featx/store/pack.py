@@ -25,7 +25,7 @@ from featx.store import codecs, layout
 from featx.store.check import check_chunks, good_chunks
 from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import write_raw
-from featx.store.files import open_hdf5
+from featx.store.files import damage_text, open_hdf5
 from featx.store.listing import read_listing
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.session import remove_parts
@@ -159,12 +159,18 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
     pieces, num_packed = [], 0
     packed = root / layout.PACKED
     if packed.exists():
-        with open_hdf5(packed) as file:
-            num_packed = num_runs_of(file)
-            if file.attrs["fingerprint"] != manifest.digest_of(num_packed):
-                raise StoreError(
-                    f"{packed} is of another run. Move it away and give the same command again."
-                )
+        try:
+            with open_hdf5(packed) as file:
+                num_packed, identity = num_runs_of(file), file.attrs["fingerprint"]
+        except (*layout.UNREADABLE, StoreError) as error:
+            raise StoreError(
+                f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true sets it "
+                "aside and makes it anew."
+            ) from error
+        if len(manifest.runs) < num_packed or identity != manifest.digest_of(num_packed):
+            raise StoreError(
+                f"{packed} is of another run. Move it away and give the same command again."
+            )
         rows = max(run.grid.stop_row for run in manifest.runs[:num_packed])
         pieces.append(_Piece(packed, 0, rows, manifest.digest_of(num_packed)))
     for run in manifest.runs[num_packed:]:

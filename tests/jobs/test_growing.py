@@ -1,0 +1,371 @@
+"""A store that gets more layers or more rows, and what keeps its place meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from made_store import dataset_digests
+from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+
+import featx
+from featx import extraction
+from featx.errors import StoreError, StoreMismatchError
+
+PACKED = Path("store/features.h5")
+PART = Path("store/parts/part-000005.h5")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "photos")
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
+    """(layers, first row) of every batch that a run computes."""
+    seen: list[tuple[frozenset[str], int]] = []
+    compute = extraction.compute_rows
+
+    def noted(prepared: Any, batch: Any, faint: Any) -> Any:
+        features, failures = compute(prepared, batch, faint)
+        seen.append((frozenset(features), batch.start))
+        return features, failures
+
+    monkeypatch.setattr(extraction, "compute_rows", noted)
+    return seen
+
+
+def rows_of(path: Path) -> dict[str, bytes]:
+    """key -> the bytes of its row in every layer, with label and status, by plain h5py."""
+    with h5py.File(path) as file:
+        columns = [file[f"features/{name}"][:] for name in sorted(file["features"])]
+        names = file["classes"][:].tolist()
+        labels = [names[label] if label >= 0 else b"" for label in file["label"][:].tolist()]
+        return {
+            key.decode(): b"".join(
+                [label, bytes([status]), *(column[i].tobytes() for column in columns)]
+            )
+            for i, (key, label, status) in enumerate(
+                zip(file["key"][:].tolist(), labels, file["status"][:].tolist(), strict=True)
+            )
+        }
+
+
+def values_of(digests: Mapping[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in digests.items() if not name.startswith("failures")}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_layer_more_is_computed_alone_and_equals_a_run_with_both(
+    photos: Path, computed: list[tuple[frozenset[str], int]], packed: bool
+) -> None:
+    (photos / "cat" / "012.png").write_bytes(b"no picture")
+    extract(photos, layers=["pool"], pack=packed)
+    old = featx.open("store")["pool"][:].tobytes()
+    computed.clear()
+    both = extract(photos, layers=["conv", "pool"], pack=packed)
+    assert {layers for layers, _ in computed} == {frozenset({"conv"})}
+    assert len(computed) == 6
+    assert both["pool"][:].tobytes() == old
+    assert both.complete
+    assert both.layers == ("conv", "pool")
+    extract(photos, layers=["conv", "pool"], out="at-once", pack=packed)
+    at_once = featx.open("at-once")
+    for layer in both.layers:
+        assert both[layer][:].tobytes() == at_once[layer][:].tobytes()
+    assert both.failures == at_once.failures
+    if packed:
+        assert dataset_digests(PACKED) == dataset_digests(Path("at-once/features.h5"))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ["conv"],
+        ["conv", "pool"],
+        {"conv": "none"},
+        "all",
+        ["pool", "conv"],
+    ],
+)
+def test_what_is_there_already_is_not_done_again(
+    photos: Path, computed: list[tuple[frozenset[str], int]], layers: Any
+) -> None:
+    extract(photos, layers=["conv", "pool"] if layers != "all" else "all")
+    before = PACKED.read_bytes(), Path("store/featx.json").read_bytes()
+    computed.clear()
+    assert extract(photos, layers=layers).complete
+    assert computed == []
+    assert (PACKED.read_bytes(), Path("store/featx.json").read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"reduce": "avg"}, "layer conv, reduce: the store has 'none', now 'avg'"),
+        ({"precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
+        ({"dtype": "float32"}, "layer conv, dtype: the store has 'float16', now 'float32'"),
+        ({"layers": ["pool"], "precision": "bf16"}, "precision: the store has 'fp32', now 'bf16'"),
+        ({"layers": ["pool"], "decode": "reference"}, "decode: the store has 'fast', now 'ref"),
+        ({"layers": ["pool"], "batch_size": 2}, "batch_size: the store has 4, now 2"),
+    ],
+)
+def test_other_settings_do_not_join_a_store(
+    photos: Path, keys: dict[str, Any], message: str
+) -> None:
+    extract(photos, pack=False)
+    before = dataset_digests(PART), Path("store/featx.json").read_bytes()
+    with pytest.raises(StoreMismatchError, match=message) as refused:
+        extract(photos, **keys)
+    assert refused.value.exit_code == 2
+    assert "overwrite=true" in str(refused.value)
+    assert "out=DIR" in str(refused.value)
+    assert (dataset_digests(PART), Path("store/featx.json").read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"layers": ["conv", "pool"], "reduce": "avg"},
+        {"layers": {"conv": "avg", "pool": "none"}},
+    ],
+)
+def test_the_reduction_of_a_finished_layer_is_compared_beside_a_new_layer(
+    photos: Path, keys: dict[str, Any]
+) -> None:
+    """The new layer is all that would be computed; the old one asked for is not what is there."""
+    extract(photos)
+    with pytest.raises(
+        StoreMismatchError, match="layer conv, reduce: the store has 'none', now 'avg'"
+    ):
+        extract(photos, **keys)
+
+
+@pytest.mark.slow
+def test_layers_wait_until_the_store_is_finished(photos: Path) -> None:
+    extract(photos, pack=False)
+    Path("store/parts/part-000001.h5").unlink()
+    with pytest.raises(StoreMismatchError, match=r"not finished: it was begun with layers=\[conv"):
+        extract(photos, layers=["pool"])
+    whole = extract(photos, out="whole", layers=["conv", "pool"])
+    extract(photos)
+    assert extract(photos, layers=["pool", "conv"]).complete
+    assert dataset_digests(PACKED) == dataset_digests(whole.root / "features.h5")
+
+
+@pytest.mark.slow
+def test_a_part_of_each_of_two_runs_is_lost(photos: Path) -> None:
+    """No command names both runs at once; the message has to say one that goes on."""
+    extract(photos, pack=False)
+    extract(photos, layers=["conv", "pool"], pack=False)
+    whole = extract(photos, out="whole", layers=["conv", "pool"])
+    Path("store/parts/part-000001.h5").unlink()
+    Path("store/parts/part-000009.h5").unlink()
+    with pytest.raises(StoreMismatchError, match=r"begun with layers=\[conv\], now \[conv,pool\]"):
+        extract(photos, layers=["conv", "pool"])
+    extract(photos)
+    extract(photos, layers=["conv", "pool"])
+    assert dataset_digests(PACKED) == dataset_digests(whole.root / "features.h5")
+
+
+def test_a_layer_that_is_being_added_does_not_show_before_it_is_whole(photos: Path) -> None:
+    extract(photos)
+    extract(photos, layers=["conv", "pool"], pack=False)
+    Path("store/parts/part-000009.h5").unlink()
+    store = featx.open("store")
+    assert store.layers == ("conv",)
+    assert store.ok.all()
+    assert run_job("verify", out="store") == 1
+    with pytest.raises(StoreError, match="cannot be packed yet"):
+        run_job("pack", out="store")
+
+
+def test_new_pictures_are_refused_with_their_number_until_grow_is_given(photos: Path) -> None:
+    extract(photos)
+    old = rows_of(PACKED)
+    order = featx.open("store").keys.tolist()
+    for i, name in enumerate(["ant/0.png", "cat/001.png", "loose.png"]):
+        write_picture(photos / name, 50 + i)
+    before = PACKED.read_bytes()
+    with pytest.raises(StoreMismatchError, match=r"3 new images that .*store does not know\. grow"):
+        extract(photos)
+    assert PACKED.read_bytes() == before
+    store = extract(photos, grow=True)
+    assert store.keys.tolist() == [*order, "ant/0.png", "cat/001.png", "loose.png"]
+    assert store.classes == ("cat", "dog", "ant")
+    assert store.labels[21:].tolist() == [2, 0, -1]
+    grown = rows_of(PACKED)
+    assert {key: grown[key] for key in old} == old
+    assert store.complete
+    assert store.row("ant/0.png") == 21
+    # The command that grew it finds nothing to do, and so does the one without grow.
+    before = PACKED.read_bytes()
+    extract(photos, grow=True)
+    extract(photos)
+    assert PACKED.read_bytes() == before
+
+
+def test_new_rows_are_those_of_a_store_made_at_once(photos: Path) -> None:
+    """To the last bit where the batches are the same: four rows a batch, new ones behind."""
+    extract({"name": "folder", "root": str(photos), "limit": 8}, layers=["conv", "pool"])
+    extract(photos, layers=["conv", "pool"], grow=True)
+    extract(photos, layers=["conv", "pool"], out="at-once")
+    assert rows_of(PACKED) == rows_of(Path("at-once/features.h5"))
+    assert values_of(dataset_digests(PACKED)) == values_of(
+        dataset_digests(Path("at-once/features.h5"))
+    )
+
+
+def test_pictures_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> None:
+    extract(photos)
+    before = PACKED.read_bytes()
+    (photos / "cat" / "000.png").unlink()
+    write_picture(photos / "cat" / "001.png", 50)
+    for grow in (False, True):
+        with pytest.raises(StoreMismatchError, match=r"1 rows whose images.*such as cat/000\.png"):
+            extract(photos, grow=grow)
+    assert PACKED.read_bytes() == before
+
+
+def test_a_picture_in_another_class_folder_is_another_picture(photos: Path) -> None:
+    extract(photos)
+    shutil.move(photos / "cat" / "000.png", photos / "dog" / "000.png")
+    with pytest.raises(StoreMismatchError, match=r"1 rows whose images.*cat/000\.png"):
+        extract(photos, grow=True)
+
+
+@pytest.mark.slow
+def test_a_higher_limit_grows_and_a_lower_one_is_refused(photos: Path) -> None:
+    def limited(limit: int) -> dict[str, Any]:
+        return {"name": "folder", "root": str(photos), "limit": limit}
+
+    extract(limited(5))
+    with pytest.raises(StoreMismatchError, match="4 new images"):
+        extract(limited(9))
+    store = extract(limited(9), grow=True)
+    assert len(store) == 9
+    assert extract(limited(9)).complete
+    with pytest.raises(StoreMismatchError, match="2 rows whose images are no longer"):
+        extract(limited(7))
+    assert rows_of(PACKED).keys() == set(map(str, store.keys))
+
+
+def test_rows_are_added_to_all_layers_or_to_none(
+    photos: Path, computed: list[tuple[frozenset[str], int]]
+) -> None:
+    limited = {"name": "folder", "root": str(photos), "limit": 8}
+    extract(limited)
+    extract(limited, layers=["pool"])
+    before = PACKED.read_bytes()
+    for layers in (["conv"], ["pool"], ["conv", "pool", "deep"]):
+        with pytest.raises(StoreMismatchError, match=r"has layers \[conv,pool\].*Name them all"):
+            extract(photos, layers=layers, grow=True)
+    assert PACKED.read_bytes() == before
+    computed.clear()
+    extract(photos, layers=["conv", "pool"], grow=True)
+    assert [start for _, start in computed] == [8, 12, 16, 20]
+
+
+def test_growing_is_gone_on_with_after_a_stop(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from featx.store.session import StoreSession
+
+    extract({"name": "folder", "root": str(photos), "limit": 6})
+    commit = StoreSession.commit
+
+    def commit_two(self: StoreSession, builder: Any) -> None:
+        if builder.part.index == 4:
+            raise KeyboardInterrupt
+        commit(self, builder)
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(StoreSession, "commit", commit_two)
+        with pytest.raises(KeyboardInterrupt):
+            extract(photos, grow=True)
+    half = featx.open("store")
+    assert np.flatnonzero(half.status == 255).tolist() == list(range(14, 21))
+    # Another new picture while it is not finished: it waits for its turn.
+    write_picture(photos / "ant" / "0.png", 50)
+    with pytest.raises(StoreMismatchError, match="1 new images"):
+        extract(photos)
+    (photos / "ant" / "0.png").unlink()
+    store = extract(photos)
+    assert store.complete
+    extract({"name": "folder", "root": str(photos), "limit": 6}, out="other")
+    extract(photos, out="other", grow=True)
+    assert dataset_digests(PACKED) == dataset_digests(Path("other/features.h5"))
+
+
+@pytest.mark.slow
+def test_new_pictures_while_the_growth_before_is_not_finished(photos: Path) -> None:
+    """grow=true twice: the rows of both growths are at their places in the end."""
+    extract({"name": "folder", "root": str(photos), "limit": 6}, pack=False)
+    extract(photos, grow=True, pack=False)
+    order = featx.open("store").keys.tolist()
+    Path("store/parts/part-000004.h5").unlink()
+    write_picture(photos / "ant" / "0.png", 50)
+    store = extract(photos, grow=True)
+    assert store.complete
+    assert store.keys.tolist() == [*order, "ant/0.png"]
+    assert run_job("verify", out="store", verify={"sample": 30}) == 0
+
+
+@pytest.mark.slow
+def test_growing_by_rows_that_fail(photos: Path) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    extract(photos)
+    (photos / "ant").mkdir()
+    (photos / "ant" / "0.png").write_bytes(b"")
+    store = extract(photos, grow=True)
+    assert [(f["row"], f["status"]) for f in store.failures] == [(0, "unsupported"), (21, "empty")]
+    lines = Path("store/failures.csv").read_text().splitlines()
+    assert [line.split(",")[:3] for line in lines[1:]] == [
+        ["0", "cat/000.png", "unsupported"],
+        ["21", "ant/0.png", "empty"],
+    ]
+
+
+def test_overwrite_and_grow_contradict_each_other(photos: Path) -> None:
+    with pytest.raises(ValueError, match="give one"):
+        extract(photos, grow=True, overwrite=True)
+
+
+@pytest.mark.slow
+def test_runs_of_a_store_are_told_by_its_descriptor(photos: Path) -> None:
+    limited = {"name": "folder", "root": str(photos), "limit": 8}
+    extract(limited)
+    extract(limited, layers=["pool"], dtype="float32", codec="gzip")
+    store = featx.open("store")
+    assert store["conv"].dtype == np.float16
+    assert store["pool"].dtype == np.float32
+    descriptor = json.loads(Path("store/featx.json").read_text())
+    assert descriptor["featx_format"] == 2
+    assert [run["codec"] for run in descriptor["additions"]] == ["gzip"]
+    assert descriptor["additions"][0]["first_part"] == 2
+    with h5py.File(PACKED) as file:
+        assert file["features/conv"].compression is None
+        assert file["features/pool"].compression == "gzip"
+
+
+@pytest.mark.slow
+def test_a_model_that_has_changed_adds_nothing(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(photos, model={**MODEL, "weights": "default"})
+    monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    for keys in ({"layers": ["pool"]}, {"layers": ["conv", "pool"]}):
+        with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
+            extract(photos, model={**MODEL, "weights": "default"}, **keys)

@@ -1,0 +1,151 @@
+"""job=pack: a store kept in parts becomes one file, or stays as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_store import dataset_digests, temporary_files
+from tiny_model import extract, run_job, write_pictures
+
+import featx
+from featx.errors import RunError, StoreError, StoreLockedError
+
+PACKED = Path("store/features.h5")
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "photos")
+
+
+@pytest.mark.parametrize("codec", ["none", "zstd"])
+def test_packed_later_is_what_is_packed_at_once(
+    photos: Path, codec: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    keys = {"layers": ["conv", "pool"], "codec": codec}
+    kept = extract(photos, pack=False, **keys)
+    extract(photos, out="at-once", **keys)
+    before = kept["conv"][:].tobytes()
+    assert run_job("pack", out="store") == 0
+    assert "packed now, its parts are deleted" in capsys.readouterr().out
+    assert dataset_digests(PACKED) == dataset_digests(Path("at-once/features.h5"))
+    assert not Path("store/parts").exists()
+    # A reader that had the parts open goes on with the packed file.
+    assert kept["conv"][:].tobytes() == before
+    assert run_job("verify", out="store") == 0
+
+
+def test_a_second_time_there_is_nothing_to_do(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos, pack=False)
+    run_job("pack", out="store")
+    before = PACKED.stat()
+    assert run_job("pack", store="store") == 0
+    assert "was packed already" in capsys.readouterr().out
+    after = PACKED.stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.slow
+def test_layers_that_came_later_join_the_packed_file(photos: Path) -> None:
+    extract(photos)
+    extract(photos, layers=["conv", "pool"], pack=False)
+    assert Path("store/parts").is_dir()
+    assert run_job("pack", out="store") == 0
+    extract(photos, layers=["conv", "pool"], out="both")
+    assert dataset_digests(PACKED) == dataset_digests(Path("both/features.h5"))
+    assert run_job("verify", out="store", verify={"sample": 21}) == 0
+
+
+def test_an_unfinished_store_is_refused_and_keeps_its_parts(photos: Path) -> None:
+    extract(photos, pack=False)
+    Path("store/parts/part-000003.h5").unlink()
+    with pytest.raises(StoreError, match=r"1 parts are missing, part-000003\.h5 first") as refused:
+        run_job("pack", out="store")
+    assert refused.value.exit_code == 2
+    assert len(list(Path("store/parts").iterdir())) == 5
+    assert not PACKED.exists()
+
+
+def test_without_room_the_parts_are_kept(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = extract(photos, pack=False)
+    before = store["conv"][:].tobytes()
+    with monkeypatch.context() as full:
+        full.setattr("featx.store.commit.Disk.free_bytes", lambda _: 1000)
+        with pytest.raises(RunError, match=r"needs \d+ bytes and 1000 are free") as no_room:
+            run_job("pack", out="store")
+    assert no_room.value.exit_code == 1
+    assert not PACKED.exists()
+    assert len(list(Path("store/parts").iterdir())) == 6
+    assert featx.open("store")["conv"][:].tobytes() == before
+    assert run_job("pack", out="store") == 0
+    assert featx.open("store")["conv"][:].tobytes() == before
+
+
+def test_a_part_that_is_damaged_is_named_and_never_packed(photos: Path) -> None:
+    extract(photos, pack=False)
+    whole = featx.open("store")["conv"][:].tobytes()
+    part = Path("store/parts/part-000002.h5")
+    data = bytearray(part.read_bytes())
+    values = featx.open("store")["conv"][9].tobytes()
+    data[data.index(values)] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(RunError, match=r"part-000002\.h5 is damaged.*quarantine") as failed:
+        run_job("pack", out="store")
+    assert failed.value.exit_code == 1
+    assert not PACKED.exists()
+    assert temporary_files(Path("store")) == []
+    # The command that began the store computes what went, and packs.
+    assert extract(photos)["conv"][:].tobytes() == whole
+
+
+@pytest.mark.parametrize("where", ["nowhere", "photos", "store/features.h5", "photos/cat/000.png"])
+def test_what_is_no_store_is_refused_by_name(photos: Path, where: str) -> None:
+    extract(photos)
+    with pytest.raises(StoreError, match=where) as refused:
+        run_job("pack", store=where)
+    assert refused.value.exit_code == 2
+    assert sorted(path.name for path in photos.iterdir()) == ["cat", "dog"]
+
+
+def test_a_damaged_packed_file_is_a_clear_error(photos: Path) -> None:
+    extract(photos)
+    os.truncate(PACKED, 3000)
+    with pytest.raises(StoreError, match=r"features\.h5"):
+        run_job("pack", out="store")
+
+
+def test_a_running_writer_is_told_by_its_pid(photos: Path) -> None:
+    extract(photos, pack=False)
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from featx.store.commit import exclusive_lock\n"
+        "with exclusive_lock(Path('store/.lock')):\n"
+        "    print('held', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "held\n"
+        with pytest.raises(StoreLockedError, match=f'"pid": {writer.pid}') as refused:
+            run_job("pack", out="store")
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert refused.value.exit_code == 2
+    assert not PACKED.exists()
+    # The lock goes with the process that held it.
+    assert run_job("pack", out="store") == 0

@@ -1,0 +1,373 @@
+"""job=verify: what it finds, what it says, and what verify.repair=true brings back."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from made_store import dataset_digests
+from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+
+import featx
+from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
+from featx.jobs import verify
+
+
+@pytest.fixture(autouse=True)
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "photos")
+
+
+def look(capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON of job=verify; its whole stdout has to be JSON."""
+    capsys.readouterr()
+    code = run_job("verify", json=True, **{"out": "store", **keys})
+    return code, json.loads(capsys.readouterr().out)
+
+
+def flip_byte_of_row(path: Path, layer: str, row: int) -> None:
+    """One bit of one stored row, in the chunk's bytes on the disk."""
+    with h5py.File(path) as file:
+        dataset = file[f"features/{layer}"]
+        step = dataset.chunks[0]
+        chunk = dataset.id.get_chunk_info_by_coord(
+            (row // step * step,) + (0,) * (dataset.ndim - 1)
+        )
+        row_bytes = int(np.prod(dataset.shape[1:])) * dataset.dtype.itemsize
+    with path.open("r+b") as raw:
+        raw.seek(chunk.byte_offset + row % step * row_bytes)
+        byte = raw.read(1)[0]
+        raw.seek(-1, os.SEEK_CUR)
+        raw.write(bytes([byte ^ 1]))
+
+
+def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
+    """Filled with (layers, first row) of every batch that a run computes from here on."""
+    from featx import extraction
+
+    seen: list[tuple[frozenset[str], int]] = []
+    compute = extraction.compute_rows
+
+    def noted(prepared: Any, batch: Any, faint: Any) -> Any:
+        features, failures = compute(prepared, batch, faint)
+        seen.append((frozenset(features), batch.start))
+        return features, failures
+
+    monkeypatch.setattr(extraction, "compute_rows", noted)
+    return seen
+
+
+def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos, pack=False)
+    code, found = look(capsys)
+    assert code == 0
+    assert found["complete"] is True
+    assert (found["rows"], found["files"], found["missing"], found["damages"]) == (21, 6, [], [])
+    Path("store/parts/part-000002.h5").unlink()
+    code, found = look(capsys)
+    assert code == verify.EXIT_INCOMPLETE
+    assert found["missing"] == ["part-000002.h5"]
+    flip_byte_of_row(Path("store/parts/part-000003.h5"), "conv", 2)
+    code, found = look(capsys)
+    assert code == verify.EXIT_DAMAGED
+    assert found["complete"] is False
+    assert found["damages"] == [
+        {
+            "file": "part-000003.h5",
+            "what": "/features/conv differs from its checksum at row 12",
+            "rows": [12, 16],
+        }
+    ]
+    assert run_job("verify", out="store") == verify.EXIT_DAMAGED
+    text = capsys.readouterr().out
+    assert "part-000003.h5: /features/conv differs from its checksum at row 12" in text
+    assert "1 parts: part-000002.h5" in text
+    assert "verify.repair=true" in text
+
+
+def test_verify_writes_nothing(photos: Path) -> None:
+    extract(photos)
+
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = [p for p in Path("store").rglob("*") if p.is_file() and p.name != ".lock"]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    assert run_job("verify", out="store", verify={"sample": 21}) == 0
+    assert run_job("verify", out="store", verify={"repair": True}) == 0
+    assert state() == before
+
+
+def test_no_store_and_a_file_for_a_sample_are_clear_errors(photos: Path) -> None:
+    with pytest.raises(StoreError, match=r"nowhere holds no store: there is no featx\.json in it"):
+        run_job("verify", store="nowhere")
+    extract(photos)
+    assert run_job("verify", store="store/features.h5") == 0
+    with pytest.raises(ConfigError, match=r"verify\.sample and verify\.repair need the store's"):
+        run_job("verify", store="store/features.h5", verify={"sample": 3})
+
+
+def test_the_command_prints_json_alone_also_with_repair(
+    featx: Callable[..., subprocess.CompletedProcess[str]],
+    photos: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    extract(photos)
+    before = dataset_digests(Path("store/features.h5"))
+    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
+    done = featx("job=verify", "job.json=true", "store=store", "verify.repair=true")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["complete"] is True
+    assert found["repaired"]["rows"] == 4
+    assert dataset_digests(Path("store/features.h5")) == before
+
+
+@pytest.mark.slow
+def test_a_truncated_packed_file_is_damage_and_is_made_anew(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    before = dataset_digests(Path("store/features.h5"))
+    os.truncate("store/features.h5", 3000)
+    code, found = look(capsys)
+    assert code == verify.EXIT_DAMAGED
+    assert "features.h5: it cannot be read" in "{file}: {what}".format(**found["damages"][0])
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0
+    assert found["repaired"]["rows"] == 21
+    assert dataset_digests(Path("store/features.h5")) == before
+
+
+def test_a_flipped_byte_costs_one_part_of_one_layer(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs made the store; the damage in the second one's layer leaves the first one alone."""
+    extract(photos)
+    extract(photos, layers=["conv", "pool"])
+    before = dataset_digests(Path("store/features.h5"))
+    flip_byte_of_row(Path("store/features.h5"), "pool", 13)
+    seen = computed_rows(monkeypatch)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0
+    assert {layers for layers, _ in seen} == {frozenset({"pool"})}
+    # A chunk of the packed file is a part at the most.
+    assert [start for _, start in seen] == [12]
+    assert found["repaired"]["rows"] == 4
+    assert found["damages"] == []
+    assert dataset_digests(Path("store/features.h5")) == before
+    assert not Path("store/parts").exists()
+    assert [path.name for path in Path("store/quarantine").iterdir()] == ["features.h5.1"]
+    assert look(capsys, verify={"sample": 21})[1]["sample"]["identical"] == 21
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "swapped", "gone"])
+def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    extract(photos, pack=False)
+    parts = sorted(Path("store/parts").iterdir())
+    before = {path.name: dataset_digests(path) for path in parts}
+    part = parts[2]
+    if how == "flipped":
+        flip_byte_of_row(part, "conv", 1)
+    elif how == "truncated":
+        part.write_bytes(part.read_bytes()[:-100])
+    elif how == "swapped":
+        shutil.copy(parts[1], part)
+    else:
+        part.unlink()
+    assert look(capsys)[0] == (verify.EXIT_INCOMPLETE if how == "gone" else verify.EXIT_DAMAGED)
+    seen = computed_rows(monkeypatch)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0
+    assert [start for _, start in seen] == [8]
+    assert found["repaired"]["rows"] == 4
+    assert {path.name: dataset_digests(path) for path in parts} == before
+    assert not Path("store/features.h5").exists()
+    assert Path("store/quarantine").exists() == (how != "gone")
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
+@pytest.mark.parametrize("how", ["lost", pytest.param("damaged", marks=pytest.mark.slow)])
+def test_a_lost_descriptor_or_listing_is_put_back(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, pack: bool, how: str,
+) -> None:  # fmt: skip
+    extract(photos, pack=pack)
+    path = Path("store", name)
+    before = path.read_bytes()
+    if how == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(before[: len(before) // 2])
+    assert look(capsys)[0] == verify.EXIT_DAMAGED
+    seen = computed_rows(monkeypatch)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0, found
+    assert found["repaired"]["rows"] == 0
+    assert seen == []
+    assert Path("store/features.h5").exists() == pack
+    if name == "featx.json":
+        assert path.read_bytes() == before
+    assert look(capsys, verify={"sample": 21})[1]["sample"]["identical"] == 21
+
+
+def test_putting_back_the_descriptor_needs_no_picture(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    Path("store/featx.json").unlink()
+    shutil.rmtree(photos)
+    assert look(capsys, verify={"repair": True})[0] == 0
+    assert Path("store/featx.json").is_file()
+
+
+def test_what_is_beside_the_features_is_made_anew_without_the_model(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(photos)
+    before = dataset_digests(Path("store/features.h5"))
+    with h5py.File("store/features.h5", "r+") as file:
+        file["label"][3] = 77
+    assert look(capsys)[0] == verify.EXIT_DAMAGED
+    seen = computed_rows(monkeypatch)
+    assert look(capsys, verify={"repair": True})[0] == 0
+    assert seen == []
+    assert dataset_digests(Path("store/features.h5")) == before
+
+
+def test_repair_of_a_sound_store_moves_nothing(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0
+    assert "repaired" not in found
+    assert not Path("store/quarantine").exists()
+
+
+def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos, pack=False)
+    shutil.copy("store/parts/part-000001.h5", "store/parts/part-000099.h5")
+    assert look(capsys)[0] == verify.EXIT_DAMAGED
+    assert look(capsys, verify={"repair": True})[0] == 0
+    assert len(list(Path("store/parts").iterdir())) == 6
+    assert not Path("store/features.h5").exists()
+
+
+def test_repair_without_the_picture_names_it_and_the_good_rows_stay(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same command again, with the picture back, ends what the first one began."""
+    extract(photos)
+    before = dataset_digests(Path("store/features.h5"))
+    whole = featx.open("store")["conv"][:]
+    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
+    key = str(featx.open("store").keys[17])
+    (photos / key).rename("elsewhere.png")
+    with pytest.raises(StoreMismatchError, match=f"1 rows whose images are no longer.*{key}"):
+        look(capsys, verify={"repair": True})
+    rest = featx.open("store")
+    present = rest.status == 0
+    assert np.flatnonzero(~present).tolist() == [8, 9, 10, 11]
+    assert rest["conv"][present].tobytes() == whole[present].tobytes()
+    assert look(capsys)[0] == verify.EXIT_INCOMPLETE
+    Path("elsewhere.png").rename(photos / key)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0
+    assert found["repaired"]["rows"] == 4
+    assert Path("store/features.h5").exists()
+    assert dataset_digests(Path("store/features.h5")) == before
+
+
+def test_repair_with_other_weights_is_refused(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(photos, model={**MODEL, "weights": "default"}, seed=3)
+    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
+    monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
+        look(capsys, verify={"repair": True})
+
+
+@pytest.mark.slow
+def test_repair_of_a_store_that_grew_by_rows_and_layers(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limited = {"name": "folder", "root": str(photos), "limit": 10}
+    extract(limited)
+    extract(limited, layers=["pool"])
+    extract(photos, layers=["conv", "pool"], grow=True)
+    before = dataset_digests(Path("store/features.h5"))
+    flip_byte_of_row(Path("store/features.h5"), "conv", 2)
+    flip_byte_of_row(Path("store/features.h5"), "pool", 6)
+    flip_byte_of_row(Path("store/features.h5"), "pool", 15)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0, found
+    assert dataset_digests(Path("store/features.h5")) == before
+    assert look(capsys, verify={"sample": 21})[1]["sample"]["identical"] == 21
+
+
+def test_a_running_writer_keeps_repair_out(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from featx.errors import StoreLockedError
+    from featx.store.commit import exclusive_lock
+
+    extract(photos)
+    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
+    before = Path("store/features.h5").read_bytes()
+    with (
+        exclusive_lock(Path("store/.lock")),
+        pytest.raises(StoreLockedError, match=str(os.getpid())),
+    ):
+        look(capsys, verify={"repair": True})
+    assert Path("store/features.h5").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_lost_file_of_weights_is_named(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from tiny_model import Tiny
+
+    torch.save(Tiny().state_dict(), tmp_path / "weights.pth")
+    extract(photos, model={**MODEL, "weights": str(tmp_path / "weights.pth")})
+    assert look(capsys, verify={"sample": 5})[0] == 0
+    (tmp_path / "weights.pth").unlink()
+    with pytest.raises(ModelError, match=r"weights\.pth"):
+        look(capsys, verify={"sample": 5})
+    assert look(capsys)[0] == 0
+
+
+def test_new_pictures_do_not_keep_a_store_from_being_repaired(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    before = dataset_digests(Path("store/features.h5"))
+    flip_byte_of_row(Path("store/features.h5"), "conv", 9)
+    write_picture(photos / "cat" / "001.png", 99)
+    code, found = look(capsys, verify={"repair": True})
+    assert code == 0, found
+    assert dataset_digests(Path("store/features.h5")) == before

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from made_store import make_header, make_spec
 
 from featx import moments as moments_module
+from featx import stats_file
 from featx.errors import (
     ConfigError,
     LayerError,
@@ -34,18 +35,9 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
-from featx.moments import (
-    Moments,
-    MomentsOfParts,
-    PartMoments,
-    StatsLayer,
-    check_size,
-    frechet_distance,
-    load_layer,
-    load_moments,
-    principal_components,
-    whitening,
-)
+from featx.moments import Moments, PartMoments, StatsLayer, check_size
+from featx.projection import frechet_distance, principal_components, whitening
+from featx.stats_file import MomentsOfParts, load_layer, load_moments
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.types import Part
@@ -678,7 +670,7 @@ def change(path: Path, act: Callable[[h5py.File], object], sealed: bool = True) 
         act(file)
     data = path.read_bytes()
     if sealed:
-        path.write_bytes(moments_module._seal(zlib.crc32(data[512:])) + data[512:])
+        path.write_bytes(stats_file._seal(zlib.crc32(data[512:])) + data[512:])
     return path
 
 
@@ -823,7 +815,7 @@ def test_any_flipped_bit_is_an_error(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from featx.errors import StoreError, LayerError
-        from featx.moments import load_layer
+        from featx.stats_file import load_layer
         path = Path(sys.argv[1])
         data = path.read_bytes()
         def read():

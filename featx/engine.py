@@ -7,11 +7,9 @@ is, `bind` fixes what is taken and proves it on a second pass, `settle` fixes ho
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +19,8 @@ import torch
 from torch import nn
 
 from featx.config import ReduceConfig
-from featx.errors import ConfigError, LayerError, ModelError, RunError
+from featx.devices import exact_cuda, keep_freed_memory
+from featx.errors import LayerError, ModelError, RunError
 from featx.hooks import TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.reduce import VIEWS, Reduction, reduction
@@ -60,30 +59,6 @@ class Compute:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def choose_device(name: str) -> torch.device:
-    """The device for the key `device`.
-
-    Raises:
-        ConfigError: it is not there.
-    """
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda", torch.cuda.current_device())
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise ConfigError(
-                f"device={name}: torch sees {count} CUDA devices here. "
-                "Use device=cpu, or install a CUDA build of torch and check nvidia-smi."
-            )
-        return torch.device("cuda", device.index or 0)
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(f"device={name}: torch has no MPS device here. Use device=cpu.")
-    return device
 
 
 class Engine:
@@ -422,35 +397,6 @@ def _same_row(row: torch.Tensor) -> float:
     """How far the same row may lie apart in two passes: 1e-3 of its largest finite value."""
     finite = row[torch.isfinite(row)]
     return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
-
-    Above 32 MiB, the size of one activation of a batch, malloc maps and unmaps memory each time,
-    and the page faults cost half the speed of a light model (docs/performance.md). Other C
-    libraries have no such call, and are left alone.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
-
-
-@contextlib.contextmanager
-def exact_cuda() -> Iterator[None]:
-    """fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits."""
-    cudnn: Any = torch.backends.cudnn  # its attributes are made in ways that mypy cannot follow
-    conv, matmul = cudnn.conv, torch.backends.cuda.matmul
-    before = conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic
-    conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = "ieee", "ieee", True
-    try:
-        yield
-    finally:
-        conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = before
 
 
 def row_cosines(

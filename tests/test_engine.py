@@ -13,7 +13,8 @@ from torch import nn
 
 import featx
 from featx.config import ModelConfig, ReduceConfig
-from featx.engine import Compute, Engine, choose_device, exact_cuda, finite_rows, row_cosines
+from featx.devices import choose_device, exact_cuda
+from featx.engine import Compute, Engine, finite_rows, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
 from featx.models import build_backbone
 from featx.models.base import Backbone, state_sha256

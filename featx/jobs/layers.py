@@ -15,7 +15,8 @@ from featx.select import Call, Trace, element_name
 
 def run(config: Config, config_yaml: str) -> int:
     """Print the table, or JSON with job.json=true; returns the exit code."""
-    from featx.engine import Engine, choose_device
+    from featx.devices import choose_device
+    from featx.engine import Engine
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)

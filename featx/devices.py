@@ -1,0 +1,66 @@
+"""The device that computes: which one, and what makes it exact and quick."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from featx.errors import ConfigError
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for the key `device`.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise ConfigError(
+                f"device={name}: torch sees {count} CUDA devices here. "
+                "Use device=cpu, or install a CUDA build of torch and check nvidia-smi."
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError(f"device={name}: torch has no MPS device here. Use device=cpu.")
+    return device
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
+
+    Above 32 MiB, the size of one activation of a batch, malloc maps and unmaps memory each time,
+    and the page faults cost half the speed of a light model (docs/performance.md). Other C
+    libraries have no such call, and are left alone.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_threshold, 1 << 30)
+        mallopt(trim_threshold, (1 << 31) - 1)
+
+
+@contextlib.contextmanager
+def exact_cuda() -> Iterator[None]:
+    """fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits."""
+    cudnn: Any = torch.backends.cudnn  # its attributes are made in ways that mypy cannot follow
+    conv, matmul = cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic
+    conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = "ieee", "ieee", True
+    try:
+        yield
+    finally:
+        conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.dtypes import from_raw, name_of, read_raw
+from featx.store.checksums import chunks_with_verdict
+from featx.store.dtypes import from_raw, name_of
 from featx.store.files import check_hard, check_plain, damage_text, open_hdf5
 from featx.store.listing import compare_listing, listing_identity, listing_in, read_listing
 from featx.store.manifest import (
@@ -85,12 +86,11 @@ class Report:
         }
 
 
-def check_store(root: Path, tell: Callable[[int, int], None] | None = None) -> Report:
+def check_store(root: Path) -> Report:
     """Look at everything in a store.
 
     Args:
         root: its folder, or a packed file alone.
-        tell: called with (files done, files in all) after each file.
 
     Raises:
         StoreError: there is no store, it is of a newer format, or cannot be read now; or a file
@@ -106,11 +106,8 @@ def check_store(root: Path, tell: Callable[[int, int], None] | None = None) -> R
     if manifest is None:
         return report
     report.num_rows = manifest.num_rows
-    files = list(_files(root, manifest, report))
-    for number, (path, expected) in enumerate(files):
+    for path, expected in list(_files(root, manifest, report)):
         _check_file(path, expected, listing, report)
-        if tell is not None:
-            tell(number + 1, len(files))
     return report
 
 
@@ -399,56 +396,3 @@ def _check_layer(
 def _count(report: Report, values: npt.NDArray[Any]) -> None:
     report.num_chunks += 1
     report.num_bytes += values.nbytes
-
-
-def row_datasets(file: h5py.File) -> list[str]:
-    """Every dataset with one entry per row: the columns, then the features."""
-    features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
-    return [layout.KEY, layout.LABEL, layout.STATUS, *features]
-
-
-def chunks_with_verdict(
-    file: h5py.File, path: str, first_row: int = 0
-) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
-    """The rows of a dataset, chunk by chunk, and whether they agree with their checksum.
-
-    Args:
-        file: a part or a packed file.
-        path: of the dataset.
-        first_row: where to begin, the first row of a chunk.
-
-    Yields:
-        the first row of a chunk, its rows as they are stored (bfloat16 as uint16), the verdict.
-    """
-    dataset, sums = file[path], check_plain(file, f"{layout.CHECKSUMS}/{path}")[:]
-    step = dataset.chunks[0]
-    if len(sums) != -(-len(dataset) // step):
-        raise StoreError(f"/{path} has {len(sums)} checksums for {len(dataset)} rows")
-    for start in range(first_row, len(dataset), step):
-        try:
-            rows = read_raw(dataset, start, min(start + step, len(dataset)))
-        except OSError as error:
-            if not layout.is_damage(error):
-                raise
-            # A chunk that its filter cannot decode; the rows stand in for what is lost.
-            shape = (min(step, len(dataset) - start), *dataset.shape[1:])
-            yield start, np.zeros(shape, dataset.dtype), False
-            continue
-        yield start, rows, bool(layout.chunk_checksums(rows, step)[0] == sums[start // step])
-
-
-def good_chunks(
-    file: h5py.File, path: str, first_row: int = 0
-) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """The rows of a dataset, chunk by chunk. Raises StoreError at the first that is damaged."""
-    for start, rows, good in chunks_with_verdict(file, path, first_row):
-        if not good:
-            raise StoreError(f"/{path} differs from its checksum at row {start}.")
-        yield start, rows
-
-
-def check_chunks(file: h5py.File) -> None:
-    """Compare all chunks with their checksums. Raises StoreError at the first that is damaged."""
-    for path in row_datasets(file):
-        for _ in good_chunks(file, path):
-            pass

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from featx.errors import FeatxError, RunError, StoreError
 from featx.store import codecs, layout
-from featx.store.check import check_chunks, good_chunks
+from featx.store.checksums import check_chunks, good_chunks
 from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import write_raw
 from featx.store.files import damage_text, open_hdf5

@@ -1,0 +1,68 @@
+"""The chunks of a file against the checksums that stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.dtypes import read_raw
+from featx.store.files import check_plain
+
+
+def row_datasets(file: h5py.File) -> list[str]:
+    """Every dataset with one entry per row: the columns, then the features."""
+    features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
+    return [layout.KEY, layout.LABEL, layout.STATUS, *features]
+
+
+def chunks_with_verdict(
+    file: h5py.File, path: str, first_row: int = 0
+) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
+    """The rows of a dataset, chunk by chunk, and whether they agree with their checksum.
+
+    Args:
+        file: a part or a packed file.
+        path: of the dataset.
+        first_row: where to begin, the first row of a chunk.
+
+    Yields:
+        the first row of a chunk, its rows as they are stored (bfloat16 as uint16), the verdict.
+    """
+    dataset, sums = file[path], check_plain(file, f"{layout.CHECKSUMS}/{path}")[:]
+    step = dataset.chunks[0]
+    if len(sums) != -(-len(dataset) // step):
+        raise StoreError(f"/{path} has {len(sums)} checksums for {len(dataset)} rows")
+    for start in range(first_row, len(dataset), step):
+        try:
+            rows = read_raw(dataset, start, min(start + step, len(dataset)))
+        except OSError as error:
+            if not layout.is_damage(error):
+                raise
+            # A chunk that its filter cannot decode; the rows stand in for what is lost.
+            shape = (min(step, len(dataset) - start), *dataset.shape[1:])
+            yield start, np.zeros(shape, dataset.dtype), False
+            continue
+        yield start, rows, bool(layout.chunk_checksums(rows, step)[0] == sums[start // step])
+
+
+def good_chunks(
+    file: h5py.File, path: str, first_row: int = 0
+) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """The rows of a dataset, chunk by chunk. Raises StoreError at the first that is damaged."""
+    for start, rows, good in chunks_with_verdict(file, path, first_row):
+        if not good:
+            raise StoreError(f"/{path} differs from its checksum at row {start}.")
+        yield start, rows
+
+
+def check_chunks(file: h5py.File) -> None:
+    """Compare all chunks with their checksums. Raises StoreError at the first that is damaged."""
+    for path in row_datasets(file):
+        for _ in good_chunks(file, path):
+            pass

@@ -366,10 +366,11 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
         )
     if not pairs:
         raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
+    kinds = _captures(config)
     return [
         (f"{name}:{kind}" if kind != "output" and ":" not in name else name, reduce)
         for name, reduce in pairs
-        for kind in (_captures(config) if ":" not in name else ("output",))
+        for kind in (kinds if ":" not in name else ("output",))
     ]
 
 

@@ -56,16 +56,7 @@ def run_extraction(
     out = Path(config.out).expanduser()
     with contextlib.ExitStack() as stack:
         prepared = stack.enter_context(prepare(config, config_yaml, known_rows_only))
-        session = StoreSession(
-            out,
-            prepared.header,
-            prepared.specs,
-            prepared.listing,
-            prepared.part_rows,
-            config.codec,
-            prepared.engine.compute.as_dict(),
-            config.grow,
-        )
+        session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         session.write_config(config_yaml)
         complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
@@ -98,22 +89,13 @@ class _Figures:
 
 def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
     """Compute and commit what is missing."""
-    from featx.loader import Loader
-
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
     waited = written = 0.0
     faint: Counter[str] = Counter()
     done_before = session.rows_done
     missing = session.missing()
-    loader = Loader(
-        prepared.source,
-        prepared.listing,
-        prepared.engine.backbone.preprocess,
-        prepared.policy,
-        prepared.reference,
-        engine.compute.batch_size,
-    )
+    loader = prepared.loader(engine.compute.batch_size)
     begun = time.perf_counter()
     with loader, _signals() as stop, Progress(session.rows_asked, done_before) as progress:
         batches = loader.batches(missing)

@@ -8,23 +8,27 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.config import GRADIENTS, Config, layer_requests
+from featx.config import GRADIENTS, Config, ReduceConfig, layer_requests
 from featx.data import open_source
 from featx.decode import ImagePolicy
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
 from featx.store.joining import growth_refused, refuse_difference
+from featx.store.layout import Grid
 from featx.store.listing import in_stored_order, listing_identity, read_listing
-from featx.store.manifest import Manifest, load_manifest
+from featx.store.manifest import Manifest, Run, load_manifest
 from featx.store.session import missing_parts
 from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
+
+if TYPE_CHECKING:
+    from featx.loader import Loader
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 
@@ -56,10 +60,25 @@ class Prepared:
         """Bytes of one row over all layers."""
         return sum(spec.row_bytes for spec in self.specs)
 
-    @property
-    def reference(self) -> bool:
-        """Whether images take the reference path: asked for, or the only one there is."""
-        return uses_reference(self.config, self.engine.backbone)
+    def as_run(self) -> Run:
+        """All rows and the layers that are asked for, as a run of a store."""
+        return Run(
+            header=self.header,
+            layers=tuple(self.specs),
+            grid=Grid(len(self.listing), self.part_rows),
+            codec=self.config.codec,
+            resolved=self.engine.compute.as_dict(),
+        )
+
+    def loader(self, batch_size: int) -> Loader:
+        """A Loader of the run's images; a context manager."""
+        from featx.loader import Loader  # which imports torch
+
+        backbone = self.engine.backbone
+        reference = uses_reference(self.config, backbone)
+        return Loader(
+            self.source, self.listing, backbone.preprocess, self.policy, reference, batch_size
+        )
 
 
 def uses_reference(config: Config, backbone: Any) -> bool:
@@ -118,7 +137,8 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
     codecs.filters(config.codec)
 
     # From here on torch is needed, which takes seconds to import.
-    from featx.engine import Engine, choose_device
+    from featx.devices import choose_device
+    from featx.engine import Engine
     from featx.loader import Loader
     from featx.preprocess import check_reference
     from featx.resolve import PROBE_IMAGES, Resolver
@@ -130,7 +150,7 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
     with Engine(backbone, device, config.dtype, config.target) as engine:
         traced = engine.trace()
         selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
-        chosen = _unfinished(out, stored, listing, selection.chosen)
+        chosen = _unfinished(config, stored, listing, selection.chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
         with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
@@ -166,24 +186,46 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
 
 
 def _unfinished(
-    out: Path, stored: Manifest | None, listing: Listing, chosen: list[Any]
+    config: Config, stored: Manifest | None, listing: Listing, chosen: list[Any]
 ) -> list[Any]:
     """Of the layers asked for, those that the store lacks or has not finished; else all.
 
     A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
     than it must.
     """
+    out = Path(config.out).expanduser()
     if stored is None or len(listing) > stored.num_rows:
         return chosen
     unfinished = {name for run, _ in missing_parts(out, stored) for name in run.names}
     finished = set(stored.layers) - unfinished
+    fresh = [pair for pair in chosen if pair[0].name not in finished]
+    if not fresh:
+        return chosen
     for tap, reduce in chosen:
         if tap.name in finished:
-            spec = stored.layers[tap.name]
-            before = {"reduce": spec.reduce, "reduce_args": dict(spec.reduce_args)}
-            now = {"reduce": reduce.name, "reduce_args": reduce.args}
-            refuse_difference(out, {f"layer {tap.name}": before}, {f"layer {tap.name}": now})
-    return [pair for pair in chosen if pair[0].name not in finished] or chosen
+            _refuse_another_layer(out, stored, tap, reduce, config)
+    return fresh
+
+
+def _refuse_another_layer(
+    out: Path, stored: Manifest, tap: Any, reduce: ReduceConfig, config: Config
+) -> None:
+    """A finished layer that is not computed again must be what is asked for, all the same."""
+    before = stored.layers[tap.name]
+    now = replace(
+        before,
+        layer=tap.module,
+        capture=tap.capture,
+        reduce=reduce.name,
+        reduce_args=reduce.args,
+        dtype=config.dtype,
+    )
+    line = stored.holder(tap.name).header.fingerprint.get(f"layer.{tap.name}")
+    refuse_difference(
+        out,
+        {f"layer {tap.name}": {**asdict(before), "as": line}},
+        {f"layer {tap.name}": {**asdict(now), "as": _layer_line(now, config)}},
+    )
 
 
 def _begun(stored: Manifest | None, names: set[str]) -> Begun | None:
@@ -209,12 +251,7 @@ def _fingerprint(
         "model": backbone.name,
         "weights": backbone.weights,
         "weights_sha256": backbone.weights_sha256,
-        **{
-            f"layer.{spec.name}": f"{spec.capture} of {spec.layer}, reduce {spec.reduce} "
-            f"{dict(spec.reduce_args)}, shape {list(spec.shape)}"
-            + (f", target {config.target}" if spec.capture in GRADIENTS else "")
-            for spec in specs
-        },
+        **{f"layer.{spec.name}": _layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],
         "dtype": config.dtype,
         "transform": backbone.preprocess.describe(),
@@ -230,6 +267,15 @@ def _fingerprint(
         "nonfinite": config.nonfinite,
         **{f"version.{name}": version for name, version in _versions().items()},
     }
+
+
+def _layer_line(spec: LayerSpec, config: Config) -> str:
+    """What a layer's values are, in words; for gradients also of what."""
+    target = f", target {config.target}" if spec.capture in GRADIENTS else ""
+    return (
+        f"{spec.capture} of {spec.layer}, reduce {spec.reduce} {dict(spec.reduce_args)}, "
+        f"shape {list(spec.shape)}{target}"
+    )
 
 
 def _versions() -> dict[str, str]:

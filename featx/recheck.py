@@ -77,7 +77,10 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
         for specs in _layers_at_once(run, store, unfinished):
             # Pictures that are new in the data set are none of our business here.
             again = replace(
-                config_of_run(config, root, manifest, run), layers=_requests(specs), grow=True
+                config_of_run(config, root, manifest, run),
+                layers=_requests(specs),
+                capture="output",  # the names say what else it is
+                grow=True,
             )
             if not inside:
                 continue
@@ -158,8 +161,6 @@ def _extracted(
     prepared: Prepared, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     """Each of some rows: its features in every layer, as stored, and its status."""
-    from featx.loader import Loader
-
     size = prepared.engine.compute.batch_size
     spans: dict[int, list[int]] = {}
     for row in rows:
@@ -167,15 +168,7 @@ def _extracted(
     parts = [
         Part(0, start, min(start + size, _part_of(run, start).stop)) for start in sorted(spans)
     ]
-    loader = Loader(
-        prepared.source,
-        prepared.listing,
-        prepared.engine.backbone.preprocess,
-        prepared.policy,
-        prepared.reference,
-        size,
-    )
-    with loader:
+    with prepared.loader(size) as loader:
         for _, batch in loader.batches(parts):
             yield from _rows_of(prepared, batch, spans[batch.start])
 

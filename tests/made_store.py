@@ -76,16 +76,7 @@ class MadeRun:
         return status
 
     def session(self, root: Path, grow: bool = False) -> StoreSession:
-        return StoreSession(
-            root,
-            self.header,
-            self.specs,
-            self.listing,
-            self.part_rows,
-            self.codec,
-            self.resolved,
-            grow,
-        )
+        return StoreSession(root, self.as_run(), self.listing, grow)
 
     def builder(self, part: Part, batch: int | None = None) -> PartBuilder:
         """A part with all its rows, added in batches."""

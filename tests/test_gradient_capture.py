@@ -285,3 +285,7 @@ def test_gradients_go_into_the_store_beside_the_activations(
     assert not np.allclose(store["layer4:grad_output"][:], other["layer4:grad_output"][:])
     with pytest.raises(featx.FeatxError, match=r"target 3', now .*target predicted'"):
         featx.extract(**keys, out=tmp_path / "three")
+    with pytest.raises(featx.FeatxError, match=r"target 3', now .*target predicted'"):
+        featx.extract(
+            **{**keys, "layers": ["layer3", "layer4", "layer4:grad_output"]}, out=tmp_path / "three"
+        )

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from tiny_model import MODEL, run_job, write_picture, write_pictures
+from tiny_model import MODEL, run_job, write_picture
 from tiny_model import extract as extract_and_pack
 
 from featx.errors import StoreMismatchError
@@ -25,14 +25,7 @@ extract = partial(extract_and_pack, pack=False)
 """The rows are the same, and packing takes longer than all the rest."""
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def sample(
@@ -173,7 +166,7 @@ def test_rows_twice_as_long_are_not_close(photos: Path, capsys: pytest.CaptureFi
 
 def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extract(photos)
-    extract(photos, layers=["conv", "pool"], dtype="float32")
+    extract(photos, layers=["pool"], dtype="float32")
     extract_and_pack(photos, layers=["deep"], part_rows=8, batch_size=4)
     assert_untouched(capsys)
     key = str(extract(photos).keys[7])

@@ -13,6 +13,7 @@ from featx.prepare import Prepared, prepare
 from featx.progress import describe_run, facts, say, size_text, time_text
 from featx.store.commit import Disk
 from featx.store.pack import packed_size_bound
+from featx.types import Part
 
 _PROBE_BATCHES = 2
 
@@ -61,22 +62,10 @@ def _parameters(prepared: Prepared) -> Any:
 
 def _seconds_per_image_read(prepared: Prepared) -> float | None:
     """Reading and decoding alone, with all threads, measured on the first images."""
-    from featx.loader import Loader
-
     size = min(len(prepared.listing), 8 * num_cpus())
-    loader = Loader(
-        prepared.source,
-        prepared.listing.head(size * _PROBE_BATCHES),
-        prepared.engine.backbone.preprocess,
-        prepared.policy,
-        prepared.reference,
-        size,
-    )
-    from featx.types import Part
-
-    with loader:
+    part = Part(0, 0, min(len(prepared.listing), size * _PROBE_BATCHES))
+    with prepared.loader(size) as loader:
         begun = time.perf_counter()
-        part = Part(0, 0, min(len(prepared.listing), size * _PROBE_BATCHES))
         count = sum(batch.count for _, batch in loader.batches([part]))
         return (time.perf_counter() - begun) / count
 

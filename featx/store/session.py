@@ -27,7 +27,7 @@ from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.writer import PartBuilder, read_failures
-from featx.types import Failure, LayerSpec, Listing, Part, StoreHeader
+from featx.types import Failure, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +37,20 @@ class StoreSession:
 
     Args:
         root: the store's folder.
-        header, specs, part_rows, codec, resolved: what is asked for now.
+        asked: all rows and the layers that are asked for now, as a run of its own.
         listing: all rows, those that the store has in the store's order.
         grow: whether rows that the store does not know yet may be added to it.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        header: StoreHeader,
-        specs: Sequence[LayerSpec],
-        listing: Listing,
-        part_rows: int,
-        codec: str,
-        resolved: Mapping[str, Any],
-        grow: bool = False,
-    ) -> None:
+    def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
         self.root = root
         self.listing = listing
         self.disk = Disk(root)
         self._failed: dict[int, Failure] = {}
         self.packed_runs = 0
         self._grow = grow
-        grid = layout.Grid(len(listing), part_rows)
-        self._asked = Run(header, tuple(specs), grid, codec, dict(resolved))
-        self.manifest = Manifest((self._asked,))
+        self._asked = asked
+        self.manifest = Manifest((asked,))
         self._done: set[int] = set()
 
     @contextlib.contextmanager
@@ -228,33 +217,19 @@ class StoreSession:
         if self.packed:
             remove_parts(self.disk)
             return
-        expected = {
-            layout.part_name(part.index): part
-            for run in self.manifest.runs[self.packed_runs :]
-            for part in run.parts()
+        known = {
+            layout.part_name(part.index): part for run in self.manifest.runs for part in run.parts()
         }
         for path in sorted((self.root / layout.PARTS).glob(layout.PART_GLOB)):
-            part = expected.get(path.name)
+            part = known.get(path.name)
             if part is None:
-                if not self._is_packed_already(path):
-                    self._quarantine(path, "there is no such part in this run")
-                continue
-            problem = self._problem(path, part)
-            if problem is None:
+                self._quarantine(path, "there is no such part in this run")
+            elif part.index in self._done:
+                self.disk.remove(path)  # left by a kill between packing and clearing away
+            elif (problem := self._problem(path, part)) is None:
                 self._done.add(part.index)
             else:
                 self._quarantine(path, problem)
-
-    def _is_packed_already(self, path: Path) -> bool:
-        """Whether a part was left behind by a kill between packing and clearing away."""
-        names = {
-            layout.part_name(part.index)
-            for run in self.manifest.runs[: self.packed_runs]
-            for part in run.parts()
-        }
-        if path.name in names:
-            self.disk.remove(path)
-        return path.name in names
 
     def _survey_packed(self, path: Path) -> None:
         try:

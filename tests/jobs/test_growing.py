@@ -12,39 +12,16 @@ import h5py
 import numpy as np
 import pytest
 from made_store import dataset_digests
-from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+from tiny_model import MODEL, extract, run_job, write_picture
 
 import featx
-from featx import extraction
 from featx.errors import StoreError, StoreMismatchError
 
 PACKED = Path("store/features.h5")
 PART = Path("store/parts/part-000005.h5")
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "photos")
-
-
-@pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
-    """(layers, first row) of every batch that a run computes."""
-    seen: list[tuple[frozenset[str], int]] = []
-    compute = extraction.compute_rows
-
-    def noted(prepared: Any, batch: Any, faint: Any) -> Any:
-        features, failures = compute(prepared, batch, faint)
-        seen.append((frozenset(features), batch.start))
-        return features, failures
-
-    monkeypatch.setattr(extraction, "compute_rows", noted)
-    return seen
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def rows_of(path: Path) -> dict[str, bytes]:
@@ -136,20 +113,19 @@ def test_other_settings_do_not_join_a_store(
 
 
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "named"),
     [
-        {"layers": ["conv", "pool"], "reduce": "avg"},
-        {"layers": {"conv": "avg", "pool": "none"}},
+        ({"layers": ["conv", "pool"], "reduce": "avg"}, "reduce: the store has 'none', now 'avg'"),
+        ({"layers": {"conv": "avg", "pool": "none"}}, "reduce: the store has 'none', now 'avg'"),
+        ({"layers": ["conv", "pool"], "dtype": "bfloat16"}, "dtype: .*now 'bfloat16'"),
     ],
 )
-def test_the_reduction_of_a_finished_layer_is_compared_beside_a_new_layer(
-    photos: Path, keys: dict[str, Any]
+def test_a_finished_layer_is_compared_beside_a_new_layer(
+    photos: Path, keys: dict[str, Any], named: str
 ) -> None:
     """The new layer is all that would be computed; the old one asked for is not what is there."""
     extract(photos)
-    with pytest.raises(
-        StoreMismatchError, match="layer conv, reduce: the store has 'none', now 'avg'"
-    ):
+    with pytest.raises(StoreMismatchError, match=f"layer conv, {named}"):
         extract(photos, **keys)
 
 

@@ -32,7 +32,6 @@ from featx.store.listing import listing_identity
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
-from featx.store.session import StoreSession
 
 STORE = "runs/store"
 
@@ -49,9 +48,7 @@ class Command:
     def give(self, root: Path, acknowledge: Callable[..., None] = lambda *_: None) -> None:
         """Carry it out, and tell what was promised on the way."""
         run = self.run
-        session = StoreSession(
-            root, run.header, run.specs, run.listing, run.part_rows, run.codec, {}, self.grow
-        )
+        session = run.session(root, self.grow)
         if self.repair and root.exists():
             set_damage_aside(check_store(root))
         with session.hold(self.overwrite):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -66,6 +67,36 @@ def featx(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """The pictures of the tiny model, in two class folders."""
+    from tiny_model import write_pictures
+
+    return write_pictures(tmp_path / "photos")
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
+    """(layers, first row) of every batch that a run computes."""
+    from featx import extraction
+
+    seen: list[tuple[frozenset[str], int]] = []
+    compute = extraction.compute_rows
+
+    def noted(prepared: Any, batch: Any, faint: Any) -> Any:
+        features, failures = compute(prepared, batch, faint)
+        seen.append((frozenset(features), batch.start))
+        return features, failures
+
+    monkeypatch.setattr(extraction, "compute_rows", noted)
+    return seen
 
 
 @pytest.fixture(autouse=True)

@@ -125,5 +125,6 @@ def test_captures_multiply_the_layers() -> None:
         "stages:input"
     ]
     for wrong in ("weights", [], ["input", "input"]):
-        with pytest.raises(ConfigError, match="capture="):
-            Config(capture=wrong)
+        for layers in ("embedding", ["a:input"]):
+            with pytest.raises(ConfigError, match="capture="):
+                Config(capture=wrong, layers=layers)

@@ -28,14 +28,7 @@ from featx.store.session import StoreSession
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 # What was decided

@@ -13,11 +13,10 @@ from featx.progress import complain, facts, say, size_text
 from featx.recheck import Recheck, config_of_run, recheck_rows
 from featx.store import layout
 from featx.store.check import Report, check_store
-from featx.store.listing import read_listing
-from featx.store.manifest import Manifest, Run, load_manifest
+from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack_store
 from featx.store.repair import set_damage_aside
-from featx.store.session import StoreSession, missing_parts
+from featx.store.session import missing_parts
 
 EXIT_DAMAGED = 2
 EXIT_INCOMPLETE = 1
@@ -62,8 +61,9 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
         complain(f"moved {path}")
     manifest = _manifest(root)
     lacking = missing_parts(root, manifest)
-    # Without copies of them, featx.json and samples.h5 are made from the pictures as well.
-    runs = [run for run, _ in lacking] or _put_back(root, manifest)
+    runs = [run for run, _ in lacking]
+    if not runs and not (root / layout.LISTING).exists():
+        runs = [manifest.runs[-1]]  # no file has a copy: it is listed from the pictures again
     for run in runs:
         as_then = config_of_run(config, root, manifest, run)
         run_extraction(as_then, run.header.config, known_rows_only=True)
@@ -72,23 +72,6 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     again = {(part.start, part.stop) for _, parts in lacking for part in parts}
     rows = sum(stop - start for start, stop in again)
     return check_store(root), {"moved": [str(path) for path in moved], "rows": rows}
-
-
-def _put_back(root: Path, manifest: Manifest) -> list[Run]:
-    """Restore featx.json and samples.h5 of a store that lacks no row.
-
-    Returns:
-        the run that has to be gone through to restore them, where no file has a copy.
-    """
-    run = manifest.runs[-1]
-    listing = read_listing(root, manifest.num_rows)
-    if listing is None:
-        return [run]
-    session = StoreSession(
-        root, run.header, run.layers, listing, run.grid.part_rows, run.codec, run.resolved
-    )
-    with session.hold():
-        return []
 
 
 def _manifest(root: Path) -> Manifest:

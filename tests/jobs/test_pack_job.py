@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_store import dataset_digests, temporary_files
-from tiny_model import extract, run_job, write_pictures
+from tiny_model import extract, run_job
 
 import featx
 from featx.errors import RunError, StoreError, StoreLockedError
@@ -17,14 +17,7 @@ from featx.errors import RunError, StoreError, StoreLockedError
 PACKED = Path("store/features.h5")
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])

@@ -14,21 +14,13 @@ import h5py
 import numpy as np
 import pytest
 from made_store import dataset_digests
-from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+from tiny_model import MODEL, extract, run_job, write_picture
 
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
 from featx.jobs import verify
 
-
-@pytest.fixture(autouse=True)
-def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def photos(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "photos")
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
 def look(capsys: pytest.CaptureFixture[str], **keys: Any) -> tuple[int, dict[str, Any]]:
@@ -52,22 +44,6 @@ def flip_byte_of_row(path: Path, layer: str, row: int) -> None:
         byte = raw.read(1)[0]
         raw.seek(-1, os.SEEK_CUR)
         raw.write(bytes([byte ^ 1]))
-
-
-def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
-    """Filled with (layers, first row) of every batch that a run computes from here on."""
-    from featx import extraction
-
-    seen: list[tuple[frozenset[str], int]] = []
-    compute = extraction.compute_rows
-
-    def noted(prepared: Any, batch: Any, faint: Any) -> Any:
-        features, failures = compute(prepared, batch, faint)
-        seen.append((frozenset(features), batch.start))
-        return features, failures
-
-    monkeypatch.setattr(extraction, "compute_rows", noted)
-    return seen
 
 
 def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
@@ -156,19 +132,19 @@ def test_a_truncated_packed_file_is_damage_and_is_made_anew(
 
 
 def test_a_flipped_byte_costs_one_part_of_one_layer(
-    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
 ) -> None:
     """Two runs made the store; the damage in the second one's layer leaves the first one alone."""
     extract(photos)
     extract(photos, layers=["conv", "pool"])
     before = dataset_digests(Path("store/features.h5"))
     flip_byte_of_row(Path("store/features.h5"), "pool", 13)
-    seen = computed_rows(monkeypatch)
+    computed.clear()
     code, found = look(capsys, verify={"repair": True})
     assert code == 0
-    assert {layers for layers, _ in seen} == {frozenset({"pool"})}
+    assert {layers for layers, _ in computed} == {frozenset({"pool"})}
     # A chunk of the packed file is a part at the most.
-    assert [start for _, start in seen] == [12]
+    assert [start for _, start in computed] == [12]
     assert found["repaired"]["rows"] == 4
     assert found["damages"] == []
     assert dataset_digests(Path("store/features.h5")) == before
@@ -179,7 +155,10 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "swapped", "gone"])
 def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
-    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str
+    photos: Path,
+    capsys: pytest.CaptureFixture[str],
+    computed: list[tuple[frozenset[str], int]],
+    how: str,
 ) -> None:
     extract(photos, pack=False)
     parts = sorted(Path("store/parts").iterdir())
@@ -194,10 +173,10 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     else:
         part.unlink()
     assert look(capsys)[0] == (verify.EXIT_INCOMPLETE if how == "gone" else verify.EXIT_DAMAGED)
-    seen = computed_rows(monkeypatch)
+    computed.clear()
     code, found = look(capsys, verify={"repair": True})
     assert code == 0
-    assert [start for _, start in seen] == [8]
+    assert [start for _, start in computed] == [8]
     assert found["repaired"]["rows"] == 4
     assert {path.name: dataset_digests(path) for path in parts} == before
     assert not Path("store/features.h5").exists()
@@ -208,7 +187,7 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
 @pytest.mark.parametrize("how", ["lost", pytest.param("damaged", marks=pytest.mark.slow)])
 def test_a_lost_descriptor_or_listing_is_put_back(
-    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
     name: str, pack: bool, how: str,
 ) -> None:  # fmt: skip
     extract(photos, pack=pack)
@@ -219,11 +198,11 @@ def test_a_lost_descriptor_or_listing_is_put_back(
     else:
         path.write_bytes(before[: len(before) // 2])
     assert look(capsys)[0] == verify.EXIT_DAMAGED
-    seen = computed_rows(monkeypatch)
+    computed.clear()
     code, found = look(capsys, verify={"repair": True})
     assert code == 0, found
     assert found["repaired"]["rows"] == 0
-    assert seen == []
+    assert computed == []
     assert Path("store/features.h5").exists() == pack
     if name == "featx.json":
         assert path.read_bytes() == before
@@ -241,16 +220,16 @@ def test_putting_back_the_descriptor_needs_no_picture(
 
 
 def test_what_is_beside_the_features_is_made_anew_without_the_model(
-    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
 ) -> None:
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     with h5py.File("store/features.h5", "r+") as file:
         file["label"][3] = 77
     assert look(capsys)[0] == verify.EXIT_DAMAGED
-    seen = computed_rows(monkeypatch)
+    computed.clear()
     assert look(capsys, verify={"repair": True})[0] == 0
-    assert seen == []
+    assert computed == []
     assert dataset_digests(Path("store/features.h5")) == before
 
 

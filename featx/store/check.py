@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.checksums import chunks_with_verdict
+from featx.store.checksums import chunks_with_verdict, failures_agree
 from featx.store.dtypes import from_raw, name_of
 from featx.store.files import check_hard, check_plain, damage_text, open_hdf5
 from featx.store.listing import compare_listing, listing_identity, listing_in, read_listing
@@ -341,7 +341,7 @@ def _check_failures(
 ) -> None:
     failed = np.flatnonzero(status != Status.OK) + expected.start
     columns = {}
-    for name in ("row", "error", "message"):
+    for name in layout.FAILURE_COLUMNS:
         columns[name] = check_plain(file, f"{layout.FAILURES}/{name}")[:]
     found = columns["row"]
     if not np.array_equal(found, failed) or len({len(values) for values in columns.values()}) > 1:
@@ -351,6 +351,10 @@ def _check_failures(
     elif (count := file.attrs.get("num_failures", len(failed))) != len(failed):
         what = f"its attribute num_failures is {count}, /status names {len(failed)}"
         report.damages.append(Damage(path, what, expected.start, expected.stop))
+    elif not failures_agree(file):
+        what = f"/{layout.FAILURES} differs from its checksum"
+        touched = (int(failed[0]), int(failed[-1]) + 1) if len(failed) else ()
+        report.damages.append(Damage(path, what, *touched))
 
 
 def _check_layer(

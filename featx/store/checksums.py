@@ -61,8 +61,19 @@ def good_chunks(
         yield start, rows
 
 
+def failures_agree(file: h5py.File) -> bool:
+    """Whether /failures agrees with its checksum; stores of early runs have none."""
+    path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
+    if path not in file:
+        return True
+    columns = [check_plain(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS]
+    return check_plain(file, path)[:].tolist() == [layout.failures_checksum(columns)]
+
+
 def check_chunks(file: h5py.File) -> None:
     """Compare all chunks with their checksums. Raises StoreError at the first that is damaged."""
+    if not failures_agree(file):
+        raise StoreError(f"/{layout.FAILURES} differs from its checksum.")
     for path in row_datasets(file):
         for _ in good_chunks(file, path):
             pass

@@ -39,6 +39,7 @@ LABEL = "label"
 STATUS = "status"
 CLASSES = "classes"
 FAILURES = "failures"
+FAILURE_COLUMNS = ("row", "error", "message")
 MANIFEST = "manifest"
 
 LIBVER = ("v110", "v110")
@@ -178,6 +179,14 @@ def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[
     starts = range(0, len(rows), rows_per_chunk)
     sums = [zlib.crc32(rows[i : i + rows_per_chunk].view(np.uint8).data) for i in starts]
     return np.array(sums, dtype=np.uint32)
+
+
+def failures_checksum(columns: Sequence[npt.NDArray[Any]]) -> int:
+    """crc32 over the rows, the errors and the messages of /failures, one after the other."""
+    crc = 0
+    for values in columns:
+        crc = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, crc)
+    return crc
 
 
 def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:

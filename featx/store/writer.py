@@ -192,13 +192,20 @@ def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
 
 
 def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
-    """/failures: the failed rows' position, exception name and message, in order of rows."""
+    """/failures: the failed rows' position, exception name and message, in order; a checksum."""
     ordered = sorted(failures, key=lambda failure: failure.row)
-    group = file.create_group(layout.FAILURES)
-    group["row"] = np.array([f.row for f in ordered], dtype=np.int64)
-    group["error"] = layout.text_array([f.error for f in ordered])
     printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
-    group["message"] = layout.text_array(printable)
+    columns = (
+        np.array([f.row for f in ordered], dtype=np.int64),
+        layout.text_array([f.error for f in ordered]),
+        layout.text_array(printable),
+    )
+    group = file.create_group(layout.FAILURES)
+    for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
+        group[name] = values
+    file[f"{layout.CHECKSUMS}/{layout.FAILURES}"] = np.array(
+        [layout.failures_checksum(columns)], dtype=np.uint32
+    )
 
 
 def read_failures(file: h5py.File) -> list[Failure]:

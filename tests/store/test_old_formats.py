@@ -75,8 +75,10 @@ def test_the_same_command_finds_it_done_and_packs_it(
     run.finish(old, packed=True)
     assert_reads(old, run)
     assert check_store(old).complete
-    whole = run.finish(tmp_path / "now", packed=True)
-    assert dataset_digests(old / "features.h5") == dataset_digests(whole / "features.h5")
+    whole = dataset_digests(run.finish(tmp_path / "now", packed=True) / "features.h5")
+    if was_packed:
+        del whole["checksums/failures"]  # which that time did not know
+    assert dataset_digests(old / "features.h5") == whole
 
 
 def test_what_is_lost_of_it_is_done_again(run: MadeRun, old: Path) -> None:

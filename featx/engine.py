@@ -103,6 +103,7 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._settings.close()
+        self.backbone.give_back()
 
     def trace(self) -> Trace:
         """One pass over noise that records every module call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,11 @@ _WAITING_SHARE = 0.2
 
 
 def say(text: str = "") -> None:
-    """A line of the command's result, on stdout."""
-    print(text, flush=True)
+    """A line of the command's result, on stdout; nobody has to read it to the end (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:

@@ -79,8 +79,8 @@ class _Lines:
         )
         text = f"{self._head(call, name)} -> {_shapes(output)}"
         self._tell(
-            f"{text:<{self._name_width + self._type_width + 34}}  {dtypes or '-'}  "
-            f"{milliseconds:.2f} ms{self._alarm(call, output)}"
+            f"{text:<{self._name_width + self._type_width + 33}}  {dtypes or '-':<8}"
+            f"{milliseconds:>8.2f} ms{self._alarm(call, output)}"
         )
         self._telling_s += time.perf_counter() - ended
 

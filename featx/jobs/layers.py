@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.config import Config, DataConfig, captures
+from featx.config import VIEWS_OF_LAYERS, Config, DataConfig, captures
 from featx.decode import ImagePolicy
-from featx.errors import DataError, MissingExtraError
+from featx.errors import DataError, MissingExtraError, ModelError
 from featx.models import build_backbone, resolve_library
 from featx.prepare import list_images, uses_reference
 from featx.progress import complain, facts, say, size_text, table
@@ -50,7 +51,7 @@ def run(config: Config, config_yaml: str) -> int:
     with Engine(backbone, device, config.dtype) as engine:
         compute = Compute(precision, False, False, batch_size)
         if show != "watch":
-            traced = engine.trace()
+            traced = _trace(engine)
             compute = replace(compute, channels_last=engine.supports_channels_last())
         engine.settle(compute)
         heading = _heading(config, engine, key)
@@ -122,10 +123,21 @@ def _heading(config: Config, engine: Engine, key: str) -> str:
     return facts(rows)
 
 
+def _trace(engine: Engine) -> Trace:
+    try:
+        return engine.trace()
+    except Exception as error:
+        message = " ".join(str(error).split())
+        raise ModelError(
+            f"a pass of {engine.backbone.name} failed: {type(error).__name__}: {message}. "
+            "job.show=watch prints every call up to the one that fails, FEATX_DEBUG=1 the traceback."
+        ) from error
+
+
 def _watch(engine: Engine, images: torch.Tensor) -> None:
     from featx.watching import watch
 
-    say("shapes with the batch; ms of this one pass, the first, and of a layer with what is inside")
+    say("shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it")
     say()
     with engine.as_computed(images) as (module, x):
         watch(module, x, say)
@@ -305,10 +317,8 @@ def _remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
     if never := _never_called(traced):
         remarks.append(f"never called, so not to be captured: {', '.join(never)}")
     if show != "all":
-        others = [name for name in ("shapes", "cost", "values") if name != show]
-        remarks.append(
-            f"more: job.show={', job.show='.join(others)}, job.show=watch; job.json=true gives all"
-        )
+        others = [name for name in VIEWS_OF_LAYERS if name != show]
+        remarks.append(f"more: job.show={', '.join(others[:-1])} or {others[-1]}; job.json=true")
     return remarks
 
 
@@ -329,11 +339,13 @@ def _finite_text(traced: Trace, profiled: Profile) -> str:
 
 
 def _never_called(traced: Trace) -> list[str]:
-    """The outermost of the modules that are not called."""
+    """The outermost of the modules that are not called; those that differ by numbers as one."""
     never = set(traced.names.values()) - set(traced.by_module) - {""}
-    inside = {name: sum(other.startswith(f"{name}.") for other in never) for name in never}
-    outermost = [name for name in never if name.rpartition(".")[0] not in never]
+    outermost = [name for name in sorted(never) if name.rpartition(".")[0] not in never]
+    alike: dict[str, list[str]] = {}
+    for name in outermost:
+        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
     return [
-        name + (f" (with {inside[name]} inside)" if inside[name] else "")
-        for name in sorted(outermost)
+        names[0] if len(names) == 1 else f"{glob} ({len(names)} of them)"
+        for glob, names in alike.items()
     ]

@@ -42,6 +42,9 @@ def watch(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> No
             raise ModelError(_failure_text(going_on, error)) from error
 
 
+_WHOLE = "(the model)"
+
+
 class _Lines:
     """The lines of one pass; what telling them takes is not in the times."""
 
@@ -52,7 +55,7 @@ class _Lines:
         self._tell = tell
         self._telling_s = 0.0
         self._all_finite = True
-        names = [name for name, _ in module.named_modules()]
+        names = [name or _WHOLE for name, _ in module.named_modules()]
         self._name_width = max(len(name) + 2 * name.count(".") for name in names)
         self._type_width = max(len(type(m).__name__) for m in module.modules())
 
@@ -88,7 +91,7 @@ class _Lines:
         self._tell(f"{self._head(call, call.name)} -> {type(error).__name__}")
 
     def _head(self, call: OpenCall, name: str) -> str:
-        indented = "  " * max(0, call.depth - 1) + (name or "(the model)")
+        indented = "  " * max(0, call.depth - 1) + (name or _WHOLE)
         kind = type(call.target).__name__
         return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.note.shapes}"
 
@@ -130,13 +133,13 @@ def _shapes(value: Any) -> str:
 
 def _failure_text(going_on: list[OpenCall], error: Exception) -> str:
     call = going_on[-1]
-    outer = [c.name or "the model" for c in reversed(going_on[:-1])]
+    outer = [c.name or _WHOLE for c in reversed(going_on[:-1])]
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(torch.__file__).parent)
     where = [f for f in frames if not f.filename.startswith(library)][-1]
     message = " ".join(str(error).split())
     return (
-        f"the pass failed in {call.name or 'the model'} ({type(call.target).__name__})"
+        f"the pass failed in {call.name or _WHOLE} ({type(call.target).__name__})"
         f"{', inside ' + ', '.join(outer) if outer else ''}: {type(error).__name__}: {message} "
         f"({where.filename}, line {where.lineno}). The lines above say what every layer before it "
         "gave."

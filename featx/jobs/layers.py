@@ -6,7 +6,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ _TRIED_PICTURES = 16
 def run(config: Config, config_yaml: str) -> int:
     """Print a table, JSON, or every call of a pass while it goes on; returns the exit code."""
     resolve_library(config.model)
-    source, listing, config = _pictures(config)
+    source, listing, config, missing = _pictures(config)
     from featx.devices import choose_device
     from featx.engine import Compute, Engine
 
@@ -54,7 +54,7 @@ def run(config: Config, config_yaml: str) -> int:
             traced = _trace(engine)
             compute = replace(compute, channels_last=engine.supports_channels_last())
         engine.settle(compute)
-        heading = _heading(config, engine, key)
+        heading = _heading(config, engine, f"{key} of {_where(config)}{missing}")
         if show == "watch":
             say(heading)
             _watch(engine, images)
@@ -70,24 +70,26 @@ def run(config: Config, config_yaml: str) -> int:
         return 0
     say(heading)
     say()
-    header, cells = _COLUMNS[show], [_cells(row) for row in rows]
-    shown = [name for name in header if name not in _OF_CUDA or device.type == "cuda"]
-    say(table(shown, [[cell[name] for name in shown] for cell in cells], left=2))
+    say(layer_table(rows, show, device.type == "cuda"))
     say()
     for line in _remarks(show, traced, profiled):
         say(textwrap.fill(line, WIDTH, subsequent_indent="  "))
     return 0
 
 
-def _pictures(config: Config) -> tuple[Source, Listing, Config]:
-    """The data set, or the sample that travels with featx where none was asked for and none is."""
+def _pictures(config: Config) -> tuple[Source, Listing, Config, str]:
+    """The data set, or the sample that travels with featx where none was asked for and none is.
+
+    Returns:
+        its source, its listing, the config for it, and what is to be said of it.
+    """
     try:
-        return *list_images(config), config
+        return *list_images(config), config, ""
     except MissingExtraError:
         if config.data != DataConfig():
             raise
         sample = replace(config, data=DataConfig(name="sample"))
-        return *list_images(sample), sample
+        return *list_images(sample), sample, f" (data={config.data.name} is not installed)"
 
 
 def _first_picture(
@@ -105,19 +107,22 @@ def _first_picture(
                 return images, os.fsdecode(bytes(listing.keys[row]))
     raise DataError(
         f"none of the first {min(_TRIED_PICTURES, len(listing))} pictures of "
-        f"{config.data.root or config.data.name} can be read, and job=layers looks at one. "
+        f"{_where(config)} can be read, and job=layers looks at one. "
         "data=sample takes a picture that comes with featx."
     )
 
 
-def _heading(config: Config, engine: Engine, key: str) -> str:
+def _where(config: Config) -> str:
+    return config.data.root or f"data={config.data.name}"
+
+
+def _heading(config: Config, engine: Engine, picture: str) -> str:
     backbone, compute = engine.backbone, engine.compute
     height, width = backbone.preprocess.crop
-    where = config.data.root or f"data={config.data.name}"
     auto = " (precision=auto stays fp32 here)" if config.precision == "auto" else ""
     rows = [
         ("model", f"{backbone.name}, weights {backbone.weights}"),
-        ("picture", f"{key} of {where}, as {compute.batch_size}x3x{height}x{width}"),
+        ("picture", f"{picture}, as {compute.batch_size}x3x{height}x{width}"),
         ("computed", f"{compute.precision}{auto} on {engine.device}, in eval mode"),
     ]
     return facts(rows)
@@ -130,7 +135,7 @@ def _trace(engine: Engine) -> Trace:
         message = " ".join(str(error).split())
         raise ModelError(
             f"a pass of {engine.backbone.name} failed: {type(error).__name__}: {message}. "
-            "job.show=watch prints every call up to the one that fails, FEATX_DEBUG=1 the traceback."
+            "job.show=watch prints every call up to the one that fails."
         ) from error
 
 
@@ -240,6 +245,22 @@ def _rounded(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else round(milliseconds, 4)
 
 
+def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> str:
+    """The rows as the table of one view.
+
+    Args:
+        rows: of `layer_rows`, or others with the same keys.
+        show: which columns, as in job.show.
+        on_cuda: whether device memory was measured.
+    """
+    shown = [name for name in _COLUMNS[show] if name not in _OF_CUDA or on_cuda]
+    if on_cuda and show == "cost":
+        shown.remove("output\nbytes")  # for room; what is added says nearly the same
+    left = sum(name in _COMMON for name in shown)
+    cells = [_cells(row) for row in rows]
+    return table(shown, [[cell[name] for name in shown] for cell in cells], left)
+
+
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
     """A row as text, by the names of the columns; what has no value is a dash."""
 
@@ -291,7 +312,8 @@ def _remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
     """The lines below a table."""
     whole = traced.calls[-1]
     remarks = [
-        f"whole model: {whole.num_parameters:,} parameters, {whole.mflops:,.0f} MFLOPs a picture",
+        f"whole model: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs "
+        "a picture",
         _finite_text(traced, profiled),
     ]
     if profiled.times is not None:
@@ -304,13 +326,11 @@ def _remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
     if profiled.memory:
         on_cuda = any(memory.peak is not None for memory in profiled.memory.values())
         remarks.append(
-            "output bytes: of the tensors a layer gives, new or its input's own"
-            + (
-                "; memory added: what the device holds after the layer and did not before; memory "
-                "peak: what it takes on top while the layer runs"
-                if on_cuda
-                else " (what a layer takes while it runs is measured on CUDA only)"
-            )
+            "memory added: what the device holds after a layer and did not before; memory peak: "
+            "what it takes on top while the layer runs, with what is added"
+            if on_cuda
+            else "output bytes: of the tensors a layer gives, new or its input's own (what a layer "
+            "takes while it runs is measured on CUDA only)"
         )
     if any(shape[:1] != (traced.batch_size,) for c in traced.calls for shape in c.outputs.values()):
         remarks.append("* the batch is not in front of this tensor, so it cannot be captured")

@@ -31,6 +31,7 @@ class Backbone:
         classifier: name of the module whose input is the embedding; several names where the model
             has several heads; None: the last Linear.
         stages: names of the stages where the library says them; None: found from the shapes.
+        is_users: the module is the user's own and may live on after the run.
     """
 
     module: nn.Module
@@ -40,6 +41,7 @@ class Backbone:
     num_prefix_tokens: int = 0
     classifier: str | tuple[str, ...] | None = None
     stages: tuple[str, ...] | None = None
+    is_users: bool = False
 
     def __post_init__(self) -> None:
         self._modes = [(module, module.training) for module in self.module.modules()]
@@ -49,10 +51,12 @@ class Backbone:
         self.weights_sha256 = state_sha256(self.module)
 
     def give_back(self) -> None:
-        """Put modes, gradient flags and device as they were, in the usual memory format.
+        """Put modes, gradient flags and device of a user's module as they were found.
 
-        The module may be the user's own, and go on living.
+        Its memory format becomes the usual one.
         """
+        if not self.is_users:
+            return
         self.module.to(self._device).to(memory_format=torch.contiguous_format)
         for module, training in self._modes:
             module.training = training

@@ -38,6 +38,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         weights=weights,
         preprocess=preprocess_of(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+        is_users=True,
     )
 
 

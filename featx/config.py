@@ -24,6 +24,7 @@ SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
 DATA_KINDS = ("folder", "textiles", "sample")
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
+VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 
@@ -61,9 +62,17 @@ class JobConfig:
     """Taken from the key `job` itself."""
     json: bool = False
     """Print the job's result as JSON (layers, plan, verify)."""
+    show: str = "shapes"
+    """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
+    (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
 
     def __post_init__(self) -> None:
         _check_choice("job", self.name, JOBS)
+        _check_choice("job.show", self.show, VIEWS_OF_LAYERS)
+        if self.json and self.show != "shapes":
+            raise ConfigError(
+                f"job.show={self.show} has no effect with job.json=true, which gives every column."
+            )
 
 
 @dataclass
@@ -105,6 +114,9 @@ class ModelConfig:
     """packaged, torchvision, timm or custom; auto asks them in that order who knows the name."""
     weights: str | None = "default"
     """A tag of the library, a path (.safetensors, .pth), 'default', or null for seeded random."""
+    init: str = "loaded"
+    """loaded keeps these weights; reset puts the model's own random ones in their place, of `seed`:
+    the untrained baseline, the same in all else."""
     target: str | None = None
     """package.module:factory, for model=custom."""
     args: dict[str, Any] = field(default_factory=dict)
@@ -114,6 +126,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_choice("model.library", self.library, LIBRARIES)
+        _check_choice("model.init", self.init, ("loaded", "reset"))
+        if self.init == "reset" and self.weights is None:
+            raise ConfigError(
+                "model.init=reset has no effect with model.weights=null, whose weights are random."
+            )
         custom = self.library == "custom"
         if custom and not self.target:
             raise ConfigError(
@@ -328,6 +345,7 @@ class Config:
         """Keys that belong to some jobs have no effect with others."""
         used = {
             "job.json": (self.job.json, ("layers", "plan", "verify")),
+            "job.show": (self.job.show != "shapes", ("layers",)),
             "store": (self.store is not None, ("verify", "pack")),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
         }
@@ -366,7 +384,7 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
         )
     if not pairs:
         raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
-    kinds = _captures(config)
+    kinds = captures(config)
     return [
         (f"{name}:{kind}" if kind != "output" and ":" not in name else name, reduce)
         for name, reduce in pairs
@@ -374,7 +392,7 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
     ]
 
 
-def _captures(config: Config) -> tuple[str, ...]:
+def captures(config: Config) -> tuple[str, ...]:
     """The key `capture` as a tuple."""
     asked = config.capture
     kinds = (asked,) if isinstance(asked, str) else tuple(asked or ())

@@ -37,6 +37,14 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was given; a CPU has already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
 

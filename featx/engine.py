@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from featx.config import ReduceConfig
-from featx.devices import exact_cuda, keep_freed_memory
+from featx.devices import exact_cuda, keep_freed_memory, synchronise
 from featx.errors import LayerError, ModelError, RunError
 from featx.hooks import TapHooks, find_overwritten
 from featx.models.base import Backbone
@@ -103,6 +103,7 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._settings.close()
+        self.backbone.give_back()
 
     def trace(self) -> Trace:
         """One pass over noise that records every module call."""
@@ -254,12 +255,22 @@ class Engine:
         self._labels = labels
         begun = time.perf_counter()
         values = self._pass(self._normalised(images))
-        self._synchronise()
+        synchronise(self.device)
         computed = time.perf_counter()
         on_cpu = {name: value.cpu() for name, value in values.items()}
         self.model_seconds += computed - begun
         self.copy_seconds += time.perf_counter() - computed
         return on_cpu
+
+    @contextlib.contextmanager
+    def as_computed(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+        """The module and a batch as `run` feeds it, in its precision, for passes of one's own.
+
+        Args:
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+        """
+        with torch.no_grad(), self._autocast():
+            yield self._module, self._memory_format(self._normalised(images))
 
     def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
         """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds.
@@ -375,12 +386,6 @@ class Engine:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         dtype = COMPUTE_DTYPES[self.compute.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
 
     def _noise(self, batch_size: int) -> torch.Tensor:
         """(B, 3, H, W) float32 as normalised pictures are, the same in every run."""

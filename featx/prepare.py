@@ -251,6 +251,8 @@ def _fingerprint(
         "model": backbone.name,
         "weights": backbone.weights,
         "weights_sha256": backbone.weights_sha256,
+        # Where it is not there nothing is said, for stores of before it was a key.
+        **({"model.init": config.model.init} if config.model.init != "loaded" else {}),
         **{f"layer.{spec.name}": _layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],
         "dtype": config.dtype,

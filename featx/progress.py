@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,11 @@ _WAITING_SHARE = 0.2
 
 
 def say(text: str = "") -> None:
-    """A line of the command's result, on stdout."""
-    print(text, flush=True)
+    """A line of the command's result, on stdout; nobody has to read it to the end (`| head`)."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:
@@ -37,10 +41,16 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned columns; the first `left` ones flush left, numbers flush right."""
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+    """Aligned columns; the first `left` ones flush left, numbers flush right.
+
+    A name in the header may have several lines, divided by newlines.
+    """
+    depth = max(name.count("\n") for name in header)
+    split = [("\n" * (depth - name.count("\n")) + name).split("\n") for name in header]
+    every = [*zip(*split, strict=True), *rows]
+    widths = [max(len(row[i]) for row in every) for i in range(len(header))]
     lines = []
-    for row in [header, *rows]:
+    for row in every:
         cells = [
             f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))

@@ -51,11 +51,18 @@ def resolve_library(config: ModelConfig) -> str:
 def build_backbone(config: ModelConfig, seed: int) -> Backbone:
     """Build the backbone, load its weights, freeze it, and put it in eval mode (on the CPU).
 
+    With init=reset the weights are replaced by those of weights=null, and all else stays: the
+    preprocessing of these very weights, and what a library builds for them only.
+
     Raises:
         ModelError, WeightsError, MissingExtraError: with what to do.
     """
-    module = importlib.import_module(f"featx.models.{resolve_library(config)}")
-    backbone: Backbone = module.build(config, seed)
+    library = importlib.import_module(f"featx.models.{resolve_library(config)}")
+    backbone: Backbone = library.build(config, seed)
+    if config.init == "reset":
+        from featx.models.base import reset_weights  # which imports torch
+
+        reset_weights(backbone, library.untrained(config, seed), seed)
     return backbone
 
 

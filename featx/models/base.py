@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.errors import WeightsError
+from featx.errors import ModelError, WeightsError
 from featx.preprocess import Preprocess
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
@@ -31,6 +31,7 @@ class Backbone:
         classifier: name of the module whose input is the embedding; several names where the model
             has several heads; None: the last Linear.
         stages: names of the stages where the library says them; None: found from the shapes.
+        is_users: the module is the user's own and may live on after the run.
     """
 
     module: nn.Module
@@ -40,10 +41,27 @@ class Backbone:
     num_prefix_tokens: int = 0
     classifier: str | tuple[str, ...] | None = None
     stages: tuple[str, ...] | None = None
+    is_users: bool = False
 
     def __post_init__(self) -> None:
+        self._modes = [(module, module.training) for module in self.module.modules()]
+        self._flags = [(x, x.requires_grad) for x in self.module.parameters()]
+        self._device = next((x.device for x, _ in self._flags), torch.device("cpu"))
         self.module.eval().requires_grad_(False)
         self.weights_sha256 = state_sha256(self.module)
+
+    def give_back(self) -> None:
+        """Put modes, gradient flags and device of a user's module as they were found.
+
+        Its memory format becomes the usual one.
+        """
+        if not self.is_users:
+            return
+        self.module.to(self._device).to(memory_format=torch.contiguous_format)
+        for module, training in self._modes:
+            module.training = training
+        for parameter, requires_grad in self._flags:
+            parameter.requires_grad_(requires_grad)
 
 
 def state_sha256(module: nn.Module) -> str:
@@ -139,6 +157,35 @@ def seeded(seed: int) -> Iterator[None]:
 def random_id(seed: int) -> str:
     """How random weights are called in the store."""
     return f"random (seed {seed})"
+
+
+def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
+    """Put the parameters and buffers of an untrained twin in the place of the loaded ones.
+
+    Args:
+        backbone: whose module, preprocessing and names stay.
+        fresh: the same model as its library initialises it; it may have heads that this one lacks.
+        seed: of the twin, for the name of the weights.
+
+    Raises:
+        ModelError: the twin lacks tensors, or they have other shapes.
+    """
+    own, new = backbone.module.state_dict(), fresh.state_dict()
+    lacking = [name for name, x in own.items() if name not in new or new[name].shape != x.shape]
+    if lacking:
+        raise ModelError(
+            f"model.init=reset: {backbone.name} has other tensors with these weights than without "
+            f"any: {', '.join(lacking[:5])}{', ...' if lacking[5:] else ''}. "
+            "model.weights=null gives the untrained model."
+        )
+    if all(torch.equal(x, new[name]) for name, x in own.items()):
+        raise ModelError(
+            f"model.init=reset has no effect: the weights of {backbone.name} ({backbone.weights}) "
+            "are its own random ones. Leave it out, or name trained weights in model.weights."
+        )
+    backbone.module.load_state_dict({name: new[name] for name in own})
+    backbone.weights = f"{random_id(seed)}, reset from {backbone.weights}"
+    backbone.weights_sha256 = state_sha256(backbone.module)
 
 
 def timm_stages(module: Any) -> tuple[str, ...] | None:

@@ -22,21 +22,7 @@ from featx.preprocess import Preprocess
 
 def build(config: ModelConfig, seed: int) -> Backbone:
     """Call the factory, check what it returns, and load weights into it where a file is named."""
-    assert config.target is not None
-    factory = import_target(config.target)
-    with seeded(seed):
-        try:
-            module = factory(**config.args)
-        except TypeError as error:
-            raise ModelError(
-                f"model.target={config.target} cannot be called with model.args={config.args}: "
-                f"{error}."
-            ) from error
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"model.target={config.target} returned a {type(module).__name__}, "
-            "expected a torch.nn.Module."
-        )
+    module = _made(config, seed)
     if config.weights == "default":
         weights = "as the factory made them"
     elif config.weights is None:
@@ -52,7 +38,51 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         weights=weights,
         preprocess=preprocess_of(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+        is_users=True,
     )
+
+
+def untrained(config: ModelConfig, seed: int) -> nn.Module:
+    """What the factory makes, where that is random.
+
+    Raises:
+        ModelError: parameters are the same whatever the seed, so the factory may have loaded them.
+    """
+    module, other = _made(config, seed), _made(config, seed + 1)
+    others = dict(other.named_parameters())
+    fixed = [
+        name
+        for name, x in module.named_parameters()
+        if torch.equal(x, others[name]) and bool((x != x.flatten()[:1]).any())
+    ]
+    if module is other or fixed:
+        values = f"{', '.join(fixed[:5])}{', ...' if fixed[5:] else ''} with the same values"
+        raise ModelError(
+            f"model.init=reset: model.target={config.target} gives "
+            f"{'one module' if module is other else values} whatever the seed. It has to make an "
+            "untrained model: the weights go into model.weights=FILE, constants into buffers."
+        )
+    return module
+
+
+def _made(config: ModelConfig, seed: int) -> nn.Module:
+    """What the factory makes of random numbers of this seed."""
+    assert config.target is not None
+    factory = import_target(config.target)
+    with seeded(seed):
+        try:
+            module = factory(**config.args)
+        except TypeError as error:
+            raise ModelError(
+                f"model.target={config.target} cannot be called with model.args={config.args}: "
+                f"{error}."
+            ) from error
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"model.target={config.target} returned a {type(module).__name__}, "
+            "expected a torch.nn.Module."
+        )
+    return module
 
 
 def import_target(target: str) -> Callable[..., Any]:

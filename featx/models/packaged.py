@@ -52,11 +52,9 @@ _MEAN = _STD = (0.5, 0.5, 0.5)
 
 def build(config: ModelConfig, seed: int) -> Backbone:
     """EfficientNet-Lite0; `model.weights` may also be a path or null."""
-    import timm
     from timm.data.transforms_factory import create_transform
 
-    with seeded(seed):
-        module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    module = untrained(config, seed)
     if config.weights is None:
         weights = random_id(seed)
     elif is_weights_file(config.weights):
@@ -82,6 +80,15 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         classifier="classifier",
         stages=timm_stages(module),
     )
+
+
+def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
+    """The same architecture as timm initialises it."""
+    import timm
+
+    with seeded(seed):
+        module: torch.nn.Module = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    return module
 
 
 def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

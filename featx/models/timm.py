@@ -7,6 +7,7 @@ import pickle
 import socket
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -51,6 +52,11 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
     assert origin is not None
     return wrap(module, f"timm/{name}", origin)
+
+
+def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
+    """The same architecture as timm initialises it."""
+    return build(replace(config, weights=None, init="loaded"), seed).module
 
 
 def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:

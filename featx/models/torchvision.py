@@ -56,8 +56,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
             raise WeightsError(f"{file or entry} is not of this model: {reason}") from error
         weights = file or str(entry)
     else:
-        with seeded(seed):
-            module = _without_weights(models, name)
+        module = untrained(config, seed)
         weights = random_id(seed)
         if file is not None:
             load_weights(module, read_weights(Path(file)), file)
@@ -69,6 +68,14 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         preprocess=preprocess,
         num_prefix_tokens=1 if name.startswith("vit_") else 0,
     )
+
+
+def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
+    """The same architecture as torchvision initialises it."""
+    from torchvision import models
+
+    with seeded(seed):
+        return _without_weights(models, config.name)
 
 
 def preprocess_of(preset: Any, name: str) -> Preprocess:

@@ -1,0 +1,299 @@
+"""job=layers: the tables, the JSON, the watch, and which picture they are of."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_model import MODEL, Tiny, write_picture
+from torch import nn
+
+from featx.config import VIEWS_OF_LAYERS, ReduceConfig
+from featx.errors import ConfigError, DataError, MissingExtraError, ModelError
+from featx.jobs.layers import layer_rows, layer_table
+from featx.keys import from_keywords, from_omegaconf
+from featx.progress import say
+from featx.select import select
+from featx.tracing import trace
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def odd(fail: str = "") -> nn.Module:
+    """A factory: attention with three inputs, a module called twice, one never, a tuple."""
+    return Odd(fail)
+
+
+class Odd(nn.Module):
+    def __init__(self, fail: str) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 8, stride=8)
+        self.relu = nn.ReLU(inplace=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.aside = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.first, self.swap, self.head = nn.Identity(), Swap(), nn.Linear(8, 4)
+        self.fail = fail
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.relu(self.conv(x))).flatten(2).transpose(1, 2)
+        if self.fail == "nan":
+            x = self.first(x * math.nan)
+        x = self.attention(x, x, x)[0]
+        if self.fail == "shape":
+            x = x[..., :3]
+        return self.head(self.swap(x).mean(0))
+
+
+class Swap(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+ODD = {**MODEL, "name": "odd", "target": "test_layers:odd"}
+
+Layers = Callable[..., str]
+
+
+@pytest.fixture
+def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Layers:
+    """What the job prints on stdout."""
+    monkeypatch.setattr("featx.profiling.MAX_RUNS", 3)
+
+    def run(show: str = "shapes", as_json: bool = False, **keys: Any) -> str:
+        node = from_keywords({"model": MODEL, "data": "sample", **keys})
+        node.job.name, node.job.show, node.job.json = "layers", show, as_json
+        config = from_omegaconf(node)
+        assert importlib.import_module("featx.jobs.layers").run(config, "") == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def columns(text: str) -> dict[str, list[str]]:
+    """Name of a layer -> the words of its line in a table."""
+    lines = text.split("\n\n")[1].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("layer")) + 1
+    return {line.split()[0]: line.split()[1:] for line in lines[start:]}
+
+
+def test_shapes_by_hand(layers: Layers) -> None:
+    rows = columns(layers())
+    assert rows["conv"] == ["Conv2d", "3x32x32", "8x4x4", "1,544", "0.049", "256", "B"]
+    assert rows["head"] == ["Linear", "6", "4", "28", "0", "8", "B"]
+    rows = columns(layers(model=ODD))
+    assert rows["attention[0]"][:3] == ["MultiheadAttention", "16x8", "+2"]
+    assert rows["relu@1"] == rows["relu@2"]
+    assert rows["swap"][:4] == ["Swap", "16x8", "2x8", "*"]
+
+
+def test_what_is_not_called_is_told_once(layers: Layers) -> None:
+    text = layers(model=ODD)
+    assert "never called, so not to be captured: aside, attention.out_proj, first\n" in text
+    assert "* the batch is not in front of this tensor" in text
+    assert "cannot be captured" not in layers()
+
+
+def test_values_are_of_the_first_picture(layers: Layers, tmp_path: Path) -> None:
+    """White and black by hand: a white picture is (1 - mean) / std after normalisation."""
+    from PIL import Image
+
+    (tmp_path / "p").mkdir()
+    Image.new("RGB", (40, 40), "white").save(tmp_path / "p" / "a.png")
+    Image.new("RGB", (40, 40), "black").save(tmp_path / "p" / "b.png")
+    rows = json.loads(layers(as_json=True, data=str(tmp_path / "p"), capture="input"))
+    given = next(row for row in rows if row["name"] == "conv:input")
+    assert given["min"] == pytest.approx((1 - 0.485) / 0.229, rel=1e-5)
+    assert given["max"] == pytest.approx((1 - 0.406) / 0.225, rel=1e-5)
+    assert given["zeros"] == 0
+    text = layers("values", data=str(tmp_path / "p"))
+    assert f"a.png of {tmp_path}/p, as 1x3x32x32" in text
+    assert columns(text)["conv"][0] == "float32"
+
+
+def test_a_picture_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: Path) -> None:
+    (tmp_path / "p").mkdir()
+    (tmp_path / "p" / "a.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"none of the first 1 pictures of .*/p can be read"):
+        layers(data=str(tmp_path / "p"))
+    write_picture(tmp_path / "p" / "b.png", 0)
+    assert "picture   b.png of" in layers(data=str(tmp_path / "p"))
+
+
+def test_without_the_default_data_the_sample_is_taken_and_told(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "conformal_clip_data", None)
+    assert "picture   checks/TURNED.JPG of data=sample (data=textiles is not" in layers(
+        data="textiles"
+    )
+    with pytest.raises(MissingExtraError, match="data=textiles comes with the extra demo"):
+        layers(data={"name": "textiles", "limit": 3})
+
+
+def test_costs_are_of_the_batch_that_is_asked_for(layers: Layers) -> None:
+    one, four = (json.loads(layers(as_json=True, batch_size=size)) for size in ("auto", 4))
+    assert one[0]["output_bytes"] == 4 * 8 * 4 * 4
+    assert [row["output_bytes"] for row in four] == [4 * row["output_bytes"] for row in one]
+    assert [row["mean"] for row in four] == [pytest.approx(r["mean"], rel=1e-4) for r in one]
+    assert all(row["ms"] >= row["own_ms"] > 0 for row in one)
+    assert one[0]["added_bytes"] is one[0]["peak_bytes"] is None  # what a CPU cannot tell
+    text = layers("cost", batch_size=4)
+    assert "as 4x3x32x32" in text
+    assert "memory" not in text.split("\n\n")[1]
+    assert "measured on CUDA only" in text.replace("\n  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "said"),
+    [
+        ("auto", "float32", "fp32 (precision=auto stays fp32 here)"),
+        ("bf16", "bfloat16", "bf16 on cpu"),
+        ("fp32", "float32", "fp32 on cpu"),
+    ],
+)
+def test_the_dtype_under_autocast(layers: Layers, precision: str, dtype: str, said: str) -> None:
+    text = layers("values", precision=precision)
+    assert columns(text)["conv"][0] == dtype
+    assert said in text
+
+
+def test_the_first_layer_that_is_not_finite_is_named(layers: Layers) -> None:
+    assert "every value of every layer is finite on this picture" in layers()
+    model = {**ODD, "args": {"fail": "nan"}}
+    text = layers("values", model=model)
+    assert (
+        "first non-finite: first, 128 of 128 values; its input is not finite already, and no "
+        "layer gave that" in text.replace("\n  ", " ")
+    )
+    assert columns(text)["head"] == ["float32", "-", "-", "-", "0.0%", "4"]
+    assert columns(text)["relu@2"][-1] == "0"
+
+
+def test_names_are_what_to_write_in_layers() -> None:
+    """Each row whose batch is in front, and each name under inputs, is accepted by `select`."""
+    traced = trace(odd().eval(), torch.randn(2, 3, 32, 32))
+    rows = layer_rows(traced, 2, ("output", "input", "grad_output"))
+    names = [row["name"] for row in rows if row["batch_in_front"]]
+    assert len(names) == len(set(names))
+    assert {"relu@2:input", "attention[1]:input", "attention[0]", "head:grad_output"} <= set(names)
+    taken = {name for row in rows for name in row["inputs"]}
+    for name in {*names, *(name for name in taken if name != "head:input")}:
+        ((tap, _),) = select([(name, ReduceConfig())], traced, None, None).chosen
+        assert tap.name == name
+    assert all(row["ms"] is None and row["mean"] is None for row in rows)  # nothing was measured
+
+
+def test_json_has_every_column_for_every_row(layers: Layers) -> None:
+    rows = json.loads(layers(as_json=True, model=ODD, capture=["output", "grad_input"]))
+    assert {tuple(row) for row in rows} == {tuple(rows[0])}
+    by_name = {row["name"]: row for row in rows}
+    assert by_name["attention[0]"]["inputs"] == {f"attention[{i}]:input": [16, 8] for i in range(3)}
+    assert by_name["head:grad_input"]["ms"] == by_name["head"]["ms"]
+    assert by_name["head:grad_input"]["mean"] is None  # what a gradient holds was not measured
+
+
+WIDEST: dict[str, Any] = {
+    "name": "encoder.layers.encoder_layer_11.self_attention",
+    "type": "MultiheadAttention",
+    "shape": [768, 14, 14],
+    "calls": 1,
+    "parameters": 85_798_656,
+    "mflops": 34_895.1,
+    "bytes_per_row": 302_592,
+    "batch_in_front": True,
+    "inputs": {"a": [197, 768], "b": [197, 768], "c": [197, 768]},
+    "ms": 123.45,
+    "own_ms": 100.0,
+    "output_bytes": 605_184,
+    "added_bytes": -605_184,
+    "peak_bytes": 605_184,
+    "compute_dtype": "bfloat16",
+    "min": -1.234e10,
+    "mean": -0.0001234,
+    "max": 1.234e10,
+    "zeros": 1.0,
+    "nonfinite": 151_296,
+}
+"""The longest texts of vit_b_16."""
+
+
+@pytest.mark.parametrize("show", ["shapes", "cost", "values"])
+def test_tables_fit_a_terminal(show: str) -> None:
+    for on_cuda in (False, True):
+        lines = layer_table([WIDEST], show, on_cuda).splitlines()
+        assert max(map(len, lines)) <= 120 + 6 * on_cuda
+
+
+def test_the_wide_table_has_the_columns_of_the_others() -> None:
+    words = {s: set(layer_table([WIDEST], s, True).split()) for s in VIEWS_OF_LAYERS[:4]}
+    assert words["shapes"] | words["cost"] | words["values"] <= words["all"]
+    assert "-591.0" in words["cost"]  # a layer after which less is held than before
+    assert "added" not in layer_table([WIDEST], "all", False)
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    """Rows of another origin than a module call may lack everything but a name and a shape."""
+    given = ("name", "type", "shape", "calls", "parameters", "mflops", "bytes_per_row")
+    row = {**dict.fromkeys(WIDEST), **{key: WIDEST[key] for key in given}}
+    row |= {"inputs": {}, "batch_in_front": True}
+    assert layer_table([row], "values", False).splitlines()[-1].split()[1:] == ["-"] * 6
+    assert layer_table([row], "cost", True).splitlines()[-1].split()[4:] == ["-"] * 4
+
+
+def test_watch_prints_up_to_the_layer_that_fails(
+    layers: Layers, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = layers("watch").splitlines()
+    names = [line.split()[0] for line in lines[-5:]]
+    assert names == ["conv", "deep", "pool", "head", "(the"]
+    model = {**ODD, "args": {"fail": "shape"}}
+    with pytest.raises(ModelError, match=r"failed in head \(Linear\)"):
+        layers("watch", model=model)
+    last = [line.split()[0] for line in capsys.readouterr().out.splitlines()[-6:]]
+    assert last == ["conv", "relu", "relu@2", "attention", "swap", "head"]
+    with pytest.raises(ModelError, match=r"RuntimeError: .* job\.show=watch prints every call"):
+        layers(model=model)
+
+
+def test_nothing_is_left_in_the_users_model(
+    layers: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Tiny().train()
+    monkeypatch.setattr("tiny_model.Tiny", lambda: own)
+    before = {name: value.clone() for name, value in own.state_dict().items()}
+    for show in ("all", "watch"):
+        layers(show, model={**MODEL, "weights": "default"})
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in own.modules())
+    assert all(m.training for m in own.modules())
+    assert all(p.requires_grad for p in own.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+def test_keys_that_would_have_no_effect(layers: Layers) -> None:
+    with pytest.raises(ConfigError, match=r"job\.show=cost has no effect with job\.json=true"):
+        layers("cost", as_json=True)
+    with pytest.raises(ConfigError, match=r"job\.show=costs: expected one of shapes, cost"):
+        layers("costs")
+    node = from_keywords({"model": MODEL})
+    node.job.show = "cost"
+    with pytest.raises(ConfigError, match=r"job\.show has an effect with job=layers only"):
+        from_omegaconf(node)
+
+
+def test_a_reader_may_leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`python -m featx job=layers | head`"""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        say("read")
+        os.close(reading)
+        say("x" * 100_000)
+        say("and more")

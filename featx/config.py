@@ -25,8 +25,8 @@ LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
 DATA_KINDS = ("folder", "textiles", "sample")
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
-MAX_PICTURES = 1 << 16
-"""In TensorBoard's projector: sprites of 32 pixels then, on a sheet of 8192."""
+MAX_PICTURES = 1 << 14
+"""In TensorBoard's projector: sprites of 64 pixels on a sheet of 8192, which browsers can show."""
 
 
 def shipped(name: str) -> Path:

@@ -113,13 +113,13 @@ class RunEvents:
         """Write the model's graph and the projector; no features are computed from here on."""
         try:
             self._write_graph()
-            num_rows = self._prepared.config.tensorboard
-            write_projector(
-                self._session.disk,
-                self._prepared,
-                FeatureStore(self._session.root),
-                PROJECTOR_ROWS if num_rows is True else num_rows,
-            )
+            asked = self._prepared.config.tensorboard
+            num_rows = PROJECTOR_ROWS if asked is True else asked
+            store = FeatureStore(self._session.root)
+            runs = self._session.manifest.runs
+            layers = dict.fromkeys(spec.name for run in runs for spec in run.layers)
+            there = [name for name in layers if name in store]
+            write_projector(self._session.disk, self._prepared, store, there, num_rows)
         except (OSError, FeatxError) as error:
             complain(f"warning: {_failure_text(error)} The store is not touched by it.")
             return

@@ -6,9 +6,10 @@ a projector.
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +24,12 @@ from featx.store.reader import FeatureStore
 if TYPE_CHECKING:
     from featx.prepare import Prepared
 
-SHEET_PIXELS = 8192
-"""Sides of the sheet of sprites, at the most: what browsers take as a texture."""
-
 SPRITE_PIXELS = 64
-"""Longer side of one sprite, at the most."""
+"""Longer side of one sprite, at the most; config.MAX_PICTURES of them fill a sheet."""
 
 MAX_LAYERS = 8
+"""Layers in the projector; of more, the last ones, which tell classes apart best."""
+
 MAX_WIDTH = 8192
 """Numbers of a vector, at the most: they travel to the browser as text."""
 
@@ -39,13 +39,16 @@ _FILES = "projector"
 _NO_PICTURE = 128
 
 
-def write_projector(disk: Disk, prepared: Prepared, store: FeatureStore, num_rows: int) -> None:
+def write_projector(
+    disk: Disk, prepared: Prepared, store: FeatureStore, layers: Sequence[str], num_rows: int
+) -> None:
     """Write vectors, labels and sprites of some ok rows of a store for the projector.
 
     Args:
         disk: of the store.
         prepared: the run, for its pictures and their preprocessing.
-        store: whole.
+        store: open for reading.
+        layers: its layers, the deepest last.
         num_rows: so many of its ok rows, evenly chosen.
 
     Raises:
@@ -63,8 +66,7 @@ def write_projector(disk: Disk, prepared: Prepared, store: FeatureStore, num_row
         return
     disk.make_folder(folder / _FILES)
     config = ProjectorConfig()
-    # The last layers come first: TensorBoard opens the first, and they tell classes apart best.
-    for number, name in enumerate(store.layers[: -MAX_LAYERS - 1 : -1]):
+    for number, name in enumerate(layers[-MAX_LAYERS:]):
         if (vectors := _vectors(prepared, store, name, rows)) is None:
             continue
         path = f"{_FILES}/vectors-{number}.tsv"
@@ -75,7 +77,7 @@ def write_projector(disk: Disk, prepared: Prepared, store: FeatureStore, num_row
             tensor_shape=vectors.shape,
             metadata_path=f"{_FILES}/metadata.tsv",
         )
-    if len(store.layers) > MAX_LAYERS:
+    if len(layers) > MAX_LAYERS:
         complain(f"tensorboard: the projector has the last {MAX_LAYERS} layers of the store")
     if not config.embeddings:
         return
@@ -109,7 +111,7 @@ def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
 
 def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
     """(n, C) as lines of numbers with 6 digits."""
-    lines = ["\t".join(f"{value:.6g}" for value in vector) for vector in vectors.tolist()]
+    lines = ["\t".join(f"{value:.6g}" for value in vector.tolist()) for vector in vectors]
     return "\n".join([*lines, ""]).encode()
 
 
@@ -157,7 +159,7 @@ def sprite_sheet(
     """
     side = math.ceil(math.sqrt(len(rows)))
     height, width = prepared.engine.backbone.preprocess.crop
-    longest = min(SPRITE_PIXELS, SHEET_PIXELS // side, max(height, width))
+    longest = min(SPRITE_PIXELS, max(height, width))
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
     places = np.full((side * side, h, w, 3), _NO_PICTURE, dtype=np.uint8)
     missing = 0
@@ -192,9 +194,7 @@ def _sprites(
             yield x.round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
 
 
-def _as_png(sheet: npt.NDArray[Any]) -> bytes:
-    import io
-
+def _as_png(sheet: npt.NDArray[np.uint8]) -> bytes:
     from PIL import Image
 
     buffer = io.BytesIO()

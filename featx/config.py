@@ -271,8 +271,8 @@ class Config:
     pack: Any = "auto"
     """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
     tensorboard: Any = False
-    """true writes OUT/tensorboard: graph, activations, timings, and the projector with 1000
-    pictures; a number means so many; true and false do not change the features."""
+    """true writes OUT/tensorboard: activations and timings of the run, the model's graph, and a
+    projector with 1000 pictures; a number means so many pictures."""
     grow: bool = False
     """Add images that are new in the data set behind the rows of the store, which keep places."""
     overwrite: bool = False

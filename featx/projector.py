@@ -163,7 +163,7 @@ def sprite_sheet(
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
     places = np.full((side * side, h, w, 3), _NO_PICTURE, dtype=np.uint8)
     missing = 0
-    for place, sprite in enumerate(_sprites(prepared, rows, (h, w))):
+    for place, sprite in enumerate(_sprites(prepared, rows, (w, h))):
         if sprite is None:
             missing += 1
         else:
@@ -177,21 +177,23 @@ def sprite_sheet(
 def _sprites(
     prepared: Prepared, rows: npt.NDArray[np.int64], size: tuple[int, int]
 ) -> Iterator[npt.NDArray[np.uint8] | None]:
-    """(h, w, 3) of each row, None where it has no picture."""
+    """(h, w, 3) of each row for a size (w, h), None where it has no picture."""
     import torch
-    import torch.nn.functional as F
+    from PIL import Image
 
     preprocess = prepared.engine.backbone.preprocess
     std = torch.tensor(preprocess.std).view(3, 1, 1)
     mean = torch.tensor(preprocess.mean).view(3, 1, 1)
     with prepared.loader(1) as loader:
-        for image in loader.each(rows.tolist()):
-            if image is None:
+        for x in loader.each(rows.tolist()):
+            if x is None:
                 yield None
                 continue
-            x = image.float() if image.dtype == torch.uint8 else (image * std + mean) * 255
-            x = F.interpolate(x[None], size, mode="bilinear", antialias=True)[0]
-            yield x.round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
+            if x.dtype != torch.uint8:
+                x = ((x * std + mean) * 255).round().clamp(0, 255).byte()
+            picture = Image.fromarray(x.permute(1, 2, 0).contiguous().numpy())
+            sprite = picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
+            yield np.asarray(sprite)
 
 
 def _as_png(sheet: npt.NDArray[np.uint8]) -> bytes:

@@ -16,7 +16,8 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
-from tiny_model import KEYS, MODEL, Tiny, extract, run_job, write_picture
+from tiny_model import KEYS, MODEL, Tiny, run_job, write_picture
+from tiny_model import extract as extract_and_pack
 
 import featx
 from featx import events, extraction
@@ -54,6 +55,11 @@ def colours(tmp_path: Path) -> Path:
         Image.new("RGB", (40, 50), colour).save(path)
     (tmp_path / "colours" / "green" / "broken.png").write_bytes(b"no picture")
     return tmp_path / "colours"
+
+
+def extract(data: Path, **keys: Any) -> featx.FeatureStore:
+    """The store as parts, which is all that matters here and takes less time."""
+    return extract_and_pack(data, **{"pack": False, **keys})
 
 
 def read_back(folder: str = "store/tensorboard/run-0") -> EventAccumulator:
@@ -126,13 +132,9 @@ def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path)
             assert left[0] <= values.min() <= right[0]
             assert left[-1] <= values.max() <= right[-1]
             assert counts[left >= 0].sum() == (values >= 0).sum()
-    names = [node.name for node in _graph(found).node]
+    names = [node.name for node in found.Graph().node]
     assert any("conv" in name for name in names)
     assert any("head" in name for name in names)
-
-
-def _graph(accumulator: EventAccumulator) -> Any:
-    return accumulator.Graph()
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_next_step(
@@ -157,10 +159,13 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_step(
     assert counts == {4: 512, 8: 512, 12: 512, 16: 512, 20: 512, 21: 128}
 
 
+@pytest.mark.parametrize("decode", ["fast", "reference"])
 def test_sprites_metadata_and_vectors_are_of_the_same_rows_in_the_same_order(
-    colours: Path,
+    colours: Path, decode: str
 ) -> None:
-    store = extract(colours, layers=["conv:input"], max_failures=1, tensorboard=True)
+    store = extract(
+        colours, layers=["conv:input"], decode=decode, max_failures=1, tensorboard=True
+    )
     folder = Path("store/tensorboard")
     assert metadata(folder) == [
         ["label", "key", "row"],
@@ -191,7 +196,7 @@ def metadata(folder: Path) -> list[list[str]]:
 def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
     photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    extract(photos, layers=["pool"])
+    extract(photos, layers=["pool"], pack=True)
     before, manifest = stored_bytes(), Path("store/featx.json").read_bytes()
     computed.clear()
     (photos / "dog" / "003.png").unlink()
@@ -207,7 +212,7 @@ def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
     sheet = np.asarray(Image.open("store/tensorboard/projector/sprites.png"))
     assert (sheet[:32, :32] == 128).all()
     assert sheet[:32, 32:64].std() > 20
-    assert _graph(read_back()).node
+    assert read_back().Graph().node
     graphs = list(Path("store/tensorboard/run-0").glob("*.graph"))
     extract(photos, layers=["pool"], tensorboard=True)
     assert list(Path("store/tensorboard/run-0").glob("*.graph")) == graphs
@@ -328,7 +333,7 @@ def test_without_the_package_the_error_names_the_extra(
 def test_the_repair_of_a_store_needs_no_tensorboard(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    extract(photos, tensorboard=True, pack=False)
+    extract(photos, tensorboard=True)
     Path("store/parts/part-000002.h5").unlink()
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert run_job("verify", store="store", verify={"repair": True}) == 0

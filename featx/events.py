@@ -37,12 +37,21 @@ _GRAPH = ".graph"
 
 
 def require_tensorboard() -> None:
-    """Raise MissingExtraError where the package `tensorboard` is not installed."""
+    """Raise MissingExtraError where the package `tensorboard` is not there, or not whole.
+
+    All of it that a run needs is imported now, so that nothing can be missing in the middle.
+    """
     try:
-        import tensorboard  # noqa: F401
-    except ImportError as error:
+        import tensorboard.compat.proto.event_pb2
+        import tensorboard.plugins.histogram.metadata
+        import tensorboard.plugins.projector.projector_config_pb2
+        import tensorboard.summary.writer.record_writer
+        import tensorboard.util.tensor_util  # noqa: F401
+    except (ImportError, TypeError) as error:  # TypeError: a protobuf that does not fit
+        reason = str(error).splitlines()[0]
         raise MissingExtraError(
-            'tensorboard=true needs the package tensorboard: pip install "featx[tensorboard]".'
+            "the key tensorboard needs the package tensorboard, which cannot be imported "
+            f'({reason}): pip install "featx[tensorboard]".'
         ) from error
 
 
@@ -126,14 +135,13 @@ class RunEvents:
         complain(f"tensorboard --logdir {self._folder.parent} shows the run")
 
     def _append(self, records: bytes) -> None:
-        """Add records to this process's event file, in one write."""
+        """Add records to this process's event file."""
         if self._path is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / _event_file_name()
             records = _version_record() + records
-        with self._path.open("ab", buffering=0) as file:
-            if (written := file.write(records)) < len(records):
-                raise OSError(f"{written} of {len(records)} bytes could be written")
+        with self._path.open("ab") as file:
+            file.write(records)
 
     def _write_graph(self) -> None:
         """The graph in a file of its own, once in a run."""
@@ -167,10 +175,9 @@ def _failure_text(error: Exception) -> str:
 
 def _event_file_name() -> str:
     """TensorBoard reads the files of a folder in the order of these names."""
-    nanoseconds = time.time_ns() % 1_000_000_000
+    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
     return (
-        f"events.out.tfevents.{int(time.time()):010d}.{nanoseconds:09d}."
-        f"{socket.gethostname()}.{os.getpid()}"
+        f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
     )
 
 

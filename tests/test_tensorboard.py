@@ -163,9 +163,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_step(
 def test_sprites_metadata_and_vectors_are_of_the_same_rows_in_the_same_order(
     colours: Path, decode: str
 ) -> None:
-    store = extract(
-        colours, layers=["conv:input"], decode=decode, max_failures=1, tensorboard=True
-    )
+    store = extract(colours, layers=["conv:input"], decode=decode, max_failures=1, tensorboard=True)
     folder = Path("store/tensorboard")
     assert metadata(folder) == [
         ["label", "key", "row"],

@@ -26,6 +26,8 @@ DATA_KINDS = ("folder", "textiles", "sample")
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
 VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
+MAX_PICTURES = 1 << 14
+"""In TensorBoard's projector: sprites of 64 pixels on a sheet of 8192, which browsers can show."""
 
 
 def shipped(name: str) -> Path:
@@ -52,6 +54,14 @@ def _check_auto_or_int(key: str, value: object) -> None:
 def _check_auto_or_bool(key: str, value: object) -> None:
     if value != "auto" and not isinstance(value, bool):
         raise ConfigError(f"{key}={value}: expected auto, true or false.")
+
+
+def _check_tensorboard(value: object) -> None:
+    if not isinstance(value, int) or (value is not False and not 1 <= value <= MAX_PICTURES):
+        raise ConfigError(
+            f"tensorboard={value}: expected true, false, or how many pictures the projector shows, "
+            f"1 to {MAX_PICTURES}."
+        )
 
 
 @dataclass
@@ -277,6 +287,9 @@ class Config:
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     pack: Any = "auto"
     """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
+    tensorboard: Any = False
+    """true writes OUT/tensorboard: activations and timings of the run, the model's graph, and a
+    projector with 1000 pictures; a number means so many pictures."""
     grow: bool = False
     """Add images that are new in the data set behind the rows of the store, which keep places."""
     overwrite: bool = False
@@ -298,6 +311,7 @@ class Config:
         _check_auto_or_int("part_rows", self.part_rows)
         _check_auto_or_bool("compile", self.compile)
         _check_auto_or_bool("pack", self.pack)
+        _check_tensorboard(self.tensorboard)
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
         if self.max_failures < 0:
@@ -348,6 +362,7 @@ class Config:
             "job.show": (self.job.show != "shapes", ("layers",)),
             "store": (self.store is not None, ("verify", "pack")),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
+            "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
         }
         for key, (given, jobs) in used.items():
             if given and self.job.name not in jobs:

@@ -217,6 +217,11 @@ class Engine:
             options: Any = {"freezing": True} if self.device.type == "cpu" else None
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
+    def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
+        """The backbone as it came, and noise (1, 3, H, W) for it; `settle` begins anew."""
+        self._stack.close()
+        return self._module, self._noise(1)
+
     def supports_channels_last(self) -> bool:
         """Whether the model has convolutions and runs in channels-last, which they like better."""
         if not any(isinstance(m, nn.Conv2d) for m in self._module.modules()):

@@ -13,16 +13,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.config import Config
 from featx.errors import NonFiniteError
+from featx.events import RunEvents, require_tensorboard
 from featx.prepare import Prepared, prepare
 from featx.progress import Progress, complain, describe_run, facts
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Status
+
+if TYPE_CHECKING:
+    from featx.loader import Loader
 
 GRACE_S = 5.0
 """How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
@@ -54,6 +58,8 @@ def run_extraction(
         Interrupted: a signal asked for the end; what was whole is committed.
     """
     out = Path(config.out).expanduser()
+    if config.tensorboard:
+        require_tensorboard()
     with contextlib.ExitStack() as stack:
         prepared = stack.enter_context(prepare(config, config_yaml, known_rows_only))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
@@ -61,13 +67,16 @@ def run_extraction(
         session.write_config(config_yaml)
         complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
         complain("")
-        figures = _run_parts(prepared, session)
+        events = RunEvents(prepared, session) if config.tensorboard else None
+        figures = _run_parts(prepared, session, events)
         packing = time.perf_counter()
         _pack(config, session)
         figures.seconds["pack"] = time.perf_counter() - packing
         session.write_failures()
         summary = _summary(session, figures)
         session.write_summary(summary)
+        if events is not None:
+            events.finish()
     if session.failures:
         complain(_failures_text(session.failures))
     for layer, count in summary["faint_rows"].items():
@@ -87,8 +96,8 @@ class _Figures:
     faint_rows: Counter[str]
 
 
-def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
-    """Compute and commit what is missing."""
+def _run_parts(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> _Figures:
+    """Compute and commit what is missing; `events` sees every batch and every committed part."""
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
     waited = written = 0.0
@@ -114,16 +123,27 @@ def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
                 builder = PartBuilder(part, prepared.specs)
             features, failures = compute_rows(prepared, batch, faint)
             builder.add(batch.start, features, failures)
+            if events is not None:
+                events.batch(batch, features, failures)
             if batch.start + batch.count == part.stop:
                 writing = time.perf_counter()
                 session.commit(builder)
                 written += time.perf_counter() - writing
                 builder = None
+                if events is not None:
+                    events.part(part, _seconds(loader, engine, waited, written))
             progress.step(batch.count, len(failures), wait)
         if stop:
             raise Interrupted(stop[0])
     took = time.perf_counter() - begun
-    seconds = {
+    rows = session.rows_done - done_before
+    seconds = _seconds(loader, engine, waited, written)
+    return _Figures(seconds, rows / took if rows else None, +faint)
+
+
+def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict[str, float]:
+    """Stage -> its busy seconds so far."""
+    return {
         "read": loader.times.read,
         "decode": loader.times.decode,
         "wait": waited,
@@ -131,8 +151,6 @@ def _run_parts(prepared: Prepared, session: StoreSession) -> _Figures:
         "copy": engine.copy_seconds,
         "write": written,
     }
-    rows = session.rows_done - done_before
-    return _Figures(seconds, rows / took if rows else None, +faint)
 
 
 def compute_rows(

@@ -26,6 +26,9 @@ from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Statu
 PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
 
+AHEAD_ROWS = 64
+"""Images being read ahead where they are asked for one by one."""
+
 _RETRY_WAITS_S = (0.1, 0.5, 2.0)
 
 
@@ -98,6 +101,21 @@ class Loader:
         batch = torch.zeros((1, 3, *self._preprocess.crop), dtype=self._dtype)
         found = [batch[0].clone() for row in rows if self._fill(row, batch[0]) is None]
         return torch.stack(found) if found else batch[:0]
+
+    def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
+        """The image of each row in turn, (3, H, W); None where it fails.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
+        for row in rows:
+            place = torch.zeros((3, *self._preprocess.crop), dtype=self._dtype)
+            waiting.append((place, self._threads.submit(self._fill, row, place)))
+            if len(waiting) > AHEAD_ROWS:
+                yield _unless_failed(*waiting.popleft())
+        while waiting:
+            yield _unless_failed(*waiting.popleft())
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -175,3 +193,7 @@ class Loader:
                     ) from error
                 time.sleep(wait_s)
         raise AssertionError("unreachable")
+
+
+def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:
+    return image if result.result() is None else None

@@ -114,7 +114,15 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     data = from_saved(manifest.runs[-1].header.config).data
     data = data if config.data.root is None else replace(data, root=config.data.root)
     device = before.device if config.device == "auto" else config.device
-    return replace(before, data=data, device=device, out=str(root), overwrite=False, grow=False)
+    return replace(
+        before,
+        data=data,
+        device=device,
+        out=str(root),
+        overwrite=False,
+        grow=False,
+        tensorboard=False,
+    )
 
 
 def _holds(run: Run, absent: list[Part], row: int) -> bool:

@@ -503,6 +503,25 @@ def test_load_leaves_failed_images_out_and_keeps_the_order() -> None:
     assert all(torch.equal(x[i], expected_row(GOOD[row])) for i, row in enumerate((5, 0, 1)))
 
 
+def test_images_come_one_by_one_with_a_gap_where_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loader_module, "AHEAD_ROWS", 3)
+    source = MemorySource([*GOOD[:9], BAD["text"][0]])
+    rows = [5, 9, 4, 0, 5, 9, 8]
+    with make_loader(source) as loader:
+        images = list(loader.each(rows))
+    assert [row for row, image in zip(rows, images, strict=True) if image is None] == [9, 9]
+    for row, image in zip(rows, images, strict=True):
+        if image is not None:
+            assert torch.equal(image, expected_row(GOOD[row]))
+    with make_loader(source) as loader:
+        source.read_keys.clear()
+        first = next(loader.each(range(9)))
+    assert first is not None
+    assert len(source.read_keys) <= 4
+
+
 def test_times_add_up() -> None:
     class Slow(MemorySource):
         def read(self, key: bytes) -> bytes:

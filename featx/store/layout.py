@@ -31,6 +31,7 @@ FAILURES_CSV = "failures.csv"
 SUMMARY = "summary.json"
 LOCK = ".lock"
 QUARANTINE = "quarantine"
+TENSORBOARD = "tensorboard"
 
 FEATURES = "features"
 CHECKSUMS = "checksums"

@@ -294,7 +294,7 @@ class StoreSession:
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
-        for name in (*names, ".hydra", layout.DESCRIPTOR):
+        for name in (*names, layout.TENSORBOARD, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 
 

@@ -15,11 +15,13 @@ threads and libraries).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from featx.errors import (
@@ -133,6 +135,14 @@ class Moments:
     def kind(self) -> str:
         """'full' or 'diagonal'."""
         return "full" if self.scatter.ndim == 2 else "diagonal"
+
+    @property
+    def sha256(self) -> str:
+        """The identity of these numbers, wherever they are kept."""
+        identity = hashlib.sha256(self.count.to_bytes(8, "little"))
+        for tensor in (self.mean, self.scatter):
+            identity.update(np.ascontiguousarray(tensor.cpu().numpy().ravel(), dtype="<f8").data)
+        return identity.hexdigest()
 
     @property
     def second_moment(self) -> torch.Tensor:

@@ -284,7 +284,7 @@ class Statistics(Mapping[str, Moments]):
         """
         with reading(self.path) as file:
             moments, attributes = read_layer(file, self.path, name, self.attributes)
-            return moments, {**self.attributes, **attributes}
+            return moments, self._joined(attributes)
 
     def about(self, name: str) -> dict[str, Any]:
         """What the file says of itself and of a layer: capture, reduce, shape, row, kind, ...
@@ -294,7 +294,11 @@ class Statistics(Mapping[str, Moments]):
         """
         with reading(self.path) as file:
             check_layer(file, self.path, name)
-            return {**self.attributes, **attributes_of(file[f"layers/{name}"])}
+            return self._joined(attributes_of(file[f"layers/{name}"]))
+
+    def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """What the file says of a layer and of itself; the target, where gradients were taken."""
+        return {"target": self.settings.get("target"), **self.attributes, **attributes}
 
 
 def open_stats(path: str | Path) -> Statistics:

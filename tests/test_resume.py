@@ -52,7 +52,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     of_speed(monkeypatch, 3000.0)
     monkeypatch.setattr("featx.resolve.Resolver._fastest", lambda *_: "bf16")
     monkeypatch.setattr("featx.resolve.CPU_BATCH", 2)
-    monkeypatch.setattr("featx.resolve.PART_SECONDS", 1.0)
+    monkeypatch.setattr("featx.prepare.PART_SECONDS", 1.0)
     capfd.readouterr()
     assert extract(photos, **AUTO).complete
     printed = capfd.readouterr().err

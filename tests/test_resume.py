@@ -272,7 +272,8 @@ def command(data: Path, hang: Path | None = None, out: str = "store") -> list[st
 
 @contextlib.contextmanager
 def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
         arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

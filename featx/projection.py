@@ -116,7 +116,8 @@ def spread(moments: Moments) -> dict[str, Any]:
     """How the rows of a layer spread, in a few numbers; JSON types.
 
     Returns:
-        rows, features; mean, the mean of the features' means; and of two rows or more:
+        rows, features; mean, the mean of the features' means; smallest and largest value; and of
+        two rows or more:
         total_variance; std_min, std_max; effective_rank, (sum L)^2 / sum L^2 of the variances L
         of the principal directions; first, {10: share, 50: ..., 100: ...}, the share of the total
         variance in so many of them, up to MAX_SPECTRUM features. None where it is not known.
@@ -124,10 +125,13 @@ def spread(moments: Moments) -> dict[str, Any]:
     known: dict[str, Any] = {
         "rows": moments.count,
         "features": moments.dim,
-        "mean": float(moments.mean.mean()) if moments.count else None,
     }
-    later = ("total_variance", "std_min", "std_max", "effective_rank", "first")
-    known |= dict.fromkeys(later)
+    later = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
+    known |= dict.fromkeys((*later, "effective_rank", "first"))
+    if moments.count:
+        known["mean"] = float(moments.mean.mean())
+        known["smallest"] = float(moments.smallest.min())
+        known["largest"] = float(moments.largest.max())
     if moments.count < 2:
         return known
     std = moments.std()

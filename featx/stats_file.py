@@ -1,6 +1,6 @@
 """A file of statistics, stats.h5 or a part of one: its format, and how it is read.
 
-/layers/<name>/count, mean, scatter   the moments of a layer, with its attributes
+    /layers/<name>/count, mean, scatter, smallest, largest   of a layer, with its attributes
 /failures/row, key, status, error, message   the images that were left out
 """
 
@@ -33,7 +33,7 @@ STATS_FILE = "stats.h5"
 PARTS_FOLDER = "stats-parts"
 """Beside it, while a run goes on."""
 
-_ARRAYS = ("count", "mean", "scatter")
+_ARRAYS = ("mean", "scatter", "smallest", "largest")
 
 _SEAL_BYTES = 512
 """HDF5's user block: what lies before the file proper, and is none of HDF5's business."""
@@ -93,8 +93,8 @@ def file_bytes(
     with h5py.File(buffer, "r") as file:
         for name in layers:
             read = read_layer(file, path, name, root)[0]
-            assert torch.equal(read.scatter, moments[name].scatter.cpu()), name
-            assert torch.equal(read.mean, moments[name].mean.cpu()), name
+            for key in _ARRAYS:
+                assert torch.equal(getattr(read, key), getattr(moments[name], key).cpu()), name
         assert len(read_failures(file, path, root)) == len(failures)
     data = buffer.getbuffer()
     data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
@@ -102,10 +102,10 @@ def file_bytes(
 
 
 def _write_layer(group: h5py.Group, layer: StatsLayer, moments: Moments) -> None:
-    """/layers/<name>: count, mean and scatter, with the layer's attributes."""
+    """/layers/<name>: count and the arrays, with the layer's attributes."""
     group.create_dataset("count", data=np.int64(moments.count))
-    group.create_dataset("mean", data=moments.mean.cpu().numpy())
-    group.create_dataset("scatter", data=moments.scatter.cpu().numpy())
+    for key in _ARRAYS:
+        group.create_dataset(key, data=getattr(moments, key).cpu().numpy())
     group.attrs.update(layer.attributes)
 
 
@@ -134,7 +134,8 @@ def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple
         DamagedError: they do not fit what the file says of itself.
     """
     names = ("row", "key", "status", "error", "message")
-    columns = [check_plain(file, f"{layout.FAILURES}/{name}")[()] for name in names]
+    found = _plain(file, path, layout.FAILURES, names)
+    columns = [found[name][()] for name in names]
     if {len(column) for column in columns} != {root["num_failed"]}:
         raise DamagedError(f"{path}: it does not list the {root['num_failed']} images left out.")
     return tuple(
@@ -181,6 +182,16 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
     }
 
 
+def _plain(
+    file: h5py.File, path: Path, group: str, names: Sequence[str]
+) -> dict[str, h5py.Dataset]:
+    """Datasets of a group, whose values lie in this file."""
+    try:
+        return {name: check_plain(file, f"{group}/{name}") for name in names}
+    except StoreError as error:
+        raise DamagedError(f"{path} is damaged: /{group} is not what featx writes.") from error
+
+
 def check_layer(file: h5py.File, path: Path, name: str) -> None:
     """Raise LayerError where a file has no statistics of a layer."""
     if name not in file["layers"]:
@@ -203,19 +214,15 @@ def read_layer(
         root: the file's own attributes.
     """
     check_layer(file, path, name)
-    try:
-        datasets = {key: check_plain(file, f"layers/{name}/{key}") for key in _ARRAYS}
-    except StoreError as error:
-        raise DamagedError(str(error)) from error
+    datasets = _plain(file, path, f"layers/{name}", ("count", *_ARRAYS))
     if sum(dataset.size for dataset in datasets.values()) * 8 > file.id.get_filesize():
         raise DamagedError(f"{path}: {name} claims more than the file holds.")
-    arrays = {key: dataset[()] for key, dataset in datasets.items()}
+    arrays = {key: datasets[key][()] for key in _ARRAYS}
     attributes = attributes_of(file[f"layers/{name}"])
-    if not arrays["mean"].dtype == arrays["scatter"].dtype == np.float64:
+    if {array.dtype for array in arrays.values()} != {np.dtype(np.float64)}:
         raise DamagedError(f"{path}: the moments of {name} are not float64.")
-    moments = Moments(
-        int(arrays["count"]), torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["scatter"])
-    )
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    moments = Moments(int(datasets["count"][()]), **tensors)
     if moments.kind != attributes["kind"] or set(moments.scatter.shape) != {moments.dim}:
         raise DamagedError(f"{path}: {name} has moments of shape {tuple(moments.scatter.shape)}.")
     images = root["stop"] - root["start"] - root["num_failed"]
@@ -226,7 +233,9 @@ def read_layer(
             f"{path}: {name} counts {moments.count} rows of {moments.dim} features, which does "
             f"not fit {images} images of shape {attributes['shape']}."
         )
-    if not (moments.mean.isfinite().all() and moments.scatter.isfinite().all()):
+    if {tensors["smallest"].shape, tensors["largest"].shape} != {moments.mean.shape}:
+        raise DamagedError(f"{path}: the extremes of {name} are not those of its features.")
+    if moments.count and not all(tensor.isfinite().all() for tensor in tensors.values()):
         raise DamagedError(f"{path}: the moments of {name} are not finite.")
     return moments, attributes
 

@@ -56,6 +56,8 @@ def same_bits(a: Moments, b: Moments) -> bool:
         a.count == b.count
         and a.mean.numpy().tobytes() == b.mean.numpy().tobytes()
         and a.scatter.numpy().tobytes() == b.scatter.numpy().tobytes()
+        and torch.equal(a.smallest, b.smallest)
+        and torch.equal(a.largest, b.largest)
     )
 
 
@@ -109,6 +111,8 @@ def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
     merged = Moments.of(rows[:120], kind).merge(Moments.of(rows[120:], kind))
     for moments in (Moments.of(rows, kind), updated, merged):
         assert moments.count == 300
+        assert moments.smallest.tolist() == x.min(0).tolist()
+        assert moments.largest.tolist() == x.max(0).tolist()
         assert_close(moments.mean, x.mean(0))
         assert_close(moments.variance(), x.var(0, ddof=1))
         if kind == "full":
@@ -372,6 +376,8 @@ def test_the_one_file_equals_numpy_on_the_whole_matrix(
     assert_close(pooled.scatter, (x - x.mean(0)).T @ (x - x.mean(0)))
     assert_close(tokens.mean, y.mean(0))
     assert_close(tokens.scatter, ((y - y.mean(0)) ** 2).sum(0))
+    assert tokens.smallest.tolist() == y.min(0).tolist()
+    assert tokens.largest.tolist() == y.max(0).tolist()
     assert not (tmp_path / "stats-parts").exists()
 
 
@@ -695,6 +701,7 @@ def replaced(file: h5py.File, name: str, value: Any) -> None:
         lambda file: file["layers/avgpool/scatter"].write_direct(np.full((3, 3), np.nan)),
         lambda file: replaced(file, "layers/avgpool/scatter", np.zeros((3, 2))),
         lambda file: replaced(file, "layers/avgpool/count", 20),
+        lambda file: replaced(file, "layers/avgpool/smallest", np.zeros(2)),
         lambda file: replaced(file, "layers/avgpool/mean", np.zeros(3, np.float32)),
         lambda file: replaced(file, "layers/avgpool/mean", h5py.SoftLink("/layers/avgpool/count")),
         lambda file: replaced(file, "layers/avgpool/mean", h5py.ExternalLink("/etc/passwd", "/x")),
@@ -975,7 +982,8 @@ def test_maps_and_tokens_are_projected_along_their_last_axis() -> None:
 
 def gaussian(mean: Sequence[float], covariance: np.ndarray, count: int = 1001) -> Moments:
     scatter = torch.from_numpy(np.asarray(covariance, dtype=np.float64)) * (count - 1)
-    return Moments(count, torch.tensor(mean, dtype=torch.float64), scatter)
+    center = torch.tensor(mean, dtype=torch.float64)
+    return Moments(count, center, scatter, center, center)
 
 
 def test_frechet_distance_of_known_gaussians() -> None:

@@ -54,8 +54,8 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 _HEADER = (
-    "layer", "rows", "features", "mean", "total variance", "effective rank",
-    "in 10 / 50 / 100 directions", "smallest std", "largest std",
+    "layer", "rows", "features", "smallest", "largest", "mean", "std from", "to",
+    "total variance", "effective rank", "in 10 / 50 / 100 directions",
 )  # fmt: skip
 
 
@@ -86,13 +86,13 @@ def _text(summary: dict[str, Any]) -> str:
 
 def _cells(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
     shares = [f"{100 * share:.1f} %" for share in (layer["first"] or {}).values()]
+    numbers = ("smallest", "largest", "mean", "std_min", "std_max", "total_variance")
     return (
         name,
         str(layer["rows"]),
         str(layer["features"]),
-        *(_number(layer[key]) for key in ("mean", "total_variance", "effective_rank")),
+        *(_number(layer[key]) for key in (*numbers, "effective_rank")),
         " / ".join(shares) or "-",
-        *(_number(layer[key]) for key in ("std_min", "std_max")),
     )
 
 

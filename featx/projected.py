@@ -106,9 +106,8 @@ def _projected(
 ) -> ProjectedReduce:
     assert reduce.stats is not None, "the config was checked"
     statistics = Statistics(reduce.stats)
-    about = statistics.about(tap.name)
+    moments, about = statistics.layer(tap.name)
     _refuse_another_tensor(statistics.path, about, tap, config, backbone)
-    moments, _ = statistics.layer(tap.name)
     try:
         if reduce.name == "pca":
             projection = principal_components(moments, reduce.k or moments.dim)

@@ -44,14 +44,19 @@ class DamagedError(StoreError):
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[h5py.File]:
+def reading(path: Path, compare: bool = True) -> Iterator[h5py.File]:
     """A file of statistics, of a version that this featx reads.
+
+    Args:
+        path: of the file.
+        compare: it with its checksum; not needed where that was done and nothing has changed.
 
     Raises:
         StoreError: the system cannot read it now, or it is newer.
         DamagedError: it is damaged.
     """
-    _check_seal(path)
+    if compare:
+        _check_seal(path)
     try:
         with open_for_a_look(path) as file:
             version = file.attrs.get("featx_stats")
@@ -263,6 +268,7 @@ class Statistics(Mapping[str, Moments]):
         self.path = path / STATS_FILE if path.is_dir() else path
         if not self.path.is_file():
             raise StoreError(f"there is no statistics file {self.path}. job=stats makes one.")
+        self._stamp = _stamp_of(self.path)
         with reading(self.path) as file:
             self.attributes = attributes_of(file)
             self._layers = tuple(file["layers"])
@@ -289,9 +295,9 @@ class Statistics(Mapping[str, Moments]):
 
         Raises:
             LayerError: it has no such layer.
-            StoreError: the file was damaged or replaced meanwhile.
+            StoreError: the file was changed meanwhile.
         """
-        with reading(self.path) as file:
+        with self._reading() as file:
             moments, attributes = read_layer(file, self.path, name, self.attributes)
             return moments, self._joined(attributes)
 
@@ -301,13 +307,30 @@ class Statistics(Mapping[str, Moments]):
         Raises:
             LayerError: it has no such layer.
         """
-        with reading(self.path) as file:
+        with self._reading() as file:
             check_layer(file, self.path, name)
             return self._joined(attributes_of(file[f"layers/{name}"]))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[h5py.File]:
+        """The file that was compared with its checksum when it was opened, and no other."""
+        if _stamp_of(self.path) != self._stamp:
+            raise StoreError(f"{self.path} has changed since it was opened; open it again.")
+        with reading(self.path, compare=False) as file:
+            yield file
 
     def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """What the file says of a layer and of itself; the target, where gradients were taken."""
         return {"target": self.settings.get("target"), **self.attributes, **attributes}
+
+
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written to or replaced; None where it is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def open_stats(path: str | Path) -> Statistics:

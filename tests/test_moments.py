@@ -759,6 +759,19 @@ def test_readers_are_told_what_is_wrong(tmp_path: Path) -> None:
         open_stats(next(store.folder.iterdir()))["avgpool"]
 
 
+def test_a_file_that_changed_is_opened_again(tmp_path: Path) -> None:
+    path = Run(21, 8).whole(tmp_path)
+    statistics = open_stats(tmp_path)
+    assert list(statistics) == ["avgpool", "blocks.1:input"]
+    assert "avgpool" in statistics
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="has changed since it was opened"):
+            statistics["avgpool"]
+        Run(21, 8, seed=1).whole(tmp_path)
+    assert open_stats(path)["avgpool"].count == 21
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path, finished: bool) -> None:
     run = Run(21, 8)

@@ -11,19 +11,37 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
+    from featx.distance import frechet_distance
     from featx.hooks import capture
     from featx.jobs.extract import extract
+    from featx.jobs.stats import stats
+    from featx.stats_file import Statistics, open_stats
     from featx.store.reader import FeatureStore, open
 
 __version__ = "0.1.0"
 
-__all__ = ["FeatureStore", "FeatxError", "__version__", "capture", "extract", "open"]
+__all__ = [
+    "FeatureStore",
+    "FeatxError",
+    "Statistics",
+    "__version__",
+    "capture",
+    "extract",
+    "frechet_distance",
+    "open",
+    "open_stats",
+    "stats",
+]
 
 _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
     "capture": "featx.hooks",
     "extract": "featx.jobs.extract",
+    "stats": "featx.jobs.stats",
+    "open_stats": "featx.stats_file",
+    "Statistics": "featx.stats_file",
+    "frechet_distance": "featx.distance",
 }
 
 

@@ -6,17 +6,19 @@ to hold one; OmegaConf is imported where YAML or overrides become a Config.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from featx.errors import ConfigError, nearest
 from featx.types import ITEM_BYTES
 
-JOBS = ("extract", "plan", "layers", "verify", "pack")
-REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
+JOBS = ("extract", "plan", "layers", "stats", "verify", "pack")
+PROJECTIONS = ("pca", "whiten")
+REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid", *PROJECTIONS)
 PRESETS = ("embedding", "stages", "leaves", "all")
 CAPTURES = ("output", "input", "grad_output", "grad_input")
 GRADIENTS = ("grad_output", "grad_input")
@@ -28,6 +30,19 @@ VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 MAX_PICTURES = 1 << 14
 """In TensorBoard's projector: sprites of 64 pixels on a sheet of 8192, which browsers can show."""
+
+_OF_REDUCTIONS = {
+    "p": ("gem",),
+    "size": ("grid",),
+    "stats": PROJECTIONS,
+    "k": PROJECTIONS,
+    "epsilon": ("whiten",),
+    "zca": ("whiten",),
+}
+"""Keys of some reductions only."""
+
+_OF_STORES = ("dtype", "codec", "pack", "grow")
+"""Keys without effect where only statistics are kept."""
 
 
 def shipped(name: str) -> Path:
@@ -71,7 +86,7 @@ class JobConfig:
     name: str = "extract"
     """Taken from the key `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan, verify)."""
+    """Print the job's result as JSON (layers, plan, stats, verify)."""
     show: str = "shapes"
     """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
     (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
@@ -164,11 +179,21 @@ class ReduceConfig:
 
     name: str = "none"
     """none keeps the tensor as the layer gave it; or one of flatten, avg, max, gem, cls,
-    patch_avg, grid."""
+    patch_avg, grid; or pca, whiten of statistics."""
     p: float | None = None
     """Exponent of gem, 3 when not given."""
     size: int | None = None
     """Cells per side of grid, 2 when not given."""
+    stats: str | None = None
+    """The stats.h5 of job=stats, or its folder, for pca and whiten; the reduction that it was taken
+    behind comes first."""
+    k: int | None = None
+    """Directions that pca and whiten keep, those of largest variance; all when not given."""
+    epsilon: float | None = None
+    """Added to each variance by whiten, in its unit, so that noise is not blown up; 0 when not
+    given."""
+    zca: bool | None = None
+    """whiten turns back into the features' own axes; false when not given."""
 
     def __post_init__(self) -> None:
         if self.name not in REDUCTIONS:
@@ -176,20 +201,32 @@ class ReduceConfig:
                 f"reduce={self.name}: expected one of {', '.join(REDUCTIONS)}."
                 f"{nearest(str(self.name), REDUCTIONS)}"
             )
-        for key, owner in (("p", "gem"), ("size", "grid")):
+        for key, owners in _OF_REDUCTIONS.items():
             value = getattr(self, key)
-            if value is not None and self.name != owner:
-                raise ConfigError(f"reduce.{key} has an effect with reduce={owner} only.")
+            if value is not None and self.name not in owners:
+                names = " and ".join(f"reduce={owner}" for owner in owners)
+                raise ConfigError(f"reduce.{key} has an effect with {names} only.")
+        for key in ("p", "size", "k"):
+            value = getattr(self, key)
             if value is not None and value <= 0:
                 raise ConfigError(f"reduce.{key}={value}: expected a number above 0.")
+        if self.epsilon is not None and not 0 <= self.epsilon < math.inf:
+            raise ConfigError(f"reduce.epsilon={self.epsilon}: expected a number of at least 0.")
+        if self.name in PROJECTIONS and not self.stats:
+            raise ConfigError(
+                f"reduce={self.name} needs reduce.stats=FILE, the stats.h5 that job=stats made."
+            )
 
     @property
-    def args(self) -> dict[str, float]:
-        """The parameters in force, defaults filled in."""
+    def args(self) -> dict[str, float | str]:
+        """The parameters in force, defaults filled in; for pca and whiten those of the map itself,
+        to which the statistics add theirs."""
         if self.name == "gem":
             return {"p": 3.0 if self.p is None else self.p}
         if self.name == "grid":
             return {"size": 2 if self.size is None else self.size}
+        if self.name == "whiten":
+            return {"epsilon": self.epsilon or 0.0, "zca": bool(self.zca)}
         return {}
 
 
@@ -229,6 +266,26 @@ class DataConfig:
 
 
 @dataclass
+class StatsConfig:
+    """What job=stats keeps of each layer."""
+
+    rows: str = "image"
+    """image: the whole tensor of a picture is a row; position: each place of a map, or each token,
+    is one, of C features."""
+    kind: str = "full"
+    """full keeps the D x D scatter matrix (D up to 16384), diagonal the variances only."""
+    against: str | None = None
+    """Another stats.h5, or its folder; the Fréchet distance to it is printed for every layer that
+    both have."""
+
+    def __post_init__(self) -> None:
+        _check_choice("stats.rows", self.rows, ("image", "position"))
+        _check_choice("stats.kind", self.kind, ("full", "diagonal"))
+        if self.against is not None and self.kind != "full":
+            raise ConfigError("stats.against needs covariances, so stats.kind=full.")
+
+
+@dataclass
 class VerifyConfig:
     """How job=verify looks at a store."""
 
@@ -247,8 +304,9 @@ class Config:
     """One run. The command's keys, one to one."""
 
     job: JobConfig = field(default_factory=JobConfig)
-    """extract, plan (what it would take; writes nothing), layers (what can be captured), verify or
-    pack (a store that is there)."""
+    """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
+    (mean and covariance of layers, without storing features), verify or pack (a store that is
+    there)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -260,11 +318,13 @@ class Config:
     """The number whose gradient is taken: of the class label or predicted, of a class by its index,
     or loss, entropy, logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
-    """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid."""
+    """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid; pca or
+    whiten project by the statistics of job=stats."""
     data: DataConfig = field(default_factory=DataConfig)
     """folder, textiles (2000 packaged pictures) or sample (a few that come with featx)."""
     out: str = "runs/${data.name}/${model.name}"
-    """The store, a folder; the same command with the same folder goes on where it stopped."""
+    """The store, a folder, where job=stats puts stats.h5; the same command with the same folder
+    goes on where it stopped."""
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
     dtype: str = "float16"
@@ -293,11 +353,13 @@ class Config:
     grow: bool = False
     """Add images that are new in the data set behind the rows of the store, which keep places."""
     overwrite: bool = False
-    """Delete the store in `out` and start anew."""
+    """Delete the store in `out` and start anew; with job=stats, the statistics there."""
     seed: int = 0
     """Of random weights, and of the rows that verify.sample chooses."""
     store: str | None = None
     """The folder or features.h5 that job=verify and job=pack read; null takes `out`."""
+    stats: StatsConfig = field(default_factory=StatsConfig)
+    """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """What job=verify does beside comparing every chunk with its checksum."""
 
@@ -358,9 +420,10 @@ class Config:
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
         used = {
-            "job.json": (self.job.json, ("layers", "plan", "verify")),
+            "job.json": (self.job.json, ("layers", "plan", "stats", "verify")),
             "job.show": (self.job.show != "shapes", ("layers",)),
             "store": (self.store is not None, ("verify", "pack")),
+            "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
         }
@@ -368,8 +431,20 @@ class Config:
             if given and self.job.name not in jobs:
                 names = " and ".join(f"job={name}" for name in jobs)
                 raise ConfigError(f"{key} has an effect with {names} only.")
+        if self.job.name == "stats":
+            self._check_stats()
         if self.grow and self.overwrite:
             raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
+
+    def _check_stats(self) -> None:
+        """Keys of a store have no effect where no features are stored."""
+        for key in _OF_STORES:
+            default = next(f.default for f in fields(Config) if f.name == key)
+            if getattr(self, key) != default:
+                raise ConfigError(
+                    f"{key} has no effect with job=stats: statistics are taken in float64 of what "
+                    "the layers give, and no features are stored."
+                )
 
     def allowed_failures(self, num_rows: int) -> int:
         """How many of num_rows images may fail before the exit code is 3."""
@@ -407,6 +482,20 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
     ]
 
 
+def with_statistics_at(config: Config, path: str | None) -> Config:
+    """A config whose pca and whiten take their statistics from `path`, where it is given."""
+    if path is None:
+        return config
+
+    def moved(reduce: ReduceConfig) -> ReduceConfig:
+        return replace(reduce, stats=path) if reduce.name in PROJECTIONS else reduce
+
+    layers = config.layers
+    if isinstance(layers, Mapping):
+        layers = {name: moved(_as_reduce(value)) for name, value in layers.items()}
+    return replace(config, layers=layers, reduce=moved(config.reduce))
+
+
 def captures(config: Config) -> tuple[str, ...]:
     """The key `capture` as a tuple."""
     asked = config.capture
@@ -423,7 +512,7 @@ def _as_reduce(value: object) -> ReduceConfig:
         return value
     if isinstance(value, str):
         return ReduceConfig(name=value)
-    if isinstance(value, Mapping) and set(value) <= {"name", "p", "size"}:
+    if isinstance(value, Mapping) and set(value) <= {f.name for f in fields(ReduceConfig)}:
         return ReduceConfig(**value)
     raise ConfigError(
         f"layers: {value} is not a reduction; expected one of {', '.join(REDUCTIONS)}, "

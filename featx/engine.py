@@ -18,12 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.config import ReduceConfig
 from featx.devices import exact_cuda, keep_freed_memory, synchronise
 from featx.errors import LayerError, ModelError, RunError
 from featx.hooks import TapHooks, find_overwritten
 from featx.models.base import Backbone
-from featx.reduce import VIEWS, Reduction, reduction
+from featx.projected import StoredReduce, bound_reduction
+from featx.reduce import VIEWS, Reduction
 from featx.select import Tap, Trace
 from featx.targets import target_values
 from featx.tracing import no_fast_path, trace
@@ -109,7 +109,7 @@ class Engine:
         """One pass over noise that records every module call."""
         return trace(self._module, self._noise(_TRACE_BATCH))
 
-    def bind(self, chosen: Sequence[tuple[Tap, ReduceConfig]]) -> None:
+    def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
         """Fix the taps: find which need a copy, what their rows look like, and where to stop.
 
         Raises:
@@ -144,7 +144,7 @@ class Engine:
                 f"{[tap.name for tap in self._taps]}. The model does different things for "
                 "different batches; featx cannot vouch for its rows."
             )
-        for tap, config in chosen:
+        for tap, reduce in chosen:
             shape = tuple(values[tap.name].shape)
             if shape[:1] != (_BIND_BATCH,):
                 raise LayerError(
@@ -152,10 +152,10 @@ class Engine:
                     "in front, so its rows cannot be told apart. Choose a layer around it."
                 )
             self._row_shapes[tap.name] = shape[1:]
-            if config.name in VIEWS:
+            if reduce.name in VIEWS:
                 self._views.add(tap.name)
-            self._reductions[tap.name] = reduction(
-                config,
+            self._reductions[tap.name] = bound_reduction(
+                reduce,
                 tap.name,
                 shape[1:],
                 self.backbone.preprocess.crop,
@@ -257,15 +257,22 @@ class Engine:
         Returns:
             dataset name -> (B, ...) in the store's dtype.
         """
+        values = self.run_on_device(images, labels)
+        begun = time.perf_counter()
+        on_cpu = {name: value.cpu() for name, value in values.items()}
+        self.copy_seconds += time.perf_counter() - begun
+        return on_cpu
+
+    def run_on_device(
+        self, images: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """As `run`, but what it gives stays on the device; the next pass may write over it."""
         self._labels = labels
         begun = time.perf_counter()
         values = self._pass(self._normalised(images))
         synchronise(self.device)
-        computed = time.perf_counter()
-        on_cpu = {name: value.cpu() for name, value in values.items()}
-        self.model_seconds += computed - begun
-        self.copy_seconds += time.perf_counter() - computed
-        return on_cpu
+        self.model_seconds += time.perf_counter() - begun
+        return values
 
     @contextlib.contextmanager
     def as_computed(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
@@ -306,7 +313,7 @@ class Engine:
         largest = value.abs().max().item()
         return f"{largest:g}, over {limit:g}, the largest {str(stored).removeprefix('torch.')}"
 
-    def specs(self, chosen: Sequence[tuple[Tap, ReduceConfig]]) -> list[LayerSpec]:
+    def specs(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> list[LayerSpec]:
         """What a row of each dataset looks like, from one pass as it will be computed."""
         x = self._memory_format(self._noise(_BIND_BATCH))
         with torch.no_grad(), self._autocast():
@@ -316,13 +323,13 @@ class Engine:
                 name=tap.name,
                 layer=tap.module,
                 capture=tap.capture,
-                reduce=config.name,
-                reduce_args=config.args,
+                reduce=reduce.name,
+                reduce_args=reduce.args,
                 shape=tuple(values[tap.name].shape[1:]),
                 dtype=str(self._store_dtype).removeprefix("torch."),
                 compute_dtype=str(self._compute_dtypes[tap.name]).removeprefix("torch."),
             )
-            for tap, config in chosen
+            for tap, reduce in chosen
         ]
 
     def seconds_per_image(self, images: torch.Tensor, repeats: int = 3) -> float:
@@ -436,6 +443,6 @@ def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
 def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
     """dataset name -> (B,) bool: the rows without NaN or infinity."""
     return {
-        name: torch.isfinite(value).reshape(len(value), -1).all(1).numpy()
+        name: torch.isfinite(value).reshape(len(value), -1).all(1).cpu().numpy()
         for name, value in features.items()
     }

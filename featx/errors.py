@@ -24,6 +24,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+EXIT_TOO_MANY_FAILURES = 3
+"""No error: the run is done, but more images failed than max_failures."""
+
 
 class FeatxError(Exception):
     """Base of all errors raised on purpose; its message says what to do."""

@@ -10,20 +10,20 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.config import Config
 from featx.errors import NonFiniteError
 from featx.events import RunEvents, require_tensorboard
-from featx.prepare import Prepared, prepare
+from featx.prepare import Prepared, StorePurpose, prepare
 from featx.progress import Progress, complain, describe_run, facts
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
-from featx.types import Batch, Failure, Status
+from featx.types import Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
     from featx.loader import Loader
@@ -61,24 +61,26 @@ def run_extraction(
     if config.tensorboard:
         require_tensorboard()
     with contextlib.ExitStack() as stack:
-        prepared = stack.enter_context(prepare(config, config_yaml, known_rows_only))
+        purpose = StorePurpose(config, known_rows_only)
+        prepared = stack.enter_context(prepare(config, config_yaml, purpose))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         session.write_config(config_yaml)
         complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
         complain("")
         events = RunEvents(prepared, session) if config.tensorboard else None
-        figures = _run_parts(prepared, session, events)
+        work = _StoreWork(prepared, session, events)
+        figures = run_parts(prepared, work)
         packing = time.perf_counter()
         _pack(config, session)
         figures.seconds["pack"] = time.perf_counter() - packing
         session.write_failures()
-        summary = _summary(session, figures)
+        summary = _summary(session, figures, +work.faint)
         session.write_summary(summary)
         if events is not None:
             events.finish()
     if session.failures:
-        complain(_failures_text(session.failures))
+        complain(failures_text(session.failures))
     for layer, count in summary["faint_rows"].items():
         complain(
             f"warning: {count} rows of {layer} have no value above 6.1e-5; float16 holds so little "
@@ -88,27 +90,107 @@ def run_extraction(
 
 
 @dataclass
-class _Figures:
-    """What a run measured: busy seconds per stage, images per second, faint rows per layer."""
+class Figures:
+    """What a run measured: busy seconds per stage, images per second."""
 
     seconds: dict[str, float]
     images_per_second: float | None
-    faint_rows: Counter[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of summary.json."""
+        return {
+            "images_per_second": self.images_per_second and round(self.images_per_second, 3),
+            "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
+        }
 
 
-def _run_parts(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> _Figures:
-    """Compute and commit what is missing; `events` sees every batch and every committed part."""
+class Work(Protocol):
+    """What becomes of the batches of a run: rows of a store, or statistics.
+
+    Attributes:
+        events: is told of every committed part; None where nobody wants to know.
+    """
+
+    events: RunEvents | None
+
+    @property
+    def rows_asked(self) -> int:
+        """Rows that there are in the end."""
+
+    @property
+    def rows_done(self) -> int:
+        """Rows in committed parts."""
+
+    def missing(self) -> list[Part]:
+        """The parts that are still to be done, in order."""
+
+    def take(self, part: Part, batch: Batch) -> list[Failure]:
+        """Compute the next batch of a part; returns its rows that failed."""
+
+    def commit(self) -> None:
+        """Make the part durable whose last batch was taken."""
+
+
+class _StoreWork:
+    """Features of the rows, into the parts of a store.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+        events: sees every batch; None where nobody wants to see any.
+
+    Attributes:
+        faint: layer -> rows that float16 hardly holds.
+    """
+
+    def __init__(self, prepared: Prepared, session: StoreSession, events: RunEvents | None) -> None:
+        self.events = events
+        self.faint: Counter[str] = Counter()
+        self._prepared = prepared
+        self._session = session
+        self._builder: PartBuilder | None = None
+
+    @property
+    def rows_asked(self) -> int:
+        return self._session.rows_asked
+
+    @property
+    def rows_done(self) -> int:
+        return self._session.rows_done
+
+    def missing(self) -> list[Part]:
+        return self._session.missing()
+
+    def take(self, part: Part, batch: Batch) -> list[Failure]:
+        if self._builder is None:
+            self._builder = PartBuilder(part, self._prepared.specs)
+        features, failures = compute_rows(self._prepared, batch, self.faint)
+        self._builder.add(batch.start, features, failures)
+        if self.events is not None:
+            self.events.batch(batch, features, failures)
+        return failures
+
+    def commit(self) -> None:
+        assert self._builder is not None, "no batch of a part was taken"
+        self._session.commit(self._builder)
+        self._builder = None
+
+
+def run_parts(prepared: Prepared, work: Work) -> Figures:
+    """Compute and commit what is missing.
+
+    Raises:
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
     waited = written = 0.0
-    faint: Counter[str] = Counter()
-    done_before = session.rows_done
-    missing = session.missing()
+    done_before = work.rows_done
+    missing = work.missing()
     loader = prepared.loader(engine.compute.batch_size)
     begun = time.perf_counter()
-    with loader, _signals() as stop, Progress(session.rows_asked, done_before) as progress:
+    with loader, _signals() as stop, Progress(work.rows_asked, done_before) as progress:
         batches = loader.batches(missing)
-        builder: PartBuilder | None = None
         while True:
             waiting = time.perf_counter()
             following = next(batches, None)
@@ -119,26 +201,20 @@ def _run_parts(prepared: Prepared, session: StoreSession, events: RunEvents | No
             if stop:
                 raise Interrupted(stop[0])
             part, batch = following
-            if builder is None:
-                builder = PartBuilder(part, prepared.specs)
-            features, failures = compute_rows(prepared, batch, faint)
-            builder.add(batch.start, features, failures)
-            if events is not None:
-                events.batch(batch, features, failures)
+            failures = work.take(part, batch)
             if batch.start + batch.count == part.stop:
                 writing = time.perf_counter()
-                session.commit(builder)
+                work.commit()
                 written += time.perf_counter() - writing
-                builder = None
-                if events is not None:
-                    events.part(part, _seconds(loader, engine, waited, written))
+                if work.events is not None:
+                    work.events.part(part, _seconds(loader, engine, waited, written))
             progress.step(batch.count, len(failures), wait)
         if stop:
             raise Interrupted(stop[0])
     took = time.perf_counter() - begun
-    rows = session.rows_done - done_before
+    rows = work.rows_done - done_before
     seconds = _seconds(loader, engine, waited, written)
-    return _Figures(seconds, rows / took if rows else None, +faint)
+    return Figures(seconds, rows / took if rows else None)
 
 
 def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict[str, float]:
@@ -169,26 +245,43 @@ def compute_rows(
     Raises:
         NonFiniteError: a feature is not finite, and nonfinite=error.
     """
-    from featx.engine import finite_rows, stored_bits
+    from featx.engine import stored_bits
 
-    values = prepared.engine.run(batch.images, _labels(prepared, batch))
-    finite = finite_rows(values)
-    failures = list(batch.failures)
+    values = prepared.engine.run(batch.images, labels_of(prepared, batch))
+    failures = failures_of(prepared, batch, values)
     failed = {failure.row for failure in failures}
-    for name, rows in finite.items():
-        for i in range(batch.count):
-            row = batch.start + i
-            if rows[i] or row in failed:
-                continue
-            failed.add(row)
-            failures.append(_non_finite(prepared, batch, row, name))
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
     for name, rows in prepared.engine.faint_rows().items():
         faint[name] += int(rows[ok].sum())
     return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
 
 
-def _labels(prepared: Prepared, batch: Batch) -> Any:
+def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> list[Failure]:
+    """The rows of a batch that failed: in reading, or because a feature is not finite.
+
+    Args:
+        prepared: the run.
+        batch: n rows of it, and padding.
+        values: dataset name -> (B, ...), of any device.
+
+    Raises:
+        NonFiniteError: a feature is not finite, and nonfinite=error.
+    """
+    from featx.engine import finite_rows
+
+    failures = list(batch.failures)
+    failed = {failure.row for failure in failures}
+    for name, finite in finite_rows(values).items():
+        for i in range(batch.count):
+            row = batch.start + i
+            if finite[i] or row in failed:
+                continue
+            failed.add(row)
+            failures.append(_non_finite(prepared, batch, row, name))
+    return failures
+
+
+def labels_of(prepared: Prepared, batch: Batch) -> Any:
     """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
     if prepared.config.target not in ("label", "loss"):
         return None
@@ -204,13 +297,15 @@ def _labels(prepared: Prepared, batch: Batch) -> Any:
 def _non_finite(prepared: Prepared, batch: Batch, row: int, layer: str) -> Failure:
     """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
     key = bytes(prepared.listing.keys[row])
-    labels = _labels(prepared, batch)
+    labels = labels_of(prepared, batch)
     reason = prepared.engine.explain(batch.images, labels, row - batch.start, layer)
     if prepared.config.nonfinite == "error":
+        wide = prepared.specs[0].dtype == "float32"
+        wider = "" if wide else "store larger values: dtype=float32; to "
         raise NonFiniteError(
             f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
-            "To store larger values: dtype=float32; to compute more exactly: precision=fp32; to "
-            "go on and mark such rows: nonfinite=record. Each needs overwrite=true or a new out."
+            f"To {wider}compute more exactly: precision=fp32; to go on and mark such rows: "
+            "nonfinite=record. Each needs overwrite=true or a new out."
         )
     return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
 
@@ -230,19 +325,22 @@ def _pack(config: Config, session: StoreSession) -> None:
     session.after_packing()
 
 
-def _summary(session: StoreSession, figures: _Figures) -> dict[str, Any]:
+def peak_memory_mib() -> int:
+    """Of this process, so far."""
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+
+
+def _summary(session: StoreSession, figures: Figures, faint: Counter[str]) -> dict[str, Any]:
     return {
         "rows": len(session.listing),
         "failures": len(session.failures),
-        "images_per_second": figures.images_per_second and round(figures.images_per_second, 3),
-        "seconds": {stage: round(value, 3) for stage, value in figures.seconds.items()},
-        "faint_rows": dict(figures.faint_rows),
+        **figures.as_dict(),
+        "faint_rows": dict(faint),
         "layers": [spec.name for spec in session.manifest.layers.values()],
         "bytes": session.stored_bytes(),
-        "peak_memory_mib": peak >> 20,
+        "peak_memory_mib": peak_memory_mib(),
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
@@ -254,7 +352,7 @@ def _store_text(session: StoreSession) -> str:
     return f"{session.root}, {done} of {total} rows are there already"
 
 
-def _failures_text(failures: list[Failure]) -> str:
+def failures_text(failures: list[Failure]) -> str:
     counts = Counter(failure.status for failure in failures)
     lines = [f"{len(failures)} images failed:"]
     for status, count in counts.most_common():

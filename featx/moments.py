@@ -15,11 +15,13 @@ threads and libraries).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from featx.errors import (
@@ -51,11 +53,14 @@ class Moments:
         mean: (D,) float64; zero where n is 0.
         scatter: sum over the rows of (x - mean)(x - mean)^T: (D, D) float64, exactly symmetric;
             or (D,), its diagonal only.
+        smallest, largest: (D,) float64, of each feature; infinity and its negative where n is 0.
     """
 
     count: int
     mean: torch.Tensor
     scatter: torch.Tensor
+    smallest: torch.Tensor
+    largest: torch.Tensor
 
     @classmethod
     def empty(cls, dim: int, kind: str = "full", device: torch.device | str = "cpu") -> Moments:
@@ -67,7 +72,9 @@ class Moments:
         check_size(dim, kind)
         shape = (dim, dim) if kind == "full" else (dim,)
         options = _float64_on(torch.device(device))
-        return cls(0, torch.zeros(dim, **options), torch.zeros(shape, **options))
+        infinity = torch.full((dim,), math.inf, **options)
+        zeros = torch.zeros(dim, **options), torch.zeros(shape, **options)
+        return cls(0, *zeros, infinity, -infinity)
 
     @classmethod
     def of(cls, rows: torch.Tensor, kind: str = "full") -> Moments:
@@ -94,6 +101,7 @@ class Moments:
         """Add (n, D) rows, in place."""
         total = self.merge(Moments.of(rows, self.kind))
         self.count, self.mean, self.scatter = total.count, total.mean, total.scatter
+        self.smallest, self.largest = total.smallest, total.largest
 
     def merge(self, other: Moments) -> Moments:
         """The moments of the rows of both; neither is changed.
@@ -122,7 +130,13 @@ class Moments:
         # outer(d, d) is symmetric to the bit; (w d) d^T would not be.
         scatter = _product(difference, self.kind).mul_(self.count * other.count / count)
         scatter.add_(self.scatter).add_(other.scatter.to(scatter.device))
-        return Moments(count, self.mean + difference * (other.count / count), scatter)
+        return Moments(
+            count,
+            self.mean + difference * (other.count / count),
+            scatter,
+            torch.minimum(self.smallest, other.smallest.to(scatter.device)),
+            torch.maximum(self.largest, other.largest.to(scatter.device)),
+        )
 
     @property
     def dim(self) -> int:
@@ -133,6 +147,14 @@ class Moments:
     def kind(self) -> str:
         """'full' or 'diagonal'."""
         return "full" if self.scatter.ndim == 2 else "diagonal"
+
+    @property
+    def sha256(self) -> str:
+        """The identity of count, mean and scatter, wherever they are kept."""
+        identity = hashlib.sha256(self.count.to_bytes(8, "little"))
+        for tensor in (self.mean, self.scatter):
+            identity.update(np.ascontiguousarray(tensor.cpu().numpy().ravel(), dtype="<f8").data)
+        return identity.hexdigest()
 
     @property
     def second_moment(self) -> torch.Tensor:
@@ -227,6 +249,7 @@ def _of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
         row, feature = (int(i) for i in (~finite).nonzero()[0])
         image = images[row * len(images) // len(x)]
         raise NonFiniteError(f"row {image}: feature {feature} is {x[row, feature].item()}.")
+    smallest, largest = x.amin(0), x.amax(0)
     # Rows less the first one: nothing is lost of values far from zero, constants give exactly 0.
     origin = x[0].clone()
     x -= origin
@@ -241,7 +264,7 @@ def _of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
         raise NonFiniteError(
             f"rows {images[0]} to {images[-1]}: their squares are beyond the range of float64."
         )
-    return Moments(len(x), origin + shift, scatter)
+    return Moments(len(x), origin + shift, scatter, smallest, largest)
 
 
 @dataclass(frozen=True)

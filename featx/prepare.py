@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
 from featx.store.joining import growth_refused, refuse_difference
-from featx.store.layout import Grid
+from featx.store.layout import PART_BYTES, Grid
 from featx.store.listing import in_stored_order, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest
 from featx.store.session import missing_parts
@@ -29,6 +29,9 @@ from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
 
 if TYPE_CHECKING:
     from featx.loader import Loader
+
+PART_SECONDS = 60.0
+"""About this much work a part, within PART_BYTES: what a kill can cost."""
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 
@@ -81,6 +84,69 @@ class Prepared:
         )
 
 
+class Purpose(Protocol):
+    """What a run is for, as far as `prepare` has to know: a store, or statistics.
+
+    Attributes:
+        dtype: in which the engine gives its values.
+        settings: of the fingerprint, beside those of every run.
+    """
+
+    dtype: str
+    settings: dict[str, Any]
+
+    def list_images(self) -> tuple[Source, Listing]:
+        """The data set and its rows, in the order of what was begun."""
+
+    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+        """Of the layers asked for, those that are still to be done."""
+
+    def begun(self, names: set[str]) -> Begun | None:
+        """What was decided for these layers, None where nothing was begun."""
+
+    def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:
+        """Rows of a part at the most, and the seconds of work that it should take.
+
+        Raises:
+            FeatxError: what is asked cannot be done with these layers.
+        """
+
+
+class StorePurpose:
+    """Features in the store that `out` names.
+
+    Args:
+        config: checked.
+        known_rows_only: leave images alone that the store does not know.
+    """
+
+    def __init__(self, config: Config, known_rows_only: bool = False) -> None:
+        out = Path(config.out).expanduser()
+        check_out(out)
+        self.dtype = config.dtype
+        self.settings = {"dtype": config.dtype, "codec": config.codec}
+        self._config = config
+        self._known_rows_only = known_rows_only
+        self._stored = None if config.overwrite else load_manifest(out)[0]
+
+    def list_images(self) -> tuple[Source, Listing]:
+        """The rows of the store first, and then what is new."""
+        return list_images(self._config, self._stored, self._known_rows_only)
+
+    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+        """The layers that the store lacks or has not finished; all, where it has them all."""
+        return _unfinished(self._config, self._stored, listing, chosen)
+
+    def begun(self, names: set[str]) -> Begun | None:
+        """What the first run of the store decided, and the one that makes these layers."""
+        return _begun(self._stored, names)
+
+    def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:
+        """A part is built in memory."""
+        row_bytes = sum(spec.row_bytes for spec in specs)
+        return PART_BYTES / max(1, row_bytes), PART_SECONDS
+
+
 def uses_reference(config: Config, backbone: Any) -> bool:
     """decode=reference, or a transform that the fast path cannot follow."""
     return config.decode == "reference" or not backbone.preprocess.has_fast_path
@@ -117,21 +183,19 @@ def list_images(
 
 
 @contextlib.contextmanager
-def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> Iterator[Prepared]:
+def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) -> Iterator[Prepared]:
     """List the images, build the backbone, find the layers, and decide every `auto`.
 
     Args:
         config: checked.
         config_yaml: as the user gave it, for the store.
-        known_rows_only: leave images alone that the store in `out` does not know.
+        purpose: what the run is for; None for the store in `out`.
 
     Raises:
         FeatxError: whatever is wrong with the config, before anything is written.
     """
-    out = Path(config.out).expanduser()
-    _check_out(out)
-    stored = None if config.overwrite else load_manifest(out)[0]
-    source, listing = list_images(config, stored, known_rows_only)
+    purpose = StorePurpose(config) if purpose is None else purpose
+    source, listing = purpose.list_images()
     policy = ImagePolicy.from_config(config.data)
     resolve_library(config.model)
     codecs.filters(config.codec)
@@ -141,28 +205,31 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
     from featx.engine import Engine
     from featx.loader import Loader
     from featx.preprocess import check_reference
+    from featx.projected import with_statistics
     from featx.resolve import PROBE_IMAGES, Resolver
     from featx.select import select
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
-    with Engine(backbone, device, config.dtype, config.target) as engine:
+    with Engine(backbone, device, purpose.dtype, config.target) as engine:
         traced = engine.trace()
         selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
-        chosen = _unfinished(config, stored, listing, selection.chosen)
+        chosen = with_statistics(selection.chosen, config, backbone)
+        chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
         with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
         names = {tap.name for tap, _ in chosen}
-        resolver = Resolver(config, engine, images, len(listing), _begun(stored, names))
+        resolver = Resolver(config, engine, images, len(listing), purpose.begun(names))
         resolver.resolve()
         specs = engine.specs(chosen)
-        part_rows = resolver.part_rows(sum(spec.row_bytes for spec in specs))
+        part_rows = resolver.part_rows(*purpose.part_limits(engine, specs))
+        settings = _fingerprint(config, engine, specs, policy, listing, part_rows, reference)
         header = StoreHeader(
-            fingerprint=_fingerprint(config, engine, specs, policy, listing, part_rows, reference),
+            fingerprint={**settings, **purpose.settings},
             config=config_yaml,
             model=backbone.name,
             weights=backbone.weights,
@@ -255,7 +322,6 @@ def _fingerprint(
         **({"model.init": config.model.init} if config.model.init != "loaded" else {}),
         **{f"layer.{spec.name}": _layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],
-        "dtype": config.dtype,
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if reference else "fast",
         "data.exif": policy.exif,
@@ -265,7 +331,6 @@ def _fingerprint(
         "device": engine.device.type,
         **engine.compute.as_dict(),
         "part_rows": part_rows,
-        "codec": config.codec,
         "nonfinite": config.nonfinite,
         **{f"version.{name}": version for name, version in _versions().items()},
     }
@@ -290,6 +355,7 @@ def _own_version() -> str:
     return __version__
 
 
-def _check_out(out: Path) -> None:
+def check_out(out: Path) -> None:
+    """Raise ConfigError where no folder can be made."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file; expected a folder for the store.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,9 @@ from featx.errors import (
     ReduceError,
 )
 from featx.moments import Moments, plain_tensors
+
+MAX_SPECTRUM = 4096
+"""Most features whose principal variances are computed for a table: some seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +110,42 @@ def whitening(
     if zca:
         components = kept.T @ components
     return Projection(moments.mean.cpu(), components, variances[:k])
+
+
+def spread(moments: Moments) -> dict[str, Any]:
+    """How the rows of a layer spread, in a few numbers; JSON types.
+
+    Returns:
+        rows, features; mean, the mean of the features' means; smallest and largest value; and of
+        two rows or more:
+        total_variance; std_min, std_max; effective_rank, (sum L)^2 / sum L^2 of the variances L
+        of the principal directions; first, {10: share, 50: ..., 100: ...}, the share of the total
+        variance in so many of them, up to MAX_SPECTRUM features. None where it is not known.
+    """
+    known: dict[str, Any] = {
+        "rows": moments.count,
+        "features": moments.dim,
+    }
+    later = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
+    known |= dict.fromkeys((*later, "effective_rank", "first"))
+    if moments.count:
+        known["mean"] = float(moments.mean.mean())
+        known["smallest"] = float(moments.smallest.min())
+        known["largest"] = float(moments.largest.max())
+    if moments.count < 2:
+        return known
+    std = moments.std()
+    total = float(std.square().sum())
+    known |= {"total_variance": total, "std_min": float(std.min()), "std_max": float(std.max())}
+    if moments.kind == "full" and total > 0:
+        entries = moments.scatter.ravel()
+        trace = float(moments.scatter.diagonal().sum())
+        known["effective_rank"] = trace**2 / float(entries @ entries)
+        if moments.dim <= MAX_SPECTRUM:
+            variances = torch.linalg.eigvalsh(moments.covariance().cpu()).flip(0).clamp_(min=0)
+            shares = (variances.cumsum(0) / variances.sum()).tolist()
+            known["first"] = {k: shares[k - 1] for k in (10, 50, 100) if k < moments.dim}
+    return known
 
 
 def frechet_distance(a: Moments, b: Moments) -> float:

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import Config, ReduceConfig
-from featx.errors import StoreMismatchError
+from featx.config import PROJECTIONS, Config, ReduceConfig, layer_requests, with_statistics_at
+from featx.errors import LayerError, StoreError, StoreMismatchError
 from featx.extraction import compute_rows
 from featx.keys import from_saved
 from featx.prepare import Prepared, prepare
@@ -76,9 +76,10 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
         inside = [row for row in sorted(chosen) if _holds(run, absent, row)]
         for specs in _layers_at_once(run, store, unfinished):
             # Pictures that are new in the data set are none of our business here.
+            before = config_of_run(config, root, manifest, run)
             again = replace(
-                config_of_run(config, root, manifest, run),
-                layers=_requests(specs),
+                before,
+                layers={spec.name: _request(spec, before) for spec in specs},
                 capture="output",  # the names say what else it is
                 grow=True,
             )
@@ -105,7 +106,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     The data set is the last run's: an earlier one may have seen fewer rows of it.
 
     Args:
-        config: of the command now; a device or data.root given there is taken.
+        config: of the command now; a device, data.root or reduce.stats given there is taken.
         root: where the store lies now.
         manifest: its runs.
         run: one of them.
@@ -114,6 +115,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     data = from_saved(manifest.runs[-1].header.config).data
     data = data if config.data.root is None else replace(data, root=config.data.root)
     device = before.device if config.device == "auto" else config.device
+    before = with_statistics_at(before, config.reduce.stats)
     return replace(
         before,
         data=data,
@@ -145,9 +147,40 @@ def _layers_at_once(
     return [group for group in groups if group]
 
 
-def _requests(specs: list[LayerSpec]) -> dict[str, ReduceConfig]:
-    """The key `layers` for these very datasets."""
-    return {spec.name: ReduceConfig(spec.reduce, **spec.reduce_args) for spec in specs}  # type: ignore[arg-type]
+def _request(spec: LayerSpec, before: Config) -> ReduceConfig:
+    """The reduction that makes this very dataset.
+
+    Args:
+        spec: of the dataset.
+        before: the config of its run, which says where statistics were.
+    """
+    args: dict[str, Any] = dict(spec.reduce_args)
+    if spec.reduce not in PROJECTIONS:
+        return ReduceConfig(spec.reduce, **args)
+    identity = args["stats_sha256"]
+    paths = {r.stats: None for _, r in layer_requests(before) if r.name == spec.reduce}
+    notes = []
+    for path in paths:
+        assert path is not None, "the config was checked"
+        try:
+            if statistics_sha256(path, spec.name) == identity:
+                known = {key: args[key] for key in ("k", "epsilon", "zca") if key in args}
+                return ReduceConfig(spec.reduce, stats=path, **known)
+            notes.append(f"{path} has other numbers.")
+        except (StoreError, LayerError) as error:
+            notes.append(str(error))
+    raise StoreError(
+        f"{spec.name} was stored with reduce={spec.reduce} by statistics of sha256 {identity}, "
+        f"which are not there any more: {' '.join(notes)} Put that file back, or say where it is: "
+        f"reduce={spec.reduce} reduce.stats=FILE."
+    )
+
+
+def statistics_sha256(path: str, layer: str) -> str:
+    """The identity of a layer's statistics; see `Moments.sha256`."""
+    from featx.stats_file import Statistics  # which imports torch
+
+    return Statistics(path)[layer].sha256
 
 
 def _refuse_another_model(root: Path, run: Run, prepared: Prepared) -> None:

@@ -50,7 +50,7 @@ def reduction(
     if name == "flatten":
         return lambda x: x.reshape(len(x), -1)
     if name in ("avg", "max", "gem"):
-        pool = {"avg": _avg, "max": _max, "gem": _gem(config.args.get("p", 3.0))}[name]
+        pool = {"avg": _avg, "max": _max, "gem": _gem(float(config.args.get("p", 3.0)))}[name]
         axes = _pooled_axes(name, layer, row_shape, input_size)
         return lambda x: pool(x, axes)
     if name in ("cls", "patch_avg"):
@@ -88,7 +88,8 @@ def _pooled_axes(
     if len(row_shape) == 2:
         return (1,)
     if len(row_shape) == 3:
-        return (1, 2) if channels_last(name, layer, row_shape, input_size) else (2, 3)
+        last = channels_last(f"reduce={name}", layer, row_shape, input_size)
+        return (1, 2) if last else (2, 3)
     raise ReduceError(
         f"reduce={name} does not fit {layer}: its rows have shape {row_shape}, expected tokens "
         "(T, C) or a map (C, H, W). Use none or flatten for this layer, for example "
@@ -97,9 +98,15 @@ def _pooled_axes(
 
 
 def channels_last(
-    name: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
+    asked: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
 ) -> bool:
     """Whether a map is (H, W, C) rather than (C, H, W).
+
+    Args:
+        asked: the key that needs to know, such as 'reduce=avg', for messages.
+        layer: for messages.
+        row_shape: of the map.
+        input_size: (height, width) of the backbone's input in pixels.
 
     Raises:
         ReduceError: it could be both, or neither.
@@ -111,9 +118,41 @@ def channels_last(
         return first
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
     raise ReduceError(
-        f"reduce={name} does not fit {layer}: its row shape {row_shape} {which}, so its channels "
-        "are unknown. Use none or flatten for this layer."
+        f"{asked} does not fit {layer}: its row shape {row_shape} {which}, so its channels "
+        "are unknown. Take its rows whole instead (reduce=none or flatten, stats.rows=image)."
     )
+
+
+def channel_axis(
+    reduced: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
+) -> int:
+    """The axis of the features in (B, *row_shape); the other ones are positions.
+
+    Args:
+        reduced: the name of the reduction that gave the rows.
+        layer: for messages.
+        row_shape: after the reduction.
+        input_size: (height, width) of the backbone's input in pixels.
+
+    Raises:
+        ReduceError: it cannot be told.
+    """
+    if len(row_shape) == 1 or reduced == "grid":
+        return 1
+    if len(row_shape) == 2:
+        return 2
+    if len(row_shape) == 3:
+        return 3 if channels_last("stats.rows=position", layer, row_shape, input_size) else 1
+    raise ReduceError(
+        f"stats.rows=position does not fit {layer}: its rows have shape {row_shape}, expected a "
+        "vector, tokens (T, C) or a map (C, H, W). Use stats.rows=image."
+    )
+
+
+def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """(B, ..., C, ...) -> (B, P, C), the features at `axis`, each of P positions a row."""
+    moved = x.movedim(axis, -1)
+    return moved.reshape(len(x), -1, moved.shape[-1])
 
 
 def token_grid(
@@ -168,7 +207,7 @@ def _grid(
             patches = x[:, num_prefix_tokens:]
             return patches.transpose(1, 2).reshape(len(x), -1, cells[0], cells[1])
 
-    elif len(row_shape) == 3 and channels_last("grid", layer, row_shape, input_size):
+    elif len(row_shape) == 3 and channels_last("reduce=grid", layer, row_shape, input_size):
         cells = (row_shape[0], row_shape[1])
 
         def to_map(x: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,6 @@ _GLANCE_IMAGES = 2
 CPU_BATCH = 16
 CUDA_BATCH = 256
 
-PART_SECONDS = 60.0
-"""About this much work a part, within layout.PART_BYTES: what a kill can cost."""
-
 COMPILE_PAYS_S = 600.0
 """Compiling costs a minute or so; compile=auto waits for a run of at least this length."""
 
@@ -54,6 +51,7 @@ class Resolver:
         self._num_rows = num_rows
         self._stored = dict(begun.resolved) if begun else {}
         self._stored_part_rows = begun.part_rows if begun else None
+        self._what = begun.what if begun else ""
 
     def resolve(self) -> None:
         """Settle the engine on precision, compilation, memory format and batch size."""
@@ -80,8 +78,13 @@ class Resolver:
         if compiled:
             self._compile(compute)
 
-    def part_rows(self, row_bytes: int) -> int:
-        """Rows per part: as asked, as stored, or from bytes and measured speed."""
+    def part_rows(self, most_rows: float, seconds: float) -> int:
+        """Rows per part: as asked, as stored, or by measured speed.
+
+        Args:
+            most_rows: more take too much memory; a batch's rows always go into a part.
+            seconds: of work that a part should take.
+        """
         batch_size = self._engine.compute.batch_size
         if self._config.part_rows != "auto":
             rows = int(self._config.part_rows)
@@ -93,9 +96,8 @@ class Resolver:
             return rows
         if self._stored_part_rows is not None:
             return int(self._stored_part_rows)
-        by_bytes = layout.PART_BYTES / max(1, row_bytes)
-        by_time = PART_SECONDS / max(1e-6, self.seconds_per_image or 0)
-        rows = layout.power_of_two_at_most(min(by_bytes, by_time))
+        by_time = seconds / max(1e-6, self.seconds_per_image or 0)
+        rows = layout.power_of_two_at_most(min(most_rows, by_time))
         rows = max(rows, layout.power_of_two_at_least(batch_size))
         self.choices["part_rows"] = f"{rows}"
         return rows
@@ -105,7 +107,7 @@ class Resolver:
             return None
         value = self._stored[key]
         shown = str(value).lower() if isinstance(value, bool) else value
-        self.choices[key] = f"{shown} (as the store was begun)"
+        self.choices[key] = f"{shown} (as {self._what} begun)"
         return value
 
     def _batch_size(self) -> int:

@@ -1,11 +1,14 @@
-"""Statistics on disk: the parts of a run as files, merged in one fixed order -> stats.h5."""
+"""A file of statistics, stats.h5 or a part of one: its format, and how it is read.
+
+    /layers/<name>/count, mean, scatter, smallest, largest   of a layer, with its attributes
+/failures/row, key, status, error, message   the images that were left out
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import logging
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,282 +19,49 @@ import h5py
 import numpy as np
 import torch
 
-from featx.errors import (
-    LayerError,
-    StoreError,
-    StoreMismatchError,
-    nearest,
-)
-from featx.fingerprint import differences, digest
-from featx.moments import Moments, StatsLayer, cut_row, is_aligned
+from featx.errors import LayerError, StoreError, nearest
+from featx.moments import Moments, StatsLayer
 from featx.store import layout
-from featx.store.commit import TEMPORARY, Disk
 from featx.store.files import check_plain, damage_text, open_for_a_look
-from featx.types import Part, StoreHeader
-
-logger = logging.getLogger(__name__)
+from featx.types import Failure, Status
 
 STATS_FORMAT = 1
 
-_ARRAYS = ("count", "mean", "scatter")
+STATS_FILE = "stats.h5"
+"""Its name in the folder `out`."""
+
+PARTS_FOLDER = "stats-parts"
+"""Beside it, while a run goes on."""
+
+_ARRAYS = ("mean", "scatter", "smallest", "largest")
 
 _SEAL_BYTES = 512
 """HDF5's user block: what lies before the file proper, and is none of HDF5's business."""
 
 
-class MomentsOfParts:
-    """The moments of a run while it goes on: small files below PATH-parts/, in the end one PATH.
-
-    A file holds all layers over one span of rows, begins as one part, and is named for its rows.
-    As soon as both halves of an aligned span are there they are merged into one file, so that
-    a handful of files stay, not one a part. One process at a time may use it: the one that holds
-    the store's lock.
-
-    Args:
-        disk: of the folder of `path`.
-        path: of the file that is wanted, stats.h5.
-        header: of the run; its fingerprint holds whatever changes values, the layers included.
-        num_rows: of the listing.
-        layers: whose statistics are taken.
-
-    Attributes:
-        complete: whether the one file is there, made by this run; known after `survey`.
-    """
-
-    def __init__(
-        self,
-        disk: Disk,
-        path: Path,
-        header: StoreHeader,
-        num_rows: int,
-        layers: Sequence[StatsLayer],
-    ) -> None:
-        self.disk = disk
-        self.path = path
-        self.folder = path.with_name(f"{path.stem}-parts")
-        self._header = header
-        self._num_rows = num_rows
-        self._layers = {layer.spec.name: layer for layer in layers}
-        self._spans: dict[tuple[int, int], int] = {}
-        self._surveyed = False
-        self.complete = False
-
-    @property
-    def num_failed(self) -> int:
-        """Images left out of the rows that are done."""
-        return sum(self._spans.values())
-
-    def survey(self) -> None:
-        """Find what is done. What is damaged is set aside, to be done again; leftovers go.
-
-        Raises:
-            StoreMismatchError: a file is there that other settings made.
-            StoreError: a file cannot be read now.
-        """
-        self._spans = {}
-        self._surveyed = True
-        self.disk.make_folder(self.path.parent)  # what a killed process put there becomes durable
-        if self.path.exists():
-            num_failed = self._accepted(self.path, 0, self._num_rows)
-            self.complete = num_failed is not None
-            if num_failed is not None:
-                self._spans[0, self._num_rows] = num_failed
-                self.disk.remove(self.folder)
-                return
-        self.disk.make_folder(self.folder)
-        for leftover in self.folder.glob(f"{TEMPORARY}*"):
-            self.disk.remove(leftover)
-        found = [_span_of(path) for path in sorted(self.folder.glob("rows-*.h5"))]
-        for start, stop in sorted(found, key=lambda span: span[0] - span[1]):
-            path = self._file(start, stop)
-            if self._covered(start, stop):
-                self.disk.remove(path)  # merged into a larger one, and then the process was killed
-            else:
-                num_failed = self._accepted(path, start, stop)
-                if num_failed is not None:
-                    self._spans[start, stop] = num_failed
-
-    def has(self, part: Part) -> bool:
-        """Whether the rows of a part are done."""
-        return self._covered(part.start, part.stop)
-
-    def commit(self, part: Part, num_failed: int, moments: Mapping[str, Moments]) -> None:
-        """Keep the moments of a part, durably when this returns.
-
-        Args:
-            part: of a grid whose parts are a power of two of rows.
-            num_failed: images of the part that were left out.
-            moments: name -> moments, all layers of the run.
-
-        Raises:
-            RunError: the disk is full or fails; the part is as good as not done.
-        """
-        assert self._surveyed, "what is there already was not looked for"
-        assert set(moments) == set(self._layers), "a layer is missing"
-        assert part.start % layout.power_of_two_at_least(len(part)) == 0, f"{part} is off the tree"
-        assert is_aligned(part.start, part.stop) or part.stop == self._num_rows, f"{part} is short"
-        for name, layer in self._layers.items():
-            expected = (len(part) - num_failed) * layer.rows_per_image
-            found = moments[name]
-            assert (found.count, found.dim, found.kind) == (expected, layer.dim, layer.kind), name
-        if not self.has(part):
-            self._publish(part.start, part.stop, num_failed, moments)
-            self._merge_upwards(part.start, part.stop)
-
-    def finish(self) -> None:
-        """Merge all parts into the one file, and remove them.
-
-        Raises:
-            StoreError: rows are missing, or a file is damaged; `survey` sets it aside.
-            RunError: the disk is full or fails; the same call goes on.
-        """
-        assert self._surveyed, "what is there already was not looked for"
-        if not self.complete:
-            nodes = sorted(self._spans)
-            edges = [0, *(stop for _, stop in nodes)]
-            if [start for start, _ in nodes] + [self._num_rows] != edges:
-                raise StoreError(
-                    f"{self.folder} does not hold all {self._num_rows} rows yet; give the same "
-                    "command again."
-                )
-            moments = self._merged(0, self._num_rows)
-            root = self._root(0, self._num_rows, self.num_failed, complete=True)
-            created = self.disk.publish(self.path, self._file_of(root, moments))
-            assert created, f"somebody else wrote {self.path} without the lock"
-            self._spans = {(0, self._num_rows): self.num_failed}
-            self.complete = True
-        self.disk.remove(self.folder)
-
-    def _merge_upwards(self, start: int, stop: int) -> None:
-        """Merge a span with its other half, and so on, as long as that is there and whole."""
-        while is_aligned(start, stop):
-            size = stop - start
-            other = (start ^ size, (start ^ size) + size)
-            if other not in self._spans:
-                return
-            halves = sorted([(start, stop), other])
-            start, stop = halves[0][0], halves[1][1]
-            num_failed = sum(self._spans[half] for half in halves)
-            self._publish(start, stop, num_failed, self._merged(start, stop))
-            for half in halves:
-                self.disk.remove(self._file(*half))
-                del self._spans[half]
-
-    def _merged(self, start: int, stop: int) -> dict[str, Moments]:
-        """The moments of a span, from its file or, by the tree, from those within it."""
-        if (start, stop) in self._spans:
-            path = self._file(start, stop)
-            with _reading(path) as file:
-                root = _attributes(file)
-                self._check(path, root, start, stop)
-                return {name: _read_layer(file, path, name, root)[0] for name in self._layers}
-        assert stop - start > 1, "a span with rows that no file holds"
-        cut = cut_row(start, stop)
-        lower, upper = self._merged(start, cut), self._merged(cut, stop)
-        return {name: lower.pop(name).merge(upper.pop(name)) for name in self._layers}
-
-    def _publish(
-        self, start: int, stop: int, num_failed: int, moments: Mapping[str, Moments]
-    ) -> None:
-        data = self._file_of(self._root(start, stop, num_failed, complete=False), moments)
-        self.disk.publish(self._file(start, stop), data)
-        self._spans[start, stop] = num_failed
-
-    def _file_of(self, root: Mapping[str, Any], moments: Mapping[str, Moments]) -> memoryview:
-        """The bytes of a file, built in memory and read back."""
-        buffer = io.BytesIO()
-        with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
-            file.attrs.update(root)
-            group = file.create_group("layers")
-            for name, layer in self._layers.items():
-                _write_layer(group.create_group(name), layer, moments[name])
-        with h5py.File(buffer, "r") as file:
-            for name in self._layers:
-                read = _read_layer(file, self.path, name, root)[0]
-                assert torch.equal(read.scatter, moments[name].scatter.cpu()), name
-                assert torch.equal(read.mean, moments[name].mean.cpu()), name
-        data = buffer.getbuffer()
-        data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
-        return data
-
-    def _root(self, start: int, stop: int, num_failed: int, complete: bool) -> dict[str, Any]:
-        """Root attributes: the store's, with those of statistics."""
-        identity = digest(self._header.fingerprint)
-        attributes = layout.root_attributes(self._header, identity, complete)
-        del attributes["featx_format"]  # no store: featx.open must not take it for one
-        return {
-            "featx_stats": STATS_FORMAT,
-            **attributes,
-            "settings": json.dumps(dict(self._header.fingerprint), sort_keys=True),
-            "start": start,
-            "stop": stop,
-            "num_failed": num_failed,
-        }
-
-    def _file(self, start: int, stop: int) -> Path:
-        return self.folder / f"rows-{start:010d}-{stop:010d}.h5"
-
-    def _covered(self, start: int, stop: int) -> bool:
-        return any(first <= start and stop <= last for first, last in self._spans)
-
-    def _accepted(self, path: Path, start: int, stop: int) -> int | None:
-        """How many images a file of this run left out; None where it was damaged and set aside."""
-        try:
-            with _reading(path) as file:
-                root = _attributes(file)
-                self._check(path, root, start, stop)
-                for name in self._layers:
-                    _read_layer(file, path, name, root)
-                return int(root["num_failed"])
-        except (_DamagedError, LayerError) as error:  # a run's own file has all its layers
-            target = self.disk.set_aside(path, self.path.parent / layout.QUARANTINE)
-            logger.warning("%s Moved to %s; its rows are done again.", error, target)
-            return None
-
-    def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
-        """Raise where a file belongs to another run or to other rows."""
-        asked = dict(self._header.fingerprint)
-        if attributes["fingerprint"] != digest(asked):
-            made = json.loads(attributes["settings"])
-            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(made, asked)]
-            raise StoreMismatchError(
-                f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
-                "another out=DIR, or overwrite=true."
-            )
-        if (attributes["start"], attributes["stop"]) != (start, stop):
-            raise _DamagedError(
-                f"{path} holds rows {attributes['start']} to {attributes['stop']}, expected "
-                f"{start} to {stop}."
-            )
-
-
-def _span_of(path: Path) -> tuple[int, int]:
-    """The rows a file is named for."""
-    try:
-        _, start, stop = path.stem.split("-")
-        return int(start), int(stop)
-    except ValueError as error:
-        raise StoreError(f"{path} is no file of featx; move it away.") from error
-
-
-class _DamagedError(StoreError):
+class DamagedError(StoreError):
     """A file of statistics whose contents are not what was written."""
 
 
 @contextlib.contextmanager
-def _reading(path: Path) -> Iterator[h5py.File]:
+def reading(path: Path, compare: bool = True) -> Iterator[h5py.File]:
     """A file of statistics, of a version that this featx reads.
+
+    Args:
+        path: of the file.
+        compare: it with its checksum; not needed where that was done and nothing has changed.
 
     Raises:
         StoreError: the system cannot read it now, or it is newer.
-        _DamagedError: it is damaged.
+        DamagedError: it is damaged.
     """
-    _check_seal(path)
+    if compare:
+        _check_seal(path)
     try:
         with open_for_a_look(path) as file:
             version = file.attrs.get("featx_stats")
             if version is None:
-                raise _DamagedError(f"{path} is no file of featx statistics.")
+                raise DamagedError(f"{path} is no file of featx statistics.")
             if version > STATS_FORMAT:
                 raise StoreError(
                     f"{path} has statistics format {version}, this featx reads up to "
@@ -301,15 +71,88 @@ def _reading(path: Path) -> Iterator[h5py.File]:
     except (StoreError, LayerError):
         raise
     except layout.UNREADABLE as error:
-        raise _DamagedError(f"{path} is damaged: {damage_text(path, error)}.") from error
+        raise DamagedError(f"{path} is damaged: {damage_text(path, error)}.") from error
+
+
+def file_bytes(
+    root: Mapping[str, Any],
+    layers: Mapping[str, StatsLayer],
+    moments: Mapping[str, Moments],
+    failures: Sequence[Failure],
+) -> memoryview:
+    """The bytes of a file, built in memory and read back.
+
+    Args:
+        root: its own attributes.
+        layers, moments: by the layer's name.
+        failures: the images that were left out, in order of rows.
+    """
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
+        file.attrs.update(root)
+        group = file.create_group("layers")
+        for name, layer in layers.items():
+            _write_layer(group.create_group(name), layer, moments[name])
+        _write_failures(file.create_group(layout.FAILURES), failures)
+    path = Path(STATS_FILE)
+    with h5py.File(buffer, "r") as file:
+        for name in layers:
+            read = read_layer(file, path, name, root)[0]
+            for key in _ARRAYS:
+                assert torch.equal(getattr(read, key), getattr(moments[name], key).cpu()), name
+        assert len(read_failures(file, path, root)) == len(failures)
+    data = buffer.getbuffer()
+    data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
+    return data
 
 
 def _write_layer(group: h5py.Group, layer: StatsLayer, moments: Moments) -> None:
-    """/layers/<name>: count, mean and scatter, with the layer's attributes."""
+    """/layers/<name>: count and the arrays, with the layer's attributes."""
     group.create_dataset("count", data=np.int64(moments.count))
-    group.create_dataset("mean", data=moments.mean.cpu().numpy())
-    group.create_dataset("scatter", data=moments.scatter.cpu().numpy())
+    for key in _ARRAYS:
+        group.create_dataset(key, data=getattr(moments, key).cpu().numpy())
     group.attrs.update(layer.attributes)
+
+
+def _write_failures(group: h5py.Group, failures: Sequence[Failure]) -> None:
+    """/failures: a dataset for each column of failures.csv."""
+    texts = {
+        "key": [failure.key.decode("utf-8", "surrogateescape") for failure in failures],
+        "error": [failure.error for failure in failures],
+        "message": [f.message.encode("utf-8", "backslashreplace").decode() for f in failures],
+    }
+    group["row"] = np.array([failure.row for failure in failures], dtype=np.int64)
+    group["status"] = np.array([int(failure.status) for failure in failures], dtype=np.uint8)
+    for name, values in texts.items():
+        group[name] = layout.text_array(values)
+
+
+def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple[Failure, ...]:
+    """The images that were left out, in order of rows.
+
+    Args:
+        file: open.
+        path: of the file, for messages.
+        root: the file's own attributes.
+
+    Raises:
+        DamagedError: they do not fit what the file says of itself.
+    """
+    names = ("row", "key", "status", "error", "message")
+    found = _plain(file, path, layout.FAILURES, names)
+    columns = [found[name][()] for name in names]
+    if {len(column) for column in columns} != {root["num_failed"]}:
+        raise DamagedError(f"{path}: it does not list the {root['num_failed']} images left out.")
+    return tuple(
+        Failure(
+            row=int(row),
+            key=bytes(key),
+            status=Status(int(status)),
+            error=error.decode("utf-8", "surrogateescape"),
+            message=message.decode("utf-8", "surrogateescape"),
+        )
+        for row, key, status, error, message in zip(*columns, strict=True)
+    )
 
 
 def _seal(crc: int) -> bytes:
@@ -319,7 +162,7 @@ def _seal(crc: int) -> bytes:
 
 
 def _check_seal(path: Path) -> None:
-    """Raise _DamagedError where a file is not what was written, before HDF5 looks at it.
+    """Raise DamagedError where a file is not what was written, before HDF5 looks at it.
 
     HDF5's own checksums leave out what strings are kept in: one flipped bit there, and opening
     the file never ends.
@@ -331,12 +174,12 @@ def _check_seal(path: Path) -> None:
             while data := file.read(1 << 20):
                 crc = zlib.crc32(data, crc)
     except OSError as error:
-        raise _DamagedError(f"{path}: {damage_text(path, error)}.") from error
+        raise DamagedError(f"{path}: {damage_text(path, error)}.") from error
     if head != _seal(crc):
-        raise _DamagedError(f"{path} is damaged: it differs from its checksum.")
+        raise DamagedError(f"{path} is damaged: it differs from its checksum.")
 
 
-def _attributes(item: h5py.Group) -> dict[str, Any]:
+def attributes_of(item: h5py.Group) -> dict[str, Any]:
     """Attributes as JSON types."""
     return {
         key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
@@ -344,7 +187,27 @@ def _attributes(item: h5py.Group) -> dict[str, Any]:
     }
 
 
-def _read_layer(
+def _plain(
+    file: h5py.File, path: Path, group: str, names: Sequence[str]
+) -> dict[str, h5py.Dataset]:
+    """Datasets of a group, whose values lie in this file."""
+    try:
+        return {name: check_plain(file, f"{group}/{name}") for name in names}
+    except StoreError as error:
+        raise DamagedError(f"{path} is damaged: /{group} is not what featx writes.") from error
+
+
+def check_layer(file: h5py.File, path: Path, name: str) -> None:
+    """Raise LayerError where a file has no statistics of a layer."""
+    if name not in file["layers"]:
+        known = list(file["layers"])
+        raise LayerError(
+            f"{path} has no statistics of {name!r}; it has {', '.join(known)}."
+            f"{nearest(name, known)}"
+        )
+
+
+def read_layer(
     file: h5py.File, path: Path, name: str, root: Mapping[str, Any]
 ) -> tuple[Moments, dict[str, Any]]:
     """The moments of one layer with its attributes, found to fit each other.
@@ -355,65 +218,146 @@ def _read_layer(
         name: of the layer.
         root: the file's own attributes.
     """
-    if name not in file["layers"]:
-        known = list(file["layers"])
-        raise LayerError(
-            f"{path} has no statistics of {name!r}; it has {', '.join(known)}."
-            f"{nearest(name, known)}"
-        )
-    try:
-        datasets = {key: check_plain(file, f"layers/{name}/{key}") for key in _ARRAYS}
-    except StoreError as error:
-        raise _DamagedError(str(error)) from error
+    check_layer(file, path, name)
+    datasets = _plain(file, path, f"layers/{name}", ("count", *_ARRAYS))
     if sum(dataset.size for dataset in datasets.values()) * 8 > file.id.get_filesize():
-        raise _DamagedError(f"{path}: {name} claims more than the file holds.")
-    arrays = {key: dataset[()] for key, dataset in datasets.items()}
-    attributes = _attributes(file[f"layers/{name}"])
-    if not arrays["mean"].dtype == arrays["scatter"].dtype == np.float64:
-        raise _DamagedError(f"{path}: the moments of {name} are not float64.")
-    moments = Moments(
-        int(arrays["count"]), torch.from_numpy(arrays["mean"]), torch.from_numpy(arrays["scatter"])
-    )
+        raise DamagedError(f"{path}: {name} claims more than the file holds.")
+    arrays = {key: datasets[key][()] for key in _ARRAYS}
+    attributes = attributes_of(file[f"layers/{name}"])
+    if {array.dtype for array in arrays.values()} != {np.dtype(np.float64)}:
+        raise DamagedError(f"{path}: the moments of {name} are not float64.")
+    tensors = {key: torch.from_numpy(array) for key, array in arrays.items()}
+    moments = Moments(int(datasets["count"][()]), **tensors)
     if moments.kind != attributes["kind"] or set(moments.scatter.shape) != {moments.dim}:
-        raise _DamagedError(f"{path}: {name} has moments of shape {tuple(moments.scatter.shape)}.")
+        raise DamagedError(f"{path}: {name} has moments of shape {tuple(moments.scatter.shape)}.")
     images = root["stop"] - root["start"] - root["num_failed"]
     each = attributes["rows_per_image"]
     found = (moments.count, moments.dim * each)
     if found != (images * each, math.prod(attributes["shape"])):
-        raise _DamagedError(
+        raise DamagedError(
             f"{path}: {name} counts {moments.count} rows of {moments.dim} features, which does "
             f"not fit {images} images of shape {attributes['shape']}."
         )
-    if not (moments.mean.isfinite().all() and moments.scatter.isfinite().all()):
-        raise _DamagedError(f"{path}: the moments of {name} are not finite.")
+    if {tensors["smallest"].shape, tensors["largest"].shape} != {moments.mean.shape}:
+        raise DamagedError(f"{path}: the extremes of {name} are not those of its features.")
+    if moments.count and not all(tensor.isfinite().all() for tensor in tensors.values()):
+        raise DamagedError(f"{path}: the moments of {name} are not finite.")
     return moments, attributes
 
 
-def load_moments(path: Path, layer: str) -> Moments:
-    """The moments of one layer from a finished stats.h5, compared with its checksum.
+class Statistics(Mapping[str, Moments]):
+    """A finished stats.h5: layer -> Moments, read from the file whenever it is asked for.
+
+        stats = featx.open_stats("runs/photos")
+        stats["avgpool"].mean           # (D,) float64; .covariance(), .second_moment, .count
+
+    Args:
+        path: the file, or the folder it lies in.
+
+    Attributes:
+        path: of the file.
+        attributes: what it says of itself: model, weights_sha256, transform, num_failed, ...
+        settings: everything that changed its values, by the names of the keys.
 
     Raises:
         StoreError: it is not there, not finished, damaged, or newer than this featx.
-        LayerError: it has no such layer.
     """
-    return load_layer(path, layer)[0]
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
+        self.path = path / STATS_FILE if path.is_dir() else path
+        if not self.path.is_file():
+            raise StoreError(f"there is no statistics file {self.path}. job=stats makes one.")
+        self._stamp = _stamp_of(self.path)
+        with reading(self.path) as file:
+            self.attributes = attributes_of(file)
+            self._layers = tuple(file["layers"])
+            _check_complete(self.path, self.attributes)
+            self.settings: dict[str, Any] = json.loads(self.attributes["settings"])
+
+    def __getitem__(self, layer: str) -> Moments:
+        return self.layer(layer)[0]
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._layers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        return f"Statistics({str(self.path)!r}, layers: {', '.join(self._layers)})"
+
+    def layer(self, name: str) -> tuple[Moments, dict[str, Any]]:
+        """The moments of a layer, and `about` it.
+
+        Raises:
+            LayerError: it has no such layer.
+            StoreError: the file was changed meanwhile.
+        """
+        with self._reading() as file:
+            moments, attributes = read_layer(file, self.path, name, self.attributes)
+            return moments, self._joined(attributes)
+
+    def about(self, name: str) -> dict[str, Any]:
+        """What the file says of itself and of a layer: capture, reduce, shape, row, kind, ...
+
+        Raises:
+            LayerError: it has no such layer.
+        """
+        with self._reading() as file:
+            check_layer(file, self.path, name)
+            return self._joined(attributes_of(file[f"layers/{name}"]))
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[h5py.File]:
+        """The file that was compared with its checksum when it was opened, and no other."""
+        if _stamp_of(self.path) != self._stamp:
+            raise StoreError(f"{self.path} has changed since it was opened; open it again.")
+        with reading(self.path, compare=False) as file:
+            yield file
+
+    def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """What the file says of a layer and of itself; the target, where gradients were taken."""
+        return {"target": self.settings.get("target"), **self.attributes, **attributes}
 
 
-def load_layer(path: Path, layer: str) -> tuple[Moments, dict[str, Any]]:
-    """As `load_moments`, with what the file says of itself and of the layer.
+def _stamp_of(path: Path) -> tuple[int, int, int] | None:
+    """What changes when a file is written to or replaced; None where it is gone."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
-    Returns:
-        the moments, and the root attributes joined with the layer's.
+
+def open_stats(path: str | Path) -> Statistics:
+    """Open the statistics that job=stats made: a stats.h5, or the folder it lies in."""
+    return Statistics(path)
+
+
+def begun_settings(root: Path) -> dict[str, Any] | None:
+    """The settings with which the statistics below a folder were begun, None where there are none.
+
+    Raises:
+        StoreError: a file is newer than this featx, or cannot be read now.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise StoreError(f"there is no statistics file {path}. job=stats makes one.")
-    with _reading(path) as file:
-        root = _attributes(file)
-        moments, attributes = _read_layer(file, path, layer, root)
-        if not root["complete"]:
-            raise StoreError(
-                f"{path} holds rows {root['start']} to {root['stop']} of a run that goes on; its "
-                "statistics are in the file beside the folder when it is complete."
-            )
-    return moments, {**root, **attributes}
+    parts = (root / PARTS_FOLDER).glob("rows-*.h5")
+    for path in (root / STATS_FILE, *sorted(parts)):
+        if not path.is_file():
+            continue
+        # What is damaged is set aside later, by whoever holds the lock.
+        with contextlib.suppress(DamagedError), reading(path) as file:
+            settings: dict[str, Any] = json.loads(file.attrs["settings"])
+            return settings
+    return None
+
+
+def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
+    if not root["complete"]:
+        raise StoreError(
+            f"{path} holds rows {root['start']} to {root['stop']} of a run that goes on; its "
+            "statistics are in the file beside the folder when it is complete."
+        )

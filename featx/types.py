@@ -161,7 +161,7 @@ class LayerSpec:
     layer: str
     capture: str
     reduce: str
-    reduce_args: Mapping[str, float]
+    reduce_args: Mapping[str, float | str]
     shape: tuple[int, ...]
     dtype: str
     compute_dtype: str
@@ -195,12 +195,14 @@ class StoreHeader:
 
 @dataclass(frozen=True)
 class Begun:
-    """What a store decided when it was begun; a resume decides nothing anew.
+    """What was decided when a store or statistics were begun; a resume decides nothing anew.
 
     Attributes:
         resolved: every `auto`, name -> value.
         part_rows: of the layers that are gone on with, None for layers that are new.
+        what: was begun, for messages.
     """
 
     resolved: Mapping[str, Any]
     part_rows: int | None
+    what: str = "the store was"

@@ -41,7 +41,10 @@ def datasets(path: Path) -> dict[str, np.ndarray]:
         (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
         (["data.rot=3"], "Nearest: data.root"),
         (["+foo=1"], "unknown key 'foo'"),
-        (["job=extrct"], "expected one of extract, layers, pack, plan, verify. Nearest: extract"),
+        (
+            ["job=extrct"],
+            "expected one of extract, layers, pack, plan, stats, verify. Nearest: extract",
+        ),
         (["model=resnet5O"], "Nearest: resnet50"),
         (["data=folder"], "data.root=DIR"),
         (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),

@@ -37,10 +37,11 @@ from featx.errors import (
 )
 from featx.moments import Moments, PartMoments, StatsLayer, check_size
 from featx.projection import frechet_distance, principal_components, whitening
-from featx.stats_file import MomentsOfParts, load_layer, load_moments
+from featx.stats_file import open_stats
+from featx.stats_parts import MomentsOfParts
 from featx.store import layout
 from featx.store.commit import Disk
-from featx.types import Part
+from featx.types import Failure, Part, Status
 
 
 def made_rows(num_rows: int, dim: int, seed: int = 0) -> torch.Tensor:
@@ -55,6 +56,8 @@ def same_bits(a: Moments, b: Moments) -> bool:
         a.count == b.count
         and a.mean.numpy().tobytes() == b.mean.numpy().tobytes()
         and a.scatter.numpy().tobytes() == b.scatter.numpy().tobytes()
+        and torch.equal(a.smallest, b.smallest)
+        and torch.equal(a.largest, b.largest)
     )
 
 
@@ -108,6 +111,8 @@ def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
     merged = Moments.of(rows[:120], kind).merge(Moments.of(rows[120:], kind))
     for moments in (Moments.of(rows, kind), updated, merged):
         assert moments.count == 300
+        assert moments.smallest.tolist() == x.min(0).tolist()
+        assert moments.largest.tolist() == x.max(0).tolist()
         assert_close(moments.mean, x.mean(0))
         assert_close(moments.variance(), x.var(0, ddof=1))
         if kind == "full":
@@ -272,6 +277,10 @@ def test_gradients_inference_mode_and_autocast_leave_no_trace() -> None:
 # The parts
 
 
+def failure_of(row: int) -> Failure:
+    return Failure(row, b"\xff%d.jpg" % row, Status.TRUNCATED, "OSError", f"n\u00ba {row}")
+
+
 class Run:
     """A run over known rows: two layers, the second with three positions an image."""
 
@@ -305,8 +314,9 @@ class Run:
         rows = self.rows[name][kept].double()
         return rows.reshape(-1, rows.shape[-1])
 
-    def num_failed(self, part: Part) -> int:
-        return sum(part.start <= row < part.stop for row in self.failed)
+    def failures(self, part: Part) -> list[Failure]:
+        rows = [row for row in self.failed if part.start <= row < part.stop]
+        return [failure_of(row) for row in rows]
 
     def of(self, part: Part, sizes: Sequence[int]) -> dict[str, Moments]:
         """The moments of a part whose rows come in batches of these sizes, in turn."""
@@ -332,7 +342,7 @@ class Run:
         return parts
 
     def commit(self, store: MomentsOfParts, part: Part, sizes: Sequence[int] = (16,)) -> None:
-        store.commit(part, self.num_failed(part), self.of(part, sizes))
+        store.commit(part, self.failures(part), self.of(part, sizes))
 
     def whole(self, root: Path) -> Path:
         """All parts, in order; the path of the one file."""
@@ -358,7 +368,7 @@ def test_the_one_file_equals_numpy_on_the_whole_matrix(
 ) -> None:
     run = Run(num_rows, part_rows, failed=range(2, num_rows, 7))
     path = run.whole(tmp_path)
-    pooled, tokens = load_moments(path, "avgpool"), load_moments(path, "blocks.1:input")
+    pooled, tokens = open_stats(path)["avgpool"], open_stats(path)["blocks.1:input"]
     x, y = run.ok("avgpool").numpy(), run.ok("blocks.1:input").numpy()
     assert pooled.count == len(x)
     assert tokens.count == len(y) == 3 * len(x)
@@ -366,6 +376,8 @@ def test_the_one_file_equals_numpy_on_the_whole_matrix(
     assert_close(pooled.scatter, (x - x.mean(0)).T @ (x - x.mean(0)))
     assert_close(tokens.mean, y.mean(0))
     assert_close(tokens.scatter, ((y - y.mean(0)) ** 2).sum(0))
+    assert tokens.smallest.tolist() == y.min(0).tolist()
+    assert tokens.largest.tolist() == y.max(0).tolist()
     assert not (tmp_path / "stats-parts").exists()
 
 
@@ -396,11 +408,12 @@ def test_plain_h5py_reads_the_file(tmp_path: Path) -> None:
     assert root["model"] == "toy"
     assert root["weights_sha256"] == run.header.weights_sha256
     assert "featx_format" not in root
+    assert run.folder(tmp_path).failures == [failure_of(3), failure_of(9)]
     assert len(root["fingerprint"]) == 64
 
 
 def test_a_reader_gets_the_settings_with_the_moments(tmp_path: Path) -> None:
-    moments, said = load_layer(Run(21, 8).whole(tmp_path), "avgpool")
+    moments, said = open_stats(Run(21, 8).whole(tmp_path)).layer("avgpool")
     assert moments.count == 21
     assert said["weights_sha256"] == "ab" * 32
     assert said["layer"] == "avgpool"
@@ -409,7 +422,7 @@ def test_a_reader_gets_the_settings_with_the_moments(tmp_path: Path) -> None:
 
 def test_all_images_failed(tmp_path: Path) -> None:
     path = Run(5, 2, failed=range(5)).whole(tmp_path)
-    moments = load_moments(path, "avgpool")
+    moments = open_stats(path)["avgpool"]
     assert moments.count == 0
     assert not moments.scatter.any()
 
@@ -488,7 +501,7 @@ def check_same_bytes(
                 random.shuffle(missing)
                 for part in missing:
                     run.commit(store, part, sizes)
-                assert store.num_failed == len(run.failed)
+                assert [failure.row for failure in store.failures] == sorted(run.failed)
                 store.finish()
             except KilledError:
                 continue
@@ -575,13 +588,13 @@ def test_a_part_of_the_wrong_rows_is_not_committed(tmp_path: Path) -> None:
     store = run.folder(tmp_path)
     first, moments = run.grid.part(0), run.of(run.grid.part(0), [8])
     with pytest.raises(AssertionError, match="avgpool"):
-        store.commit(first, 0, moments)  # a failure that nobody counted
+        store.commit(first, [], moments)  # a failure that nobody counted
     with pytest.raises(AssertionError, match="layer is missing"):
-        store.commit(first, 1, {"avgpool": moments["avgpool"]})
+        store.commit(first, [failure_of(1)], {"avgpool": moments["avgpool"]})
     with pytest.raises(AssertionError, match="off the tree"):
-        store.commit(Part(0, 4, 12), 0, moments)
+        store.commit(Part(0, 4, 12), [], moments)
     with pytest.raises(AssertionError, match="short"):
-        store.commit(Part(0, 0, 7), 0, moments)
+        store.commit(Part(0, 0, 7), [], moments)
     assert not list(store.folder.iterdir())
 
 
@@ -602,7 +615,7 @@ def test_a_part_that_is_done_twice_counts_once(tmp_path: Path) -> None:
     store = run.folder(tmp_path)
     for part in [*run.parts(), *run.parts()]:
         run.commit(store, part)
-    assert store.num_failed == 0
+    assert not store.failures
     store.finish()
     assert sha256(store.path) == sha256(run.whole(tmp_path / "once"))
 
@@ -647,9 +660,9 @@ def test_a_damaged_result_is_refused_and_made_again(tmp_path: Path) -> None:
     run = Run(21, 8)
     path = run.whole(tmp_path)
     expected = sha256(path)
-    spoil(path, place_of(path, load_moments(path, "avgpool").scatter.numpy()) + 9)
+    spoil(path, place_of(path, open_stats(path)["avgpool"].scatter.numpy()) + 9)
     with pytest.raises(StoreError, match="damaged: it differs from its checksum"):
-        load_moments(path, "avgpool")
+        open_stats(path)["avgpool"]
     store = run.folder(tmp_path)
     assert not store.complete
     assert not any(store.has(part) for part in run.parts())
@@ -661,7 +674,7 @@ def test_what_is_no_hdf5_file_is_refused(tmp_path: Path, text: bytes) -> None:
     path = tmp_path / "stats.h5"
     path.write_bytes(text)
     with pytest.raises(StoreError, match=r"stats\.h5 is damaged"):
-        load_moments(path, "avgpool")
+        open_stats(path)["avgpool"]
 
 
 def change(path: Path, act: Callable[[h5py.File], object], sealed: bool = True) -> Path:
@@ -688,6 +701,7 @@ def replaced(file: h5py.File, name: str, value: Any) -> None:
         lambda file: file["layers/avgpool/scatter"].write_direct(np.full((3, 3), np.nan)),
         lambda file: replaced(file, "layers/avgpool/scatter", np.zeros((3, 2))),
         lambda file: replaced(file, "layers/avgpool/count", 20),
+        lambda file: replaced(file, "layers/avgpool/smallest", np.zeros(2)),
         lambda file: replaced(file, "layers/avgpool/mean", np.zeros(3, np.float32)),
         lambda file: replaced(file, "layers/avgpool/mean", h5py.SoftLink("/layers/avgpool/count")),
         lambda file: replaced(file, "layers/avgpool/mean", h5py.ExternalLink("/etc/passwd", "/x")),
@@ -695,6 +709,7 @@ def replaced(file: h5py.File, name: str, value: Any) -> None:
         lambda file: file.__delitem__("layers"),
         lambda file: file.attrs.__delitem__("featx_stats"),
         lambda file: file.attrs.__delitem__("stop"),
+        lambda file: file.attrs.__delitem__("settings"),
     ],
 )
 def test_a_file_that_was_meddled_with_is_refused(
@@ -702,7 +717,7 @@ def test_a_file_that_was_meddled_with_is_refused(
 ) -> None:
     path = change(Run(21, 8).whole(tmp_path), act)
     with pytest.raises(StoreError, match=r"stats\.h5"):
-        load_moments(path, "avgpool")
+        open_stats(path)["avgpool"]
 
 
 @pytest.mark.parametrize("sealed", [False, True])
@@ -712,10 +727,10 @@ def test_attributes_are_below_the_checksum(tmp_path: Path, sealed: bool) -> None
 
     path = change(Run(21, 8).whole(tmp_path), act, sealed)
     if sealed:
-        assert load_layer(path, "avgpool")[1]["weights_sha256"] == "cd" * 32
+        assert open_stats(path).layer("avgpool")[1]["weights_sha256"] == "cd" * 32
     else:
         with pytest.raises(StoreError, match="differs from its checksum"):
-            load_layer(path, "avgpool")
+            open_stats(path).layer("avgpool")
 
 
 def test_a_dataset_that_claims_terabytes_takes_no_memory(tmp_path: Path) -> None:
@@ -725,23 +740,36 @@ def test_a_dataset_that_claims_terabytes_takes_no_memory(tmp_path: Path) -> None
 
     path = change(Run(21, 8).whole(tmp_path), claim)
     with pytest.raises(StoreError, match="claims"):
-        load_moments(path, "avgpool")
+        open_stats(path)["avgpool"]
 
 
 def test_readers_are_told_what_is_wrong(tmp_path: Path) -> None:
     run = Run(21, 8)
     with pytest.raises(StoreError, match="there is no statistics file"):
-        load_moments(tmp_path / "stats.h5", "avgpool")
+        open_stats(tmp_path / "stats.h5")["avgpool"]
     path = run.whole(tmp_path)
     with pytest.raises(LayerError, match=r"avgpol.*it has avgpool.*Nearest: avgpool"):
-        load_moments(path, "avgpol")
+        open_stats(path)["avgpol"]
     change(path, lambda file: file.attrs.modify("featx_stats", 2))
     with pytest.raises(StoreError, match="Upgrade featx"):
-        load_moments(path, "avgpool")
+        open_stats(path)["avgpool"]
     store = run.folder(tmp_path / "part")
     run.commit(store, run.grid.part(0))
     with pytest.raises(StoreError, match="rows 0 to 8 of a run that goes on"):
-        load_moments(next(store.folder.iterdir()), "avgpool")
+        open_stats(next(store.folder.iterdir()))["avgpool"]
+
+
+def test_a_file_that_changed_is_opened_again(tmp_path: Path) -> None:
+    path = Run(21, 8).whole(tmp_path)
+    statistics = open_stats(tmp_path)
+    assert list(statistics) == ["avgpool", "blocks.1:input"]
+    assert "avgpool" in statistics
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="has changed since it was opened"):
+            statistics["avgpool"]
+        Run(21, 8, seed=1).whole(tmp_path)
+    assert open_stats(path)["avgpool"].count == 21
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -815,11 +843,11 @@ def test_any_flipped_bit_is_an_error(tmp_path: Path) -> None:
         import sys
         from pathlib import Path
         from featx.errors import StoreError, LayerError
-        from featx.stats_file import load_layer
+        from featx.stats_file import open_stats
         path = Path(sys.argv[1])
         data = path.read_bytes()
         def read():
-            moments, said = load_layer(path, "avgpool")
+            moments, said = open_stats(path).layer("avgpool")
             return moments.count, moments.mean.tolist(), moments.scatter.tolist(), said
         good, refused = read(), 0
         offsets = range(0, len(data), 9)
@@ -967,7 +995,8 @@ def test_maps_and_tokens_are_projected_along_their_last_axis() -> None:
 
 def gaussian(mean: Sequence[float], covariance: np.ndarray, count: int = 1001) -> Moments:
     scatter = torch.from_numpy(np.asarray(covariance, dtype=np.float64)) * (count - 1)
-    return Moments(count, torch.tensor(mean, dtype=torch.float64), scatter)
+    center = torch.tensor(mean, dtype=torch.float64)
+    return Moments(count, center, scatter, center, center)
 
 
 def test_frechet_distance_of_known_gaussians() -> None:

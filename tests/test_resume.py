@@ -52,7 +52,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     of_speed(monkeypatch, 3000.0)
     monkeypatch.setattr("featx.resolve.Resolver._fastest", lambda *_: "bf16")
     monkeypatch.setattr("featx.resolve.CPU_BATCH", 2)
-    monkeypatch.setattr("featx.resolve.PART_SECONDS", 1.0)
+    monkeypatch.setattr("featx.prepare.PART_SECONDS", 1.0)
     capfd.readouterr()
     assert extract(photos, **AUTO).complete
     printed = capfd.readouterr().err
@@ -272,7 +272,8 @@ def command(data: Path, hang: Path | None = None, out: str = "store") -> list[st
 
 @contextlib.contextmanager
 def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
         arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

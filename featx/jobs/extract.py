@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
+from featx.errors import EXIT_TOO_MANY_FAILURES
 from featx.extraction import run_extraction
 from featx.keys import from_keywords, from_omegaconf, saved_yaml
 from featx.progress import complain, describe_end, say
 from featx.store import layout
 from featx.store.reader import FeatureStore
-
-EXIT_TOO_MANY_FAILURES = 3
 
 
 def extract(**keys: Any) -> FeatureStore:

@@ -141,8 +141,7 @@ class StoreSession:
 
     def write_failures(self) -> None:
         """failures.csv anew, in order of rows, from what the parts hold."""
-        text = "row,key,status,error,message\r\n" + csv_rows(self.failures)
-        self.disk.replace(self.root / layout.FAILURES_CSV, text.encode("utf-8", "surrogateescape"))
+        self.disk.replace(self.root / layout.FAILURES_CSV, failures_csv(self.failures))
 
     def stored_bytes(self) -> int:
         """Bytes of features.h5 and of all committed parts on disk."""
@@ -337,6 +336,12 @@ def remove_parts(disk: Disk) -> None:
             disk.remove(path)
     with contextlib.suppress(OSError):  # not ours alone, or not there
         parts.rmdir()
+
+
+def failures_csv(failures: Sequence[Failure]) -> bytes:
+    """A whole failures.csv."""
+    text = "row,key,status,error,message\r\n" + csv_rows(failures)
+    return text.encode("utf-8", "surrogateescape")
 
 
 def csv_rows(failures: Sequence[Failure]) -> str:

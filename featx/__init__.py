@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
-    from featx.hooks import capture
+    from featx.captured import capture
     from featx.jobs.extract import extract
     from featx.store.reader import FeatureStore, open
 
@@ -22,7 +22,7 @@ __all__ = ["FeatureStore", "FeatxError", "__version__", "capture", "extract", "o
 _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
-    "capture": "featx.hooks",
+    "capture": "featx.captured",
     "extract": "featx.jobs.extract",
 }
 

@@ -18,14 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from featx.attention import needs_plain_attention, plain_attention
 from featx.config import ReduceConfig
 from featx.devices import exact_cuda, keep_freed_memory
 from featx.errors import LayerError, ModelError, RunError
-from featx.hooks import TapHooks, find_overwritten
+from featx.hooks import Keep, TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.reduce import VIEWS, Reduction, reduction
-from featx.select import Tap, Trace
 from featx.targets import target_values
+from featx.traces import Tap, Trace
 from featx.tracing import no_fast_path, trace
 from featx.types import LayerSpec
 
@@ -88,6 +89,9 @@ class Engine:
         self._largest: dict[str, torch.Tensor] = {}
         self._compute_dtypes: dict[str, torch.dtype] = {}
         self._order: list[str] = []
+        self._traced: Trace | None = None
+        self._operations: list[str] | None = None
+        self._plain: list[str] = []
         self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
         self.compute = Compute("fp32", False, False, 1)
@@ -104,9 +108,24 @@ class Engine:
         self._stack.close()
         self._settings.close()
 
-    def trace(self) -> Trace:
-        """One pass over noise that records every module call."""
-        return trace(self._module, self._noise(_TRACE_BATCH))
+    def trace(self, requests: Sequence[str] = ()) -> Trace:
+        """One pass over noise that records every call of a module, and every operation.
+
+        Args:
+            requests: what will be selected on the trace. Fused attention is switched off, until
+                the engine is closed, in the modules where it hides that.
+        """
+        fused = needs_plain_attention(self._module, requests)
+        self._settings.enter_context(plain_attention(self._module, fused))
+        self._plain += fused
+        self._traced = trace(self._module, self._noise(_TRACE_BATCH))
+        return self._traced
+
+    @property
+    def plain_attention(self) -> list[str]:
+        """The modules whose fused attention is off, for their weights are asked for."""
+        shown = [tap.module for tap in self._taps if tap.capture == "attention"]
+        return list(dict.fromkeys([*self._plain, *shown]))
 
     def bind(self, chosen: Sequence[tuple[Tap, ReduceConfig]]) -> None:
         """Fix the taps: find which need a copy, what their rows look like, and where to stop.
@@ -119,13 +138,15 @@ class Engine:
         """
         self._stack.close()
         self._taps = [tap for tap, _ in chosen]
+        if self._traced is not None:
+            self._operations = self._traced.operations_up_to(self._taps)
         for of_the_last in (self._row_shapes, self._reductions, self._views, self._largest):
             of_the_last.clear()
         x = self._noise(_BIND_BATCH)
         # Copies of x, for a model may write to its input.
         forward = [tap for tap in self._taps if not tap.is_gradient]
         self._copied = find_overwritten(self._module, forward, x.clone())
-        hooks = TapHooks(self._module, self._taps, _clone, score=self._score)
+        hooks = self._tap_hooks(_clone)
         with torch.no_grad(), hooks:
             values = hooks.forward(x.clone())
             self._order = list(hooks.fired)
@@ -181,9 +202,7 @@ class Engine:
         """
         others = x.clone()
         others[1:] = 0
-        hooks = TapHooks(
-            self._module, self._taps, _clone, self._order, stop=True, score=self._score
-        )
+        hooks = self._tap_hooks(_clone, self._order, stop=True)
         with torch.no_grad(), hooks:
             again = hooks.forward(others)
         for name, value in values.items():
@@ -202,19 +221,19 @@ class Engine:
         self.compute = compute
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
         self._module.to(memory_format=memory_format)
-        hooks = TapHooks(
-            self._module,
-            self._taps,
-            self._keep,
-            expected=self._order,
-            stop=not compute.compile,
-            score=self._score,
-        )
+        hooks = self._tap_hooks(self._keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
             options: Any = {"freezing": True} if self.device.type == "cpu" else None
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
+
+    def _tap_hooks(
+        self, keep: Keep, expected: Sequence[str] | None = None, stop: bool = False
+    ) -> TapHooks:
+        return TapHooks(
+            self._module, self._taps, keep, expected, stop, self._score, self._operations
+        )
 
     def supports_channels_last(self) -> bool:
         """Whether the model has convolutions and runs in channels-last, which they like better."""
@@ -231,6 +250,13 @@ class Engine:
     def takes_gradients(self) -> bool:
         """Whether any tap is a gradient: no early stop then, and no compilation."""
         return any(tap.is_gradient for tap in self._taps)
+
+    @property
+    def why_eager(self) -> str | None:
+        """What keeps the model from being compiled, None where nothing does."""
+        if self.takes_gradients:
+            return "gradients are taken"
+        return "operations are captured" if any(tap.operation for tap in self._taps) else None
 
     @property
     def _score(self) -> Callable[[Any], torch.Tensor] | None:
@@ -298,7 +324,7 @@ class Engine:
         return [
             LayerSpec(
                 name=tap.name,
-                layer=tap.module,
+                layer=tap.layer,
                 capture=tap.capture,
                 reduce=config.name,
                 reduce_args=config.args,

@@ -1,16 +1,21 @@
-"""Capture: forward hooks that take tensors out of a running module and leave it as it was."""
+"""Forward hooks that take tensors out of a running module and leave it as it was."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from featx.attention import weight_hooks
 from featx.errors import LayerError, RunError
-from featx.select import Path, Tap, parse_tap, pick_path
+from featx.operations import Watch, unwatched
+from featx.select import pick_path
+from featx.traces import Path, Tap
 
 Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
 
@@ -59,11 +64,16 @@ class TapHooks:
             reads by itself, and not where gradients are taken, which come after the pass.
         score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
             `forward` where a tap is a gradient.
+        operations: what `Trace.operations_up_to` says of the taps. With it, a pass that does other
+            operations is an error.
+        optional: names of taps that stay silent where a module's output lacks their element.
 
     Attributes:
         values: tap name -> what `keep` returned, of the last pass.
         fired: names in the order in which they fired in the last pass.
         numbers: (B,) what `score` gave in the last pass.
+        done: operations of the modules that have one tapped, in the last pass.
+        watch: sees operations where a tap is one; entered around the pass, by `forward` as well.
     """
 
     def __init__(
@@ -74,6 +84,8 @@ class TapHooks:
         expected: Sequence[str] | None = None,
         stop: bool = False,
         score: Callable[[Any], torch.Tensor] | None = None,
+        operations: Sequence[str] | None = None,
+        optional: Sequence[str] = (),
     ) -> None:
         self._module = module
         self._score = score
@@ -86,15 +98,36 @@ class TapHooks:
         self.numbers: torch.Tensor | None = None
         self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
+        self._operations: dict[str, list[Tap]] = {}
+        self._expected_operations = list(operations) if operations is not None else None
+        self._optional = set(optional)
+        self.done: list[str] = []
+        self._num_done = 0
         modules = dict(module.named_modules(remove_duplicate=False))
         for tap in taps:
-            self._taps.setdefault((id(modules[tap.module]), tap.capture), []).append(tap)
+            if tap.operation:
+                self._operations.setdefault(tap.operation, []).append(tap)
+            else:
+                self._taps.setdefault((id(modules[tap.module]), tap.capture), []).append(tap)
         self._by_id = {id(m): m for m in modules.values()}
+        self._watched = {tap.module for tap in taps if tap.operation}
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __enter__(self) -> TapHooks:
-        for (identity, capture), taps in self._taps.items():
+        if self._operations:
+            _refuse_compiled(self._module, next(iter(self._operations)))
+            self.watch = self._watch = Watch(self._module, self._operation)
+            self._handles += self._watch.attach()
+        # Attention first: the other hooks see what the layers around see.
+        for (identity, capture), taps in sorted(
+            self._taps.items(), key=lambda item: item[0][1] != "attention"
+        ):
             target = self._by_id[identity]
             key = identity, capture
+            if capture == "attention":
+                take = functools.partial(self._take, key, taps)
+                self._handles += weight_hooks(taps[0].module, target, take)
+                continue
             if capture == "input":
                 hook: Any = self._input_hook(key, taps)
                 handle = target.register_forward_pre_hook(hook, with_kwargs=True)
@@ -121,6 +154,10 @@ class TapHooks:
         self.values = {}
         self.fired = []
         self._calls = {}
+        self.done = []
+        self._num_done = 0
+        if self._operations:
+            self._watch.reset()
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """One pass; returns what the taps gave.
@@ -130,10 +167,11 @@ class TapHooks:
         """
         self.reset()
         if self._score is None:
-            with contextlib.suppress(StopForward):
+            with contextlib.suppress(StopForward), self.watch:
                 self._module(x)
         else:
             self._backward(x)
+        self._check_operations()
         if self._expected is not None and self.fired != self._expected:
             missing = [name for name in self._expected if name not in self.fired]
             raise RunError(
@@ -143,13 +181,28 @@ class TapHooks:
             )
         return self.values
 
+    def _check_operations(self) -> None:
+        done, expected = self.done[: self._num_done], self._expected_operations
+        if expected is None or done == expected:
+            return
+        pairs = itertools.zip_longest(done, expected, fillvalue="nothing")
+        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RunError(
+            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
+            "The model does different things for different batches, so a name means different "
+            "operations; featx cannot vouch for its rows."
+        )
+
     def _backward(self, x: torch.Tensor) -> None:
         """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
         assert self._score is not None
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             # A copy: a model may write to its input, which a leaf does not allow.
-            numbers = self._score(self._module(leaf.clone()))
+            given = leaf.clone()
+            with self.watch:
+                output = self._module(given)
+            numbers = self._score(output)
             total = numbers.sum()
         self.numbers = numbers.detach()
         torch.autograd.grad(total, leaf, allow_unused=True)
@@ -184,7 +237,8 @@ class TapHooks:
             for tap in self._meant(key, taps):
                 shapes = {path: tuple(x.shape) for path, x in elements(given).items()}
                 path = pick_path(tap.name, shapes, tap.path)
-                own = elements(given)[path].clone()
+                with unwatched():
+                    own = elements(given)[path].clone()
                 self._await_gradient(tap, own)
                 given = _with_element(given, path, own)
             return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
@@ -199,7 +253,8 @@ class TapHooks:
             )
 
         def arrived(gradient: torch.Tensor) -> None:
-            self.values[tap.name] = self._keep(tap, gradient)
+            with unwatched():
+                self.values[tap.name] = self._keep(tap, gradient)
             self.fired.append(tap.name)
 
         tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -211,11 +266,45 @@ class TapHooks:
         return [tap for tap in taps if tap.call is None or tap.call == number]
 
     def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
-        for tap in self._meant(key, taps):
-            self.values[tap.name] = self._keep(tap, pick(value, tap))
+        self._keep_all(self._meant(key, taps), value)
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
+        """The watch saw an operation."""
+        if module not in self._watched:
+            return
+        self.done.append(name)
+        taps = self._operations.get(name, [])
+        if taps:
+            self._num_done = len(self.done)
+        for tap in taps:
+            if tap.is_gradient:
+                self._await_gradient(tap, pick(result, tap))
+        self._keep_all([tap for tap in taps if not tap.is_gradient], result)
+
+    def _keep_all(self, taps: list[Tap], value: Any) -> None:
+        for tap in taps:
+            absent = tap.path not in elements(value) if tap.name in self._optional else False
+            if absent and not tap.operation:
+                continue
+            with unwatched():
+                self.values[tap.name] = self._keep(tap, pick(value, tap))
             self.fired.append(tap.name)
+        if not taps:
+            return
         if self._stop and self._expected is not None and len(self.fired) >= len(self._expected):
             raise StopForward
+
+
+def _refuse_compiled(module: nn.Module, operation: str) -> None:
+    compiled = (
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
+        for m in module.modules()
+    )
+    if any(compiled):
+        raise LayerError(
+            f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
+            "in the model as it was before torch.compile, or name a module."
+        )
 
 
 def _with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
@@ -255,78 +344,3 @@ def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) ->
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every element, NaN to NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-@contextlib.contextmanager
-def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
-    """Keep the outputs, inputs or gradients of named layers while the block runs.
-
-        with featx.capture(model, ["layer4", "avgpool"]) as features:
-            model(x)
-            features["layer4"]          # (B, 2048, 7, 7), as the layer gave it
-
-    Each forward pass replaces what the one before left. The tensors are copies, so that in-place
-    operations later in the model cannot change them; they stay attached to the graph, on their
-    device, in their dtype. The hooks go with the block, also after an exception.
-
-    Args:
-        model: any torch.nn.Module, in whatever mode it is.
-        layers: a dotted name, or several; `relu@2` for the second call of a module that is called
-            several times, `encoder[0]` or `block.hidden` for one element of a nested output,
-            `layer4:input` for what goes into a layer; `layer4:grad_output`, `layer4:grad_input` for
-            the gradients there, which are filled in by your `loss.backward()`.
-
-    Raises:
-        LayerError: there is no such module; on access, the layer was not called, or several times.
-    """
-    layers = [layers] if isinstance(layers, str) else layers
-    names = {name: name for name, _ in model.named_modules(remove_duplicate=False)}
-    taps = [parse_tap(layer, names) for layer in layers]
-    captured = Captured(taps)
-    hooks = TapHooks(model, taps, keep=captured.keep)
-
-    def begin(module: nn.Module, args: Any) -> None:
-        hooks.reset()
-        captured.begin()
-
-    with hooks:
-        handle = model.register_forward_pre_hook(begin)
-        try:
-            yield captured
-        finally:
-            handle.remove()
-
-
-class Captured(Mapping[str, torch.Tensor]):
-    """The tensors of the last forward pass inside a `featx.capture` block, by layer name."""
-
-    def __init__(self, taps: Sequence[Tap]) -> None:
-        self._taps = {tap.name: tap for tap in taps}
-        self._tensors: dict[str, list[torch.Tensor]] = {}
-
-    def begin(self) -> None:
-        self._tensors = {}
-
-    def keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone()
-        self._tensors.setdefault(tap.name, []).append(copy)
-        return copy
-
-    def __getitem__(self, layer: str) -> torch.Tensor:
-        if layer not in self._taps:
-            raise LayerError(f"{layer!r} is not captured; this block captures {list(self._taps)}.")
-        found = self._tensors.get(layer, [])
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
-        raise LayerError(
-            f"the layer {layer!r} was called {len(found)} times in the last forward pass; capture "
-            f"one of its calls: {', '.join(f'{layer}@{i + 1}' for i in range(len(found)))}."
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._taps)
-
-    def __len__(self) -> int:
-        return len(self._taps)

@@ -148,8 +148,9 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
     with Engine(backbone, device, config.dtype, config.target) as engine:
-        traced = engine.trace()
-        selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
+        requests = layer_requests(config)
+        traced = engine.trace([name for name, _ in requests])
+        selection = select(requests, traced, backbone.classifier, backbone.stages)
         chosen = _unfinished(config, stored, listing, selection.chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
@@ -214,7 +215,7 @@ def _refuse_another_layer(
     before = stored.layers[tap.name]
     now = replace(
         before,
-        layer=tap.module,
+        layer=tap.layer,
         capture=tap.capture,
         reduce=reduce.name,
         reduce_args=reduce.args,

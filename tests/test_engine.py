@@ -19,7 +19,8 @@ from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunEr
 from featx.models import build_backbone
 from featx.models.base import Backbone, state_sha256
 from featx.preprocess import Preprocess
-from featx.select import Tap, select
+from featx.select import select
+from featx.traces import Tap
 
 CPU = torch.device("cpu")
 FP32 = Compute("fp32", False, False, 4)

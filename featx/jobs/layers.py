@@ -1,4 +1,4 @@
-"""job=layers: every layer that can be captured, in execution order."""
+"""job=layers: every layer and operation that can be captured, in execution order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from featx.config import Config
 from featx.models import build_backbone
 from featx.progress import say, size_text, table
-from featx.select import Call, Trace, element_name
+from featx.traces import Operation, Trace, element_name
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -45,7 +45,14 @@ def layer_rows(traced: Trace, item_bytes: int) -> list[dict[str, Any]]:
         item_bytes: of one stored number.
     """
     rows = []
-    for call in traced.calls:
+    operations = [each for each in traced.operations if not (each.module and each.is_returned)]
+    for i, call in enumerate(traced.calls):
+        rows += [
+            row
+            for each in operations
+            if each.num_calls_before == i
+            for row in operation_rows(each, traced.batch_size, item_bytes)
+        ]
         if not call.module:
             continue
         calls = len(traced.by_module[call.module])
@@ -60,14 +67,32 @@ def layer_rows(traced: Trace, item_bytes: int) -> list[dict[str, Any]]:
                     "calls": calls,
                     "parameters": call.num_parameters,
                     "mflops": round(call.mflops, 3),
-                    "bytes_per_row": _row_bytes(call, shape, item_bytes),
+                    "bytes_per_row": _row_bytes(shape, item_bytes),
                     "batch_in_front": shape[:1] == (traced.batch_size,),
                 }
             )
     return rows
 
 
-def _row_bytes(call: Call, shape: tuple[int, ...], item_bytes: int) -> int:
+def operation_rows(each: Operation, batch_size: int, item_bytes: int) -> list[dict[str, Any]]:
+    """The same of an operation that no module owns; its cost is not known."""
+    single = len(each.outputs) == 1
+    return [
+        {
+            "name": each.name if single else each.name + element_name(path),
+            "type": each.function,
+            "shape": list(shape[1:]),
+            "calls": 1,
+            "parameters": 0,
+            "mflops": None,
+            "bytes_per_row": _row_bytes(shape, item_bytes),
+            "batch_in_front": shape[:1] == (batch_size,),
+        }
+        for path, shape in each.outputs.items()
+    ]
+
+
+def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
 
 
@@ -79,6 +104,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         shape if row["batch_in_front"] else f"{shape} (no batch in front)",
         str(row["calls"]),
         f"{row['parameters']:,}",
-        f"{row['mflops']:,.1f}",
+        "" if row["mflops"] is None else f"{row['mflops']:,.1f}",
         size_text(row["bytes_per_row"]),
     )

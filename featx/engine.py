@@ -139,7 +139,7 @@ class Engine:
         self._stack.close()
         self._taps = [tap for tap, _ in chosen]
         if self._traced is not None:
-            self._operations = self._traced.operations_up_to(self._taps)
+            self._operations = self._traced.operations_up_to(self._taps) or None
         for of_the_last in (self._row_shapes, self._reductions, self._views, self._largest):
             of_the_last.clear()
         x = self._noise(_BIND_BATCH)

@@ -171,9 +171,10 @@ class TapHooks:
                 self._module(x)
         else:
             self._backward(x)
-        self._check_operations()
+        missing = [name for name in self._expected or () if name not in self.fired]
+        if not missing:
+            self._check_operations()
         if self._expected is not None and self.fired != self._expected:
-            missing = [name for name in self._expected if name not in self.fired]
             raise RunError(
                 f"the forward pass differs from the probe's: {missing or self.fired} "
                 f"{'did not fire' if missing else 'fired'}, expected {self._expected}. The model "
@@ -182,9 +183,10 @@ class TapHooks:
         return self.values
 
     def _check_operations(self) -> None:
-        done, expected = self.done[: self._num_done], self._expected_operations
-        if expected is None or done == expected:
+        expected = self._expected_operations
+        if expected is None or self.done[: self._num_done] == expected:
             return
+        done = self.done[: max(self._num_done, len(expected))]
         pairs = itertools.zip_longest(done, expected, fillvalue="nothing")
         instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
         raise RunError(

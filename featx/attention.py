@@ -127,6 +127,17 @@ def _multihead_hooks(
     ]
 
 
+def check_weights(name: str, weights: torch.Tensor) -> None:
+    """Raise a LayerError where the rows of what was captured do not add up to 1."""
+    sums = weights.sum(-1)
+    if weights.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise LayerError(
+            f"{name}: what the module hands on as its attention weights are none: their rows do "
+            f"not add up to 1, but to {sums.min():.3g} to {sums.max():.3g}. Name an operation or "
+            "a layer inside it."
+        )
+
+
 class WeightShapes:
     """The shapes of the weights, as one recorded pass goes by: what each call could show."""
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.attention import needs_plain_attention, plain_attention
+from featx.attention import check_weights, needs_plain_attention, plain_attention
 from featx.config import ReduceConfig
 from featx.devices import exact_cuda, keep_freed_memory
 from featx.errors import LayerError, ModelError, RunError
@@ -171,6 +171,8 @@ class Engine:
                     f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
                     "in front, so its rows cannot be told apart. Choose a layer around it."
                 )
+            if tap.capture == "attention":
+                check_weights(tap.name, values[tap.name])
             self._row_shapes[tap.name] = shape[1:]
             if config.name in VIEWS:
                 self._views.add(tap.name)

@@ -211,7 +211,7 @@ class TapHooks:
 
     def _output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._take(key, taps, output)
+            self._keep_all(self._present(self._meant(key, taps), output), output)
 
         return hook
 
@@ -223,7 +223,7 @@ class TapHooks:
 
     def _grad_output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for tap in self._meant(key, taps):
+            for tap in self._present(self._meant(key, taps), output):
                 self._await_gradient(tap, pick(output, tap))
 
         return hook
@@ -267,6 +267,13 @@ class TapHooks:
         self._calls[key] = number
         return [tap for tap in taps if tap.call is None or tap.call == number]
 
+    def _present(self, taps: list[Tap], output: Any) -> list[Tap]:
+        """Those whose element is there, where it need not be."""
+        if not self._optional:
+            return taps
+        there = elements(output)
+        return [tap for tap in taps if tap.name not in self._optional or tap.path in there]
+
     def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
         self._keep_all(self._meant(key, taps), value)
 
@@ -285,9 +292,6 @@ class TapHooks:
 
     def _keep_all(self, taps: list[Tap], value: Any) -> None:
         for tap in taps:
-            absent = tap.path not in elements(value) if tap.name in self._optional else False
-            if absent and not tap.operation:
-                continue
             with unwatched():
                 self.values[tap.name] = self._keep(tap, pick(value, tap))
             self.fired.append(tap.name)

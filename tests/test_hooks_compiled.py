@@ -1,0 +1,120 @@
+"""The same values under torch.compile, through the engine as a run compiles it.
+
+The graphs are traced and functionalised (aot_eager) but not made into C++, which takes minutes;
+test_engine.py has the slow tests with the compiler. Tolerance: none, for the kernels are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_attention import Encoder, tiny_vit
+from test_engine import CPU, FP32, Clamped, Residual, backbone_of, noise
+from torch import nn
+
+from featx.config import ReduceConfig
+from featx.engine import Compute, Engine
+from featx.errors import RunError
+from featx.select import select
+
+
+class Repeated(nn.Module):
+    """One in-place ReLU behind two layers, and a layer in between that is written to again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True)
+        self.norm, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.norm(self.relu(self.conv(x))))
+        y *= 2
+        return self.fc(y.mean((2, 3)))
+
+
+class Pairs(nn.Module):
+    """A tuple, twice."""
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return x + 1, {"twice": x * 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = self.Two()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.two(x)
+        return self.two(a - b["twice"])[0]
+
+
+@pytest.fixture(autouse=True)
+def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = torch.compile
+
+    def traced(function: Any, dynamic: bool, options: Any) -> Any:
+        return compile_(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", traced)
+    torch.compiler.reset()  # eight graphs of one function are the limit, over all models
+
+
+CASES = {
+    "in_place": (Residual, 8, ["conv1", "bn", "relu@1", "conv2", "relu@2", "fc", "fc:input"]),
+    "repeated": (Repeated, 8, ["conv", "relu@1", "norm", "relu@2", "relu@2:input", "fc"]),
+    "elements": (Pairs, 8, ["two@1[1].twice", "two@2[0]"]),
+    "multihead": (Encoder, 16, ["layer.self_attn:attention", "layer.self_attn[0]", "layer"]),
+    "timm": (tiny_vit, 16, ["blocks.0.attn:attention", "blocks.0.attn", "blocks.1", "norm"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "reduce"), [*((case, "none") for case in CASES), ("in_place", "flatten")]
+)
+def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
+    make, side, layers = CASES[case]
+    with Engine(backbone_of(make(), side), CPU, "float32") as engine:
+        requests = [(layer, ReduceConfig(reduce)) for layer in layers]
+        engine.bind(select(requests, engine.trace(layers), None, None).chosen)
+        x = noise(4, side)
+        engine.settle(FP32)
+        eager = {name: value.clone() for name, value in engine.run(x).items()}
+        engine.settle(Compute("fp32", True, False, 4))
+        engine.run(noise(4, side, seed=9))
+        compiled = engine.run(x)
+    assert list(compiled) == list(eager)
+    for name, value in eager.items():
+        assert torch.equal(compiled[name], value), name
+
+
+def test_a_write_that_only_pictures_show_is_found_when_compiled() -> None:
+    x = 100 * noise().abs()
+    with Engine(backbone_of(Clamped()), CPU, "float32") as engine:
+        requests = [("layer", ReduceConfig()), ("clamp", ReduceConfig())]
+        engine.bind(select(requests, engine.trace(), None, None).chosen)
+        engine.settle(Compute("fp32", True, False, 4))
+        values = engine.run(x)
+    assert torch.equal(values["layer"], x)
+    assert values["clamp"].max() == 6
+
+
+def test_taps_in_another_order_are_an_error_when_compiled() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.swap = nn.ReLU(), nn.Sigmoid(), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(self.b(x)) if self.swap else self.b(self.a(x))
+
+    module = Counted()
+    with Engine(backbone_of(module), CPU, "float32") as engine:
+        requests = [("a", ReduceConfig()), ("b", ReduceConfig())]
+        engine.bind(select(requests, engine.trace(), None, None).chosen)
+        engine.settle(Compute("fp32", True, False, 4))
+        engine.run(noise())
+        module.swap = True
+        with pytest.raises((RunError, torch._dynamo.exc.Unsupported), match=r"expected|RunError"):
+            engine.run(noise())

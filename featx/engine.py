@@ -227,6 +227,8 @@ class Engine:
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
+            # Graphs are kept with the function, over all engines, and the ninth stays uncompiled.
+            torch.compiler.reset()
             options: Any = {"freezing": True} if self.device.type == "cpu" else None
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 

@@ -143,7 +143,7 @@ def in_torchvisions_ops(model: nn.Module, operation: str) -> bool:
     "name",
     [
         "resnet18",
-        "mobilenet_v3_small",
+        pytest.param("mobilenet_v3_small", marks=pytest.mark.slow),
         pytest.param("densenet121", marks=pytest.mark.slow),
         pytest.param("googlenet", marks=pytest.mark.slow),
         pytest.param("convnext_tiny", marks=pytest.mark.slow),

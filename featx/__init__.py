@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
+    from featx.captured import capture
     from featx.distance import frechet_distance
-    from featx.hooks import capture
     from featx.jobs.extract import extract
     from featx.jobs.stats import stats
     from featx.stats_file import Statistics, open_stats
@@ -36,7 +36,7 @@ __all__ = [
 _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
-    "capture": "featx.hooks",
+    "capture": "featx.captured",
     "extract": "featx.jobs.extract",
     "stats": "featx.jobs.stats",
     "open_stats": "featx.stats_file",

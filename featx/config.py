@@ -20,7 +20,7 @@ JOBS = ("extract", "plan", "layers", "stats", "verify", "pack")
 PROJECTIONS = ("pca", "whiten")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid", *PROJECTIONS)
 PRESETS = ("embedding", "stages", "leaves", "all")
-CAPTURES = ("output", "input", "grad_output", "grad_input")
+CAPTURES = ("output", "input", "grad_output", "grad_input", "attention")
 GRADIENTS = ("grad_output", "grad_input")
 SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
 LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
@@ -310,10 +310,12 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
-    """A preset, a list of names, globs or presets, or a mapping of these to reductions."""
+    """A preset, a list of names, globs or presets, or a mapping of these to reductions. A name is a
+    module's, or an operation's as torch.fx names it (layer1.0.add)."""
     capture: Any = "output"
-    """output, input, grad_output, grad_input, or a list of them: what comes out of a layer, what
-    goes into it, and the gradients of `target` there."""
+    """output, input, grad_output, grad_input, attention, or a list of them: what comes out of a
+    layer, what goes into it, the gradients of `target` there, and the weights of an attention
+    module."""
     target: Any = "predicted"
     """The number whose gradient is taken: of the class label or predicted, of a class by its index,
     or loss, entropy, logsumexp."""

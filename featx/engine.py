@@ -18,14 +18,15 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from featx.attention import check_weights, needs_plain_attention, plain_attention
 from featx.devices import exact_cuda, keep_freed_memory, synchronise
 from featx.errors import LayerError, ModelError, RunError
-from featx.hooks import TapHooks, find_overwritten
+from featx.hooks import Keep, TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.projected import StoredReduce, bound_reduction
 from featx.reduce import VIEWS, Reduction
-from featx.select import Tap, Trace
 from featx.targets import target_values
+from featx.traces import Tap, Trace
 from featx.tracing import no_fast_path, trace
 from featx.types import LayerSpec
 
@@ -88,6 +89,9 @@ class Engine:
         self._largest: dict[str, torch.Tensor] = {}
         self._compute_dtypes: dict[str, torch.dtype] = {}
         self._order: list[str] = []
+        self._traced: Trace | None = None
+        self._operations: list[str] | None = None
+        self._plain: list[str] = []
         self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
         self.compute = Compute("fp32", False, False, 1)
@@ -105,9 +109,24 @@ class Engine:
         self._settings.close()
         self.backbone.give_back()
 
-    def trace(self) -> Trace:
-        """One pass over noise that records every module call."""
-        return trace(self._module, self._noise(_TRACE_BATCH))
+    def trace(self, requests: Sequence[str] = ()) -> Trace:
+        """One pass over noise that records every call of a module, and every operation.
+
+        Args:
+            requests: what will be selected on the trace. Fused attention is switched off, until
+                the engine is closed, in the modules where it hides that.
+        """
+        fused = needs_plain_attention(self._module, requests)
+        self._settings.enter_context(plain_attention(self._module, fused))
+        self._plain += fused
+        self._traced = trace(self._module, self._noise(_TRACE_BATCH))
+        return self._traced
+
+    @property
+    def plain_attention(self) -> list[str]:
+        """The modules whose fused attention is off, for their weights are asked for."""
+        shown = [tap.module for tap in self._taps if tap.capture == "attention"]
+        return list(dict.fromkeys([*self._plain, *shown]))
 
     def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
         """Fix the taps: find which need a copy, what their rows look like, and where to stop.
@@ -120,13 +139,15 @@ class Engine:
         """
         self._stack.close()
         self._taps = [tap for tap, _ in chosen]
+        if self._traced is not None:
+            self._operations = self._traced.operations_up_to(self._taps) or None
         for of_the_last in (self._row_shapes, self._reductions, self._views, self._largest):
             of_the_last.clear()
         x = self._noise(_BIND_BATCH)
         # Copies of x, for a model may write to its input.
         forward = [tap for tap in self._taps if not tap.is_gradient]
         self._copied = find_overwritten(self._module, forward, x.clone())
-        hooks = TapHooks(self._module, self._taps, _clone, score=self._score)
+        hooks = self._tap_hooks(_clone)
         with torch.no_grad(), hooks:
             values = hooks.forward(x.clone())
             self._order = list(hooks.fired)
@@ -151,6 +172,8 @@ class Engine:
                     f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
                     "in front, so its rows cannot be told apart. Choose a layer around it."
                 )
+            if tap.capture == "attention":
+                check_weights(tap.name, values[tap.name])
             self._row_shapes[tap.name] = shape[1:]
             if reduce.name in VIEWS:
                 self._views.add(tap.name)
@@ -182,9 +205,7 @@ class Engine:
         """
         others = x.clone()
         others[1:] = 0
-        hooks = TapHooks(
-            self._module, self._taps, _clone, self._order, stop=True, score=self._score
-        )
+        hooks = self._tap_hooks(_clone, self._order, stop=True)
         with torch.no_grad(), hooks:
             again = hooks.forward(others)
         for name, value in values.items():
@@ -203,17 +224,12 @@ class Engine:
         self.compute = compute
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
         self._module.to(memory_format=memory_format)
-        hooks = TapHooks(
-            self._module,
-            self._taps,
-            self._keep,
-            expected=self._order,
-            stop=not compute.compile,
-            score=self._score,
-        )
+        hooks = self._tap_hooks(self._keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
+            # Graphs are kept with the function, over all engines, and the ninth stays uncompiled.
+            torch.compiler.reset()
             options: Any = {"freezing": True} if self.device.type == "cpu" else None
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
@@ -221,6 +237,13 @@ class Engine:
         """The backbone as it came, and noise (1, 3, H, W) for it; `settle` begins anew."""
         self._stack.close()
         return self._module, self._noise(1)
+
+    def _tap_hooks(
+        self, keep: Keep, expected: Sequence[str] | None = None, stop: bool = False
+    ) -> TapHooks:
+        return TapHooks(
+            self._module, self._taps, keep, expected, stop, self._score, self._operations
+        )
 
     def supports_channels_last(self) -> bool:
         """Whether the model has convolutions and runs in channels-last, which they like better."""
@@ -237,6 +260,13 @@ class Engine:
     def takes_gradients(self) -> bool:
         """Whether any tap is a gradient: no early stop then, and no compilation."""
         return any(tap.is_gradient for tap in self._taps)
+
+    @property
+    def why_eager(self) -> str | None:
+        """What keeps the model from being compiled, None where nothing does."""
+        if self.takes_gradients:
+            return "gradients are taken"
+        return "operations are captured" if any(tap.operation for tap in self._taps) else None
 
     @property
     def _score(self) -> Callable[[Any], torch.Tensor] | None:
@@ -321,7 +351,7 @@ class Engine:
         return [
             LayerSpec(
                 name=tap.name,
-                layer=tap.module,
+                layer=tap.layer,
                 capture=tap.capture,
                 reduce=reduce.name,
                 reduce_args=reduce.args,

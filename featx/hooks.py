@@ -1,17 +1,21 @@
-"""Capture: forward hooks that take tensors out of a running module and leave it as it was."""
+"""Forward hooks that take tensors out of a running module and leave it as it was."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from featx.attention import weight_hooks
 from featx.errors import LayerError, RunError
-from featx.select import Path, Tap, parse_tap, pick_path
+from featx.operations import Watch, unwatched
+from featx.select import pick_path
+from featx.traces import Path, Tap
 
 Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
 
@@ -60,11 +64,16 @@ class TapHooks:
             reads by itself, and not where gradients are taken, which come after the pass.
         score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
             `forward` where a tap is a gradient.
+        operations: what `Trace.operations_up_to` says of the taps. With it, a pass that does other
+            operations is an error.
+        optional: names of taps that stay silent where a module's output lacks their element.
 
     Attributes:
         values: tap name -> what `keep` returned, of the last pass.
         fired: names in the order in which they fired in the last pass.
         numbers: (B,) what `score` gave in the last pass.
+        done: operations of the modules that have one tapped, in the last pass.
+        watch: sees operations where a tap is one; entered around the pass, by `forward` as well.
     """
 
     def __init__(
@@ -75,6 +84,8 @@ class TapHooks:
         expected: Sequence[str] | None = None,
         stop: bool = False,
         score: Callable[[Any], torch.Tensor] | None = None,
+        operations: Sequence[str] | None = None,
+        optional: Sequence[str] = (),
     ) -> None:
         self._module = module
         self._score = score
@@ -87,15 +98,36 @@ class TapHooks:
         self.numbers: torch.Tensor | None = None
         self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
+        self._operations: dict[str, list[Tap]] = {}
+        self._expected_operations = list(operations) if operations is not None else None
+        self._optional = set(optional)
+        self.done: list[str] = []
+        self._num_done = 0
         modules = dict(module.named_modules(remove_duplicate=False))
         for tap in taps:
-            self._taps.setdefault((id(modules[tap.module]), tap.capture), []).append(tap)
+            if tap.operation:
+                self._operations.setdefault(tap.operation, []).append(tap)
+            else:
+                self._taps.setdefault((id(modules[tap.module]), tap.capture), []).append(tap)
         self._by_id = {id(m): m for m in modules.values()}
+        self._watched = {tap.module for tap in taps if tap.operation}
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     def __enter__(self) -> TapHooks:
-        for (identity, capture), taps in self._taps.items():
+        if self._operations:
+            _refuse_compiled(self._module, next(iter(self._operations)))
+            self.watch = self._watch = Watch(self._module, self._operation)
+            self._handles += self._watch.attach()
+        # Attention first: the other hooks see what the layers around see.
+        for (identity, capture), taps in sorted(
+            self._taps.items(), key=lambda item: item[0][1] != "attention"
+        ):
             target = self._by_id[identity]
             key = identity, capture
+            if capture == "attention":
+                take = functools.partial(self._take, key, taps)
+                self._handles += weight_hooks(taps[0].module, target, take)
+                continue
             if capture == "input":
                 hook: Any = self._input_hook(key, taps)
                 handle = target.register_forward_pre_hook(hook, with_kwargs=True)
@@ -122,6 +154,10 @@ class TapHooks:
         self.values = {}
         self.fired = []
         self._calls = {}
+        self.done = []
+        self._num_done = 0
+        if self._operations:
+            self._watch.reset()
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """One pass; returns what the taps gave.
@@ -131,12 +167,14 @@ class TapHooks:
         """
         self.reset()
         if self._score is None:
-            with contextlib.suppress(StopForward):
+            with contextlib.suppress(StopForward), self.watch:
                 self._module(x)
         else:
             self._backward(x)
+        missing = [name for name in self._expected or () if name not in self.fired]
+        if not missing:
+            self._check_operations()
         if self._expected is not None and self.fired != self._expected:
-            missing = [name for name in self._expected if name not in self.fired]
             raise RunError(
                 f"the forward pass differs from the probe's: {missing or self.fired} "
                 f"{'did not fire' if missing else 'fired'}, expected {self._expected}. The model "
@@ -144,20 +182,36 @@ class TapHooks:
             )
         return self.values
 
+    def _check_operations(self) -> None:
+        expected = self._expected_operations
+        if expected is None or self.done[: self._num_done] == expected:
+            return
+        done = self.done[: max(self._num_done, len(expected))]
+        pairs = itertools.zip_longest(done, expected, fillvalue="nothing")
+        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RunError(
+            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
+            "The model does different things for different batches, so a name means different "
+            "operations; featx cannot vouch for its rows."
+        )
+
     def _backward(self, x: torch.Tensor) -> None:
         """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
         assert self._score is not None
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
             # A copy: a model may write to its input, which a leaf does not allow.
-            numbers = self._score(self._module(leaf.clone()))
+            given = leaf.clone()
+            with self.watch:
+                output = self._module(given)
+            numbers = self._score(output)
             total = numbers.sum()
         self.numbers = numbers.detach()
         torch.autograd.grad(total, leaf, allow_unused=True)
 
     def _output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._take(key, taps, output)
+            self._keep_all(self._present(self._meant(key, taps), output), output)
 
         return hook
 
@@ -169,7 +223,7 @@ class TapHooks:
 
     def _grad_output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for tap in self._meant(key, taps):
+            for tap in self._present(self._meant(key, taps), output):
                 self._await_gradient(tap, pick(output, tap))
 
         return hook
@@ -185,7 +239,8 @@ class TapHooks:
             for tap in self._meant(key, taps):
                 shapes = {path: tuple(x.shape) for path, x in elements(given).items()}
                 path = pick_path(tap.name, shapes, tap.path)
-                own = elements(given)[path].clone()
+                with unwatched():
+                    own = elements(given)[path].clone()
                 self._await_gradient(tap, own)
                 given = _with_element(given, path, own)
             return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
@@ -200,7 +255,8 @@ class TapHooks:
             )
 
         def arrived(gradient: torch.Tensor) -> None:
-            self.values[tap.name] = self._keep(tap, gradient)
+            with unwatched():
+                self.values[tap.name] = self._keep(tap, gradient)
             self.fired.append(tap.name)
 
         tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
@@ -211,12 +267,50 @@ class TapHooks:
         self._calls[key] = number
         return [tap for tap in taps if tap.call is None or tap.call == number]
 
+    def _present(self, taps: list[Tap], output: Any) -> list[Tap]:
+        """Those whose element is there, where it need not be."""
+        if not self._optional:
+            return taps
+        there = elements(output)
+        return [tap for tap in taps if tap.name not in self._optional or tap.path in there]
+
     def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
-        for tap in self._meant(key, taps):
-            self.values[tap.name] = self._keep(tap, pick(value, tap))
+        self._keep_all(self._meant(key, taps), value)
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
+        """The watch saw an operation."""
+        if module not in self._watched:
+            return
+        self.done.append(name)
+        taps = self._operations.get(name, [])
+        if taps:
+            self._num_done = len(self.done)
+        for tap in taps:
+            if tap.is_gradient:
+                self._await_gradient(tap, pick(result, tap))
+        self._keep_all([tap for tap in taps if not tap.is_gradient], result)
+
+    def _keep_all(self, taps: list[Tap], value: Any) -> None:
+        for tap in taps:
+            with unwatched():
+                self.values[tap.name] = self._keep(tap, pick(value, tap))
             self.fired.append(tap.name)
+        if not taps:
+            return
         if self._stop and self._expected is not None and len(self.fired) >= len(self._expected):
             raise StopForward
+
+
+def _refuse_compiled(module: nn.Module, operation: str) -> None:
+    compiled = (
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
+        for m in module.modules()
+    )
+    if any(compiled):
+        raise LayerError(
+            f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
+            "in the model as it was before torch.compile, or name a module."
+        )
 
 
 def _with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
@@ -256,141 +350,3 @@ def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) ->
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in every element, NaN to NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-@dataclass
-class OpenCall:
-    """A module call that goes on.
-
-    Attributes:
-        name: the module's first dotted name, '' for the model itself.
-        target: the module.
-        parent: the call that it is a part of; None for the model itself.
-        note: what the observer of its begin leaves for that of its end.
-    """
-
-    name: str
-    target: nn.Module
-    parent: OpenCall | None
-    note: Any = None
-
-    @property
-    def depth(self) -> int:
-        """How many calls it is inside of."""
-        return 0 if self.parent is None else 1 + self.parent.depth
-
-
-@contextlib.contextmanager
-def every_call(
-    module: nn.Module,
-    begin: Callable[[OpenCall, list[Any]], None],
-    end: Callable[[OpenCall, int, Any], None],
-) -> Iterator[list[OpenCall]]:
-    """Tell of each call of each module while the block runs; the hooks go with it.
-
-    Args:
-        module: the model; one pass inside the block.
-        begin: before a call: (the call, its arguments).
-        end: after it: (the call, its number among the module's calls, from 1, its output).
-
-    Yields:
-        The calls that go on, the innermost last; after an exception, those it broke off.
-    """
-    going_on: list[OpenCall] = []
-    ended: dict[str, int] = {}
-
-    def hooks_of(name: str) -> tuple[Any, Any]:
-        def before(target: nn.Module, args: Any, kwargs: Any) -> None:
-            call = OpenCall(name, target, going_on[-1] if going_on else None)
-            going_on.append(call)
-            begin(call, [*args, *kwargs.values()])
-
-        def after(target: nn.Module, args: Any, output: Any) -> None:
-            ended[name] = ended.get(name, 0) + 1
-            while (call := going_on.pop()).target is not target:
-                pass  # a call whose exception the model caught
-            end(call, ended[name], output)
-
-        return before, after
-
-    with contextlib.ExitStack() as handles:
-        for name, target in module.named_modules():
-            before, after = hooks_of(name)
-            handles.callback(target.register_forward_pre_hook(before, with_kwargs=True).remove)
-            handles.callback(target.register_forward_hook(after).remove)
-        yield going_on
-
-
-@contextlib.contextmanager
-def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
-    """Keep the outputs, inputs or gradients of named layers while the block runs.
-
-        with featx.capture(model, ["layer4", "avgpool"]) as features:
-            model(x)
-            features["layer4"]          # (B, 2048, 7, 7), as the layer gave it
-
-    Each forward pass replaces what the one before left. The tensors are copies, so that in-place
-    operations later in the model cannot change them; they stay attached to the graph, on their
-    device, in their dtype. The hooks go with the block, also after an exception.
-
-    Args:
-        model: any torch.nn.Module, in whatever mode it is.
-        layers: a dotted name, or several; `relu@2` for the second call of a module that is called
-            several times, `encoder[0]` or `block.hidden` for one element of a nested output,
-            `layer4:input` for what goes into a layer; `layer4:grad_output`, `layer4:grad_input` for
-            the gradients there, which are filled in by your `loss.backward()`.
-
-    Raises:
-        LayerError: there is no such module; on access, the layer was not called, or several times.
-    """
-    layers = [layers] if isinstance(layers, str) else layers
-    names = {name: name for name, _ in model.named_modules(remove_duplicate=False)}
-    taps = [parse_tap(layer, names) for layer in layers]
-    captured = Captured(taps)
-    hooks = TapHooks(model, taps, keep=captured.keep)
-
-    def begin(module: nn.Module, args: Any) -> None:
-        hooks.reset()
-        captured.begin()
-
-    with hooks:
-        handle = model.register_forward_pre_hook(begin)
-        try:
-            yield captured
-        finally:
-            handle.remove()
-
-
-class Captured(Mapping[str, torch.Tensor]):
-    """The tensors of the last forward pass inside a `featx.capture` block, by layer name."""
-
-    def __init__(self, taps: Sequence[Tap]) -> None:
-        self._taps = {tap.name: tap for tap in taps}
-        self._tensors: dict[str, list[torch.Tensor]] = {}
-
-    def begin(self) -> None:
-        self._tensors = {}
-
-    def keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone()
-        self._tensors.setdefault(tap.name, []).append(copy)
-        return copy
-
-    def __getitem__(self, layer: str) -> torch.Tensor:
-        if layer not in self._taps:
-            raise LayerError(f"{layer!r} is not captured; this block captures {list(self._taps)}.")
-        found = self._tensors.get(layer, [])
-        if len(found) == 1:
-            return found[0]
-        if not found:
-            raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
-        raise LayerError(
-            f"the layer {layer!r} was called {len(found)} times in the last forward pass; capture "
-            f"one of its calls: {', '.join(f'{layer}@{i + 1}' for i in range(len(found)))}."
-        )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._taps)
-
-    def __len__(self) -> int:
-        return len(self._taps)

@@ -213,8 +213,9 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
     with Engine(backbone, device, purpose.dtype, config.target) as engine:
-        traced = engine.trace()
-        selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
+        requests = layer_requests(config)
+        traced = engine.trace([name for name, _ in requests])
+        selection = select(requests, traced, backbone.classifier, backbone.stages)
         chosen = with_statistics(selection.chosen, config, backbone)
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
@@ -281,7 +282,7 @@ def _refuse_another_layer(
     before = stored.layers[tap.name]
     now = replace(
         before,
-        layer=tap.module,
+        layer=tap.layer,
         capture=tap.capture,
         reduce=reduce.name,
         reduce_args=reduce.args,

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from featx.calls import OpenCall, every_call
 from featx.devices import synchronise
-from featx.hooks import OpenCall, elements, every_call
-from featx.select import Path
+from featx.hooks import elements
+from featx.traces import Path
 
 CallKey = tuple[str, int]
 """A module's first dotted name, and which of its calls, from 1: as in a Trace."""

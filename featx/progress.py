@@ -140,6 +140,9 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         ("device", str(prepared.engine.device)),
         *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
     ]
+    if plain := prepared.engine.plain_attention:
+        shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
+        rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))
     if prepared.left_out:
         rows.append(("left out", "\n".join(prepared.left_out)))
     return rows

@@ -14,8 +14,8 @@ from featx.errors import ConfigError, ReduceError, StoreMismatchError
 from featx.models.base import Backbone
 from featx.projection import Projection, principal_components, whitening
 from featx.reduce import Reduction, channel_axis, reduction
-from featx.select import Tap
 from featx.stats_file import Statistics
+from featx.traces import Tap
 
 
 @dataclass(frozen=True, eq=False)

@@ -67,9 +67,14 @@ class Resolver:
         compute = replace(compute, precision=precision)
         engine.settle(compute)
         self._time()
-        if engine.takes_gradients:
+        if why := engine.why_eager:
+            if config.compile is True:
+                raise ConfigError(
+                    f"compile=true does not go with this: {why}, and a compiled pass hides where. "
+                    "Use compile=false, or name modules and their outputs."
+                )
             compiled = False
-            self.choices["compile"] = "false (gradients are taken)"
+            self.choices["compile"] = f"false ({why})"
         elif config.compile != "auto":
             compiled = config.compile
         else:

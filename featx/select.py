@@ -8,92 +8,20 @@ Everything is decided on a Trace, the record of one forward pass; nothing here r
     layer*              a glob: * within one part of a dotted name, ** across parts
     layer4:input        what goes into the layer, instead of what comes out; also behind a glob
     layer4:grad_output  the gradient of the target where it comes out, :grad_input where it goes in
+    blocks.3.attn:attention  the weights of an attention module, (N, heads, T, T)
+    layer1.0.add        an operation that no module owns, named as torch.fx names it
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from featx.config import CAPTURES, GRADIENTS, PRESETS, ReduceConfig
+from featx.config import CAPTURES, PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
-
-Path = tuple[str | int, ...]
-
-
-@dataclass(frozen=True)
-class Tap:
-    """One tensor of the forward pass.
-
-    Attributes:
-        name: of the dataset.
-        module: dotted name.
-        capture: 'output' or 'input' of the module, or 'grad_output', 'grad_input': gradients there.
-        call: which call of the forward, from 1; None where there is one only.
-        path: the way into a nested output, () for a tensor or the only tensor in it.
-    """
-
-    name: str
-    module: str
-    capture: str = "output"
-    call: int | None = None
-    path: Path = ()
-
-    @property
-    def is_gradient(self) -> bool:
-        """Whether it is taken in the backward pass."""
-        return self.capture in GRADIENTS
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of one module in the trace.
-
-    Attributes:
-        module: its dotted name.
-        number: 1 for the first call of this module.
-        type_name: the module's class.
-        is_leaf: it has no sub-modules.
-        is_linear: nn.Linear, or a 1 x 1 convolution.
-        num_parameters: of the module and all below it.
-        outputs, inputs: way into the value -> shape, batch included.
-        mflops: millions of floating-point operations per image, two for a multiply-add.
-    """
-
-    module: str
-    number: int
-    type_name: str
-    is_leaf: bool
-    is_linear: bool
-    num_parameters: int
-    outputs: Mapping[Path, tuple[int, ...]]
-    inputs: Mapping[Path, tuple[int, ...]]
-    mflops: float = 0.0
-
-    def tensors(self, capture: str) -> Mapping[Path, tuple[int, ...]]:
-        """What a kind of capture finds there: way into the value -> shape."""
-        return self.outputs if capture in ("output", "grad_output") else self.inputs
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One forward pass: every module call, in the order in which the calls ended.
-
-    Attributes:
-        calls: the root module last.
-        names: every name of every module, shared ones under each name, -> its first name.
-        batch_size: of the pass.
-    """
-
-    calls: Sequence[Call]
-    names: Mapping[str, str]
-    batch_size: int
-    by_module: dict[str, list[Call]] = field(init=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for call in self.calls:
-            self.by_module.setdefault(call.module, []).append(call)
+from featx.stages import find_stages
+from featx.traces import Call, Path, Tap, Trace, element_name
 
 
 @dataclass
@@ -102,11 +30,6 @@ class Selection:
 
     chosen: list[tuple[Tap, ReduceConfig]]
     left_out: list[str]
-
-
-def element_name(path: Path) -> str:
-    """('hidden', 0) -> '.hidden[0]'."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
 def select(
@@ -182,21 +105,25 @@ def _with_capture(name: str, capture: str) -> str:
     return name if capture == "output" else f"{name}:{capture}"
 
 
-def parse_tap(request: str, names: Mapping[str, str]) -> Tap:
+def parse_tap(
+    request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
+) -> Tap:
     """The tap of one exact name, with its @call and its way into a nested output.
 
     Args:
         request: as the user wrote it.
         names: every module name of the model -> its first name.
+        known_names: what a message may propose, the modules where not given.
 
     Raises:
         LayerError: the model has no such module.
     """
+    known_names = list(names) if known_names is None else known_names
     name, capture = split_capture(request)
     module, rest = _split(name, names)
     found = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
     if not module or found is None:
-        raise _no_layer(name, names)
+        raise _no_layer(name, known_names)
     path = tuple(
         int(step[1:-1]) if step.startswith("[") else step[1:]
         for step in re.findall(r"\[\d+\]|\.\w+", found.group(2))
@@ -206,12 +133,15 @@ def parse_tap(request: str, names: Mapping[str, str]) -> Tap:
 
 
 def named_tap(request: str, trace: Trace) -> Tap:
-    """`parse_tap`, checked against what the trace saw.
+    """The tap of one exact name, a module's or an operation's, checked against the trace.
 
     Raises:
         LayerError: see `select`.
     """
-    tap = parse_tap(request, trace.names)
+    operation = _operation_tap(request, trace)
+    if operation is not None:
+        return operation
+    tap = parse_tap(request, trace.names, trace.known_names())
     module, number = tap.module, tap.call
     calls = trace.by_module.get(trace.names[module], [])
     if not calls:
@@ -231,12 +161,80 @@ def named_tap(request: str, trace: Trace) -> Tap:
     call = calls[(number or 1) - 1]
     tensors = call.tensors(tap.capture)
     if tap.path and list(call.outputs) == [()] and "output" in tap.capture:
-        raise _no_layer(request, trace.names)  # layer4.7, where layer4 is one tensor: a typo
+        # layer4.7, where layer4 is one tensor: a typo
+        raise _no_layer(split_capture(request)[0], trace.known_names())
+    if tap.capture == "attention" and not tensors:
+        raise _no_attention(call, trace)
     _check_element(request, tensors, tap.path, trace.batch_size)
     return tap
 
 
-def _no_layer(request: str, names: Mapping[str, str]) -> LayerError:
+def parse_operation(request: str) -> tuple[str, str, Path] | None:
+    """'blk.chunk[1]:grad_output' -> ('blk.chunk', 'grad_output', (1,)), or None for another form.
+
+    Raises:
+        LayerError: operations have no such kind of capture.
+    """
+    name, capture = split_capture(request)
+    found = re.fullmatch(r"([\w.-]+?)((?:\[\d+\])*)", name)
+    if found is None:
+        return None
+    path = tuple(int(step) for step in re.findall(r"\d+", found.group(2)))
+    return found.group(1), capture, path
+
+
+def check_operation_capture(request: str, capture: str) -> None:
+    """Raise a LayerError where an operation has no such kind of capture."""
+    if capture not in ("output", "grad_output"):
+        raise LayerError(
+            f"{request!r}: that is an operation, no module; it has an output and a grad_output, "
+            f"and no {capture}. Name the layer or the operation before it."
+        )
+
+
+def _operation_tap(request: str, trace: Trace) -> Tap | None:
+    """The tap of an operation; None where the name means a module, or an element of its output."""
+    parsed = parse_operation(request)
+    if parsed is None:
+        return None
+    name, capture, path = parsed
+    operation = trace.by_operation.get(name)
+    if operation is None or name in trace.names:
+        return None
+    key = name.rpartition(".")[2]
+    calls = trace.by_module.get(operation.module, [])
+    if any(way[:1] == (key,) for call in calls for way in call.outputs):
+        return None
+    check_operation_capture(request, capture)
+    _check_element(request, operation.outputs, path, trace.batch_size)
+    named = _with_capture(name + element_name(path), capture)
+    return Tap(named, operation.module, capture, None, path, name)
+
+
+def _no_attention(call: Call, trace: Trace) -> LayerError:
+    """Where else the weights are to be found."""
+    softmax = f"{call.module}.softmax"
+    below = [
+        other.module
+        for other in trace.calls
+        if other.attention and other.module.startswith(f"{call.module}.")
+    ]
+    if softmax in trace.by_operation:
+        way = f"Its weights are what its softmax gives: name the operation {softmax!r}."
+    elif below:
+        way = f"Attention modules below it: {', '.join(below)}."
+    else:
+        way = (
+            "Attention modules are nn.MultiheadAttention and those of timm; elsewhere name the "
+            "softmax operation: job=layers lists operations."
+        )
+    return LayerError(
+        f"{call.module}:attention: a {call.type_name} is no attention module that featx can ask "
+        f"for its weights. {way}"
+    )
+
+
+def _no_layer(request: str, names: Sequence[str]) -> LayerError:
     return LayerError(
         f"there is no layer {request!r} in this model."
         f"{nearest(request, [name for name in names if name])} "
@@ -302,64 +300,11 @@ def embedding_tap(trace: Trace, classifier: str | Sequence[str] | None) -> Tap:
     return Tap("embedding", classifier, "input")
 
 
-def find_stages(trace: Trace) -> list[str]:
-    """The last block at each size of the feature map, or the blocks of a transformer.
-
-    A module whose inside spans three or more map sizes holds several stages and is looked into; one
-    that spans two begins a stage and belongs to the smaller.
-
-    Raises:
-        LayerError: neither is there.
-    """
-    stages: dict[tuple[int, int], Call] = {}
-    for call in _units("", trace):
-        size = _map_size(call, trace)
-        if size is None or size == (1, 1) or "Pool" in call.type_name:
-            continue
-        if size not in stages or not call.is_leaf or stages[size].is_leaf:
-            stages[size] = call
-    if len(stages) > 1:
-        return [call.module for call in stages.values()]
-    blocks: dict[str, list[str]] = {}
-    for call in trace.calls:
-        shapes = list(call.outputs.values())
-        if len(shapes) == 1 and len(shapes[0]) == 3 and "." in call.module and not call.is_leaf:
-            blocks.setdefault(call.module.rsplit(".", 1)[0], []).append(call.module)
-    if blocks:
-        return max(blocks.values(), key=len)
-    raise LayerError(
-        "the preset stages found no feature maps and no transformer blocks in this model. "
-        "Name layers: job=layers lists them."
-    )
-
-
-def _units(parent: str, trace: Trace) -> Iterator[Call]:
-    """The modules below `parent` that are (a part of) one stage, in order; each called once."""
-    prefix = f"{parent}." if parent else ""
-    below = [call for call in trace.calls if call.module.startswith(prefix) and call.module]
-    tops = [
-        call
-        for call in below
-        if not any(
-            other in trace.by_module for other in _parents(call.module) if other.startswith(prefix)
-        )
-    ]
-    for call in tops:
-        inside = {
-            size
-            for other in trace.calls
-            if other.module.startswith(f"{call.module}.")
-            and (size := _map_size(other, trace)) not in (None, (1, 1))
-        }
-        if not call.is_leaf and (len(inside) > 2 or _map_size(call, trace) is None):
-            yield from _units(call.module, trace)
-        elif len(trace.by_module[call.module]) == 1:
-            yield call
-
-
 def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str]) -> Iterator[Tap]:
     for call in trace.calls:
-        if not call.module or (leaves_only and not call.is_leaf):
+        if not call.module or (leaves_only and not call.is_leaf and capture != "attention"):
+            continue
+        if capture == "attention" and not call.attention:
             continue
         several = len(trace.by_module[call.module]) > 1
         stem = f"{call.module}@{call.number}" if several else call.module
@@ -377,15 +322,18 @@ def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str
 
 
 def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[Tap]:
-    pattern = re.compile(_glob_to_regex(glob))
+    pattern = re.compile(glob_to_regex(glob))
     matches = [name for name in trace.names if name and pattern.fullmatch(name)]
     fired = [name for name in matches if trace.names[name] in trace.by_module]
+    operations = [name for name in trace.by_operation if pattern.fullmatch(name)]
+    if operations and not matches:
+        yield from (named_tap(_with_capture(name, capture), trace) for name in operations)
+        return
     if not fired:
         what = "names only layers that are never called" if matches else "matches no layer"
-        known = [name for name in trace.names if name]
         raise LayerError(
             f"the glob {glob!r} {what} of this model (* stays within one part of a dotted "
-            f"name, ** crosses dots).{nearest(glob.replace('*', ''), known)} "
+            f"name, ** crosses dots).{nearest(glob.replace('*', ''), trace.known_names())} "
             "job=layers lists every layer."
         )
     left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
@@ -394,7 +342,8 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
         yield named_tap(_with_capture(name, capture), trace)
 
 
-def _glob_to_regex(glob: str) -> str:
+def glob_to_regex(glob: str) -> str:
+    """A glob over dotted names: * within one part, ** across parts, ? one character."""
     parts = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
     pieces = re.split(r"(\*\*|\*|\?)", glob)
     return "".join(parts.get(piece, re.escape(piece)) for piece in pieces)
@@ -432,22 +381,3 @@ def _embedding_reduce(tap: Tap, reduce: ReduceConfig, trace: Trace) -> ReduceCon
 
 def _shapes(call: Call) -> str:
     return " ".join(str(shape[1:]) for shape in call.outputs.values())
-
-
-def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
-    """(height, width) of a map of the input's proportions, channels first or last, else None."""
-    shapes = list(call.outputs.values())
-    if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][0] != trace.batch_size:
-        return None
-    *_, input_height, input_width = next(iter(trace.calls[-1].inputs.values()))
-    _, a, b, c = shapes[0]
-    for height, width in ((b, c), (a, b)):
-        if height * input_width == width * input_height:
-            return height, width
-    return None
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rsplit(".", 1)[0]
-        yield name

@@ -1,20 +1,24 @@
-"""One pass over a model that records every call of every module: what there is to capture."""
+"""One pass over a model that records every call and operation: what there is to capture."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import resolve_name
 
+from featx.attention import WeightShapes
 from featx.hooks import elements
-from featx.select import Call, Trace
+from featx.operations import Watch
+from featx.traces import Call, Operation, Trace
 
 
 def trace(module: nn.Module, x: torch.Tensor) -> Trace:
-    """Run one whole forward pass and record every module call, with shapes and operations.
+    """Run one whole forward pass and record every call of a module, and every operation.
 
     Args:
         module: in eval mode.
@@ -28,6 +32,9 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
         name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
     }
     calls: list[Call] = []
+    operations = _Operations(calls)
+    watch = Watch(module, operations.add)
+    weights = WeightShapes()
     started: dict[str, list[float]] = {}
     counter = FlopCounterMode(display=False)
     handles = []
@@ -43,7 +50,9 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
 
     def after(name: str, target: nn.Module) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            operations.returned(name, output)
             inputs = elements([*args, *kwargs.values()])
+            shown = weights.of_call(module, args, kwargs)
             calls.append(
                 Call(
                     module=name,
@@ -55,22 +64,46 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
                     outputs={path: tuple(t.shape) for path, t in elements(output).items()},
                     inputs={path: tuple(t.shape) for path, t in inputs.items()},
                     mflops=(flops() - started[name].pop()) / len(x) / 1e6,
+                    attention={} if shown is None else {(): shown},
                 )
             )
 
         return hook
 
     try:
+        handles += watch.attach()
         for name, target in module.named_modules():
+            handles += weights.attach(target)
             handles.append(target.register_forward_pre_hook(before(name)))
             handles.append(target.register_forward_hook(after(name, target), with_kwargs=True))
         # Fused kernels hide their operations from the counter.
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, watch:
             module(x)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(calls, every_name, len(x))
+    return Trace(calls, every_name, len(x), operations.found)
+
+
+class _Operations:
+    """The operations of a pass, each with its place among the calls."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.found: list[Operation] = []
+        self._calls = calls
+        self._last: Any = None
+
+    def add(self, name: str, module: str, function: Any, result: Any) -> None:
+        shapes = {path: tuple(t.shape) for path, t in elements(result).items()}
+        full = resolve_name(function) or function.__name__
+        self.found.append(Operation(name, module, full, shapes, len(self._calls), False))
+        self._last = result
+
+    def returned(self, module: str, output: Any) -> None:
+        """A module ended: was the last thing that ran an operation of its own, and its result?"""
+        if self._last is not None and self.found[-1].module == module and output is self._last:
+            self.found[-1] = replace(self.found[-1], is_returned=True)
+        self._last = None
 
 
 def _is_linear(module: nn.Module) -> bool:

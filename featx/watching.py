@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from featx.calls import OpenCall, every_call
 from featx.devices import synchronise
 from featx.errors import ModelError
-from featx.hooks import OpenCall, elements, every_call
+from featx.hooks import elements
 
 
 def watch(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:

@@ -19,7 +19,8 @@ from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunEr
 from featx.models import build_backbone
 from featx.models.base import Backbone, state_sha256
 from featx.preprocess import Preprocess
-from featx.select import Tap, select
+from featx.select import select
+from featx.traces import Tap
 
 CPU = torch.device("cpu")
 FP32 = Compute("fp32", False, False, 4)
@@ -632,3 +633,19 @@ def test_inputs_are_what_a_layer_was_given_before_it_wrote_to_it() -> None:
     assert torch.equal(values["1:input"], before)
     assert torch.equal(values["1"], before.relu())
     assert torch.equal(values["2:input"], before.relu())
+
+
+def test_a_model_that_splits_its_batch_is_refused() -> None:
+    """As DataParallel does: each call of a layer sees a slice, and a hook keeps one of them."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.conv(part) for part in x.tensor_split(2)]).mean((2, 3))
+
+    for layer, message in (("conv", "called 2 times"), ("conv@1", "the batch is not in front")):
+        with pytest.raises(LayerError, match=message), bound(backbone_of(Split()), layer):
+            pass

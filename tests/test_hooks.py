@@ -11,7 +11,7 @@ import featx
 from featx.errors import LayerError, RunError
 from featx.hooks import StopForward, TapHooks, elements, find_overwritten
 from featx.models.base import state_sha256
-from featx.select import Tap
+from featx.traces import Tap
 from featx.tracing import trace
 
 

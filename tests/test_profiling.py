@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from featx.hooks import every_call
+from featx.calls import every_call
 from featx.profiling import (
     first_nonfinite,
     measure_memory,

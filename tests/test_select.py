@@ -14,7 +14,8 @@ from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
 from featx.models import build_backbone
 from featx.models.base import Backbone
-from featx.select import Selection, Trace, parse_tap, select
+from featx.select import Selection, parse_tap, select
+from featx.traces import Trace
 from featx.tracing import no_fast_path, trace
 
 NONE = ReduceConfig()

@@ -1,4 +1,4 @@
-"""job=layers: every layer that can be captured, in execution order, measured on a picture."""
+"""job=layers: every layer and operation that can be captured, in execution order, measured."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from featx.errors import DataError, MissingExtraError, ModelError
 from featx.models import build_backbone, resolve_library
 from featx.prepare import list_images, uses_reference
 from featx.progress import complain, facts, say, size_text, table
-from featx.select import Call, Trace, element_name
+from featx.traces import Call, Operation, Path, Trace, element_name
 from featx.types import Listing, Source
 
 if TYPE_CHECKING:
@@ -182,7 +182,12 @@ def layer_rows(
         profiled: what was measured; what was not is None in the rows.
     """
     rows = []
-    for call in traced.calls:
+    # What a module returns right behind an operation is the module's own output.
+    operations = [each for each in traced.operations if not (each.module and each.is_returned)]
+    for i, call in enumerate(traced.calls):
+        for each in operations:
+            if each.num_calls_before == i:
+                rows += operation_rows(each, traced.batch_size, item_bytes)
         if not call.module:
             continue
         for kind in kinds:
@@ -205,7 +210,27 @@ def layer_rows(
     return rows
 
 
-def _name(traced: Trace, call: Call, kind: str, path: Any) -> str:
+def operation_rows(each: Operation, batch_size: int, item_bytes: int) -> list[dict[str, Any]]:
+    """The same of an operation that no module owns, of which nothing was measured."""
+    single = len(each.outputs) == 1
+    return [
+        {
+            "name": each.name if single else each.name + element_name(path),
+            "type": each.function,
+            "shape": list(shape[1:]),
+            "calls": 1,
+            "parameters": 0,
+            "mflops": None,
+            "bytes_per_row": _row_bytes(shape, item_bytes),
+            "batch_in_front": shape[:1] == (batch_size,),
+            "inputs": {},
+            **dict.fromkeys(_MEASURED_KEYS),
+        }
+        for path, shape in each.outputs.items()
+    ]
+
+
+def _name(traced: Trace, call: Call, kind: str, path: Path) -> str:
     """What to write in `layers` for a tensor of a call."""
     several = len(traced.by_module[call.module]) > 1
     stem = f"{call.module}@{call.number}" if several else call.module
@@ -217,7 +242,13 @@ def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
 
 
-def _measured(profiled: Profile | None, call: Call, kind: str, path: Any) -> dict[str, Any]:
+_MEASURED_KEYS = (
+    "ms", "own_ms", "output_bytes", "added_bytes", "peak_bytes", "compute_dtype",
+    "min", "mean", "max", "zeros", "nonfinite",
+)  # fmt: skip
+
+
+def _measured(profiled: Profile | None, call: Call, kind: str, path: Path) -> dict[str, Any]:
     """What was measured of one tensor of a call, by the keys of JSON."""
     key = call.module, call.number
     times = profiled.times if profiled else None
@@ -304,7 +335,9 @@ def _input_text(inputs: Mapping[str, list[int]]) -> str:
     return (shapes[0] if shapes else "-") + (f" +{len(shapes) - 1}" if shapes[1:] else "")
 
 
-def _mflops_text(mflops: float) -> str:
+def _mflops_text(mflops: float | None) -> str:
+    if mflops is None:
+        return "-"
     return f"{mflops:,.0f}" if mflops >= 10 or mflops == 0 else f"{mflops:.2g}"
 
 

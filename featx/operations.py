@@ -1,0 +1,146 @@
+"""Operations that no module owns, `out += identity` or a softmax in a forward, as they happen.
+
+They are named as torch.fx names them (torchvision's `get_graph_node_names`): the path of the module
+whose forward called them and the function's plain name, numbered from the second on:
+`layer1.0.add`, `blocks.0.attn.softmax`, `layer1.0.add_1`. fx reads the source of a model once; a
+watch sees the passes as they run, so it needs no second model and takes any control flow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+Seen = Callable[[str, str, Any, Any], None]
+"""(name, dotted name of the module, function, result)."""
+
+_OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and",
+    "or",
+    "xor",
+)
+
+_AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"}
+"""What PyTorch calls `a / b`, `a % b`, `a & b`, `a | b` -> the operator's name, which fx takes."""
+
+
+class Watch(TorchFunctionMode):
+    """Tells every operation of a model's own forwards, while it is entered and `attach`ed.
+
+    An operation counts if it takes a tensor and gives one. What a module of torch.nn does inside
+    belongs to that module, as in fx, and is not told; the model itself is always looked into.
+
+    Args:
+        module: the model.
+        seen: called right behind each operation.
+    """
+
+    def __init__(self, module: nn.Module, seen: Seen) -> None:
+        super().__init__()
+        self._module = module
+        self._seen = seen
+        self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
+        self._running: list[tuple[str, bool]] = []
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def attach(self) -> list[Any]:
+        """Hooks that say whose forward runs; returns their handles."""
+        handles: list[Any] = []
+        for name, module in self._module.named_modules():
+            frame = name, name == "" or not _is_closed(module)
+            begin = functools.partial(self._begin, frame)
+            end = functools.partial(self._end, frame)
+            handles.append(module.register_forward_pre_hook(begin, prepend=True))
+            handles.append(module.register_forward_hook(end, always_call=True))
+        return handles
+
+    def reset(self) -> None:
+        """Count anew: a pass begins."""
+        self._running.clear()
+        self._counts.clear()
+
+    def _begin(self, frame: tuple[str, bool], module: nn.Module, args: Any) -> None:
+        self._running.append(frame)
+
+    def _end(self, frame: tuple[str, bool], module: nn.Module, args: Any, output: Any) -> None:
+        while self._running and self._running.pop() != frame:
+            pass  # left behind by a pass that was interrupted
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._running and _has_tensor(result) and _has_tensor((args, tuple(kwargs.values()))):
+            module, is_open = self._running[-1]
+            if is_open:
+                self._seen(self._named(module, plain_name(func)), module, func, result)
+        return result
+
+    def _named(self, module: str, plain: str) -> str:
+        """The next name of this kind in this module; a module of that name keeps it."""
+        stem = f"{module}.{plain}" if module else plain
+        while True:
+            number = self._counts.get((module, plain), 0)
+            self._counts[module, plain] = number + 1
+            name = f"{stem}_{number}" if number else stem
+            if name not in self._modules:
+                return name
+
+
+def plain_name(function: Any) -> str:
+    """What fx calls a function: `__radd__`, `add_` and `add` are all 'add'."""
+    name = str(function.__name__)
+    if name == "__get__":  # a property, such as x.mT
+        return str(function.__self__.__name__)
+    if name.startswith("__"):
+        name = name.strip("_")
+        if name[:1] in ("r", "i") and name[1:] in _OPERATORS:
+            name = name[1:]
+        return _AS_OPERATOR.get(name, name)
+    name = name.rstrip("_") or name
+    is_method = getattr(torch.Tensor, name, None) is not None and not hasattr(function, "__self__")
+    return _AS_OPERATOR.get(name, name) if is_method else name
+
+
+def is_function_name(name: str) -> bool:
+    """Whether PyTorch has a function that a watch would call so: 'add', 'softmax_2'."""
+    plain = re.sub(r"_\d+$", "", name)
+    known = any(hasattr(place, plain) for place in (torch.Tensor, torch, F))
+    return known or hasattr(torch.Tensor, f"__{plain.rstrip('_')}__")
+
+
+def unwatched() -> contextlib.AbstractContextManager[Any]:
+    """Keeps what featx itself does with a tensor out of every watch, another block's as well."""
+    # torch.compile takes neither a watch nor the question for one.
+    if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        return contextlib.nullcontext()
+    return torch._C.DisableTorchFunction()
+
+
+def _is_closed(module: nn.Module) -> bool:
+    """fx's own rule for a leaf."""
+    home = type(module).__module__
+    return home.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, tuple | list) and any(_has_tensor(part) for part in value)

@@ -90,7 +90,7 @@ def file_bytes(
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
         file.attrs.update(root)
-        group = file.create_group("layers")
+        group = file.create_group("layers", track_order=True)  # as they were asked for
         for name, layer in layers.items():
             _write_layer(group.create_group(name), layer, moments[name])
         _write_failures(file.create_group(layout.FAILURES), failures)

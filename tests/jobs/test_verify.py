@@ -103,7 +103,7 @@ def test_the_command_prints_json_alone_also_with_repair(
     photos: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)

@@ -219,7 +219,13 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
         for other in trace.calls
         if other.attention and other.module.startswith(f"{call.module}.")
     ]
-    if softmax in trace.by_operation:
+    made = trace.by_operation.get(softmax)
+    if made is not None and made.outputs[()][0] != trace.batch_size:
+        way = (
+            f"Its weights are what the operation {softmax!r} gives, {made.outputs[()]} for a batch "
+            f"of {trace.batch_size}: of windows, which are not told apart by image."
+        )
+    elif made is not None:
         way = f"Its weights are what its softmax gives: name the operation {softmax!r}."
     elif below:
         way = f"Attention modules below it: {', '.join(below)}."

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ from featx.config import Config
 from featx.errors import NonFiniteError
 from featx.prepare import Prepared, prepare
 from featx.progress import Progress, complain, describe_run, facts
+from featx.store import layout
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Status
+
+EXIT_TOO_MANY_FAILURES = 3
 
 GRACE_S = 5.0
 """How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
@@ -37,7 +40,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_extraction(
-    config: Config, config_yaml: str, known_rows_only: bool = False
+    config: Config,
+    config_yaml: str,
+    known_rows_only: bool = False,
+    finish: Callable[[Prepared, StoreSession], None] | None = None,
 ) -> dict[str, Any]:
     """Begin or go on with the store of a config until it is whole; says what happens on stderr.
 
@@ -45,6 +51,7 @@ def run_extraction(
         config: checked.
         config_yaml: as the user gave it, for the store.
         known_rows_only: leave pictures alone that the store does not know.
+        finish: called once the store is whole, while the model is still at hand.
 
     Returns:
         the summary, as in summary.json.
@@ -68,6 +75,8 @@ def run_extraction(
         session.write_failures()
         summary = _summary(session, figures)
         session.write_summary(summary)
+        if finish is not None:
+            finish(prepared, session)
     if session.failures:
         complain(_failures_text(session.failures))
     for layer, count in summary["faint_rows"].items():
@@ -76,6 +85,20 @@ def run_extraction(
             "with few bits or as zero. Store them with dtype=float32."
         )
     return summary
+
+
+def exit_code(config: Config, summary: dict[str, Any]) -> int:
+    """0, or that of more failures than max_failures allows, which it then says."""
+    num_rows, num_failed = summary["rows"], summary["failures"]
+    allowed = config.allowed_failures(num_rows)
+    if num_failed <= allowed and num_failed < num_rows:
+        return 0
+    complain(
+        f"{num_failed} of {num_rows} images failed, more than max_failures="
+        f"{config.max_failures:g} ({allowed} images). Their rows are NaN with a status; "
+        f"see {Path(config.out) / layout.FAILURES_CSV}."
+    )
+    return EXIT_TOO_MANY_FAILURES
 
 
 @dataclass

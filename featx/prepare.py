@@ -138,18 +138,15 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
 
     # From here on torch is needed, which takes seconds to import.
     from featx.devices import choose_device
-    from featx.engine import Engine
     from featx.loader import Loader
     from featx.preprocess import check_reference
     from featx.resolve import PROBE_IMAGES, Resolver
-    from featx.select import select
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
-    with Engine(backbone, device, config.dtype, config.target) as engine:
-        traced = engine.trace()
-        selection = select(layer_requests(config), traced, backbone.classifier, backbone.stages)
+    with _engine(config, backbone, device) as engine:
+        selection = _selection(config, engine)
         chosen = _unfinished(config, stored, listing, selection.chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
@@ -185,6 +182,28 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
         )
 
 
+def _engine(config: Config, backbone: Any, device: Any) -> Any:
+    """What computes the rows that a job asks for."""
+    if config.job.name == "attribute":
+        from featx.attribution import Attributor
+
+        return Attributor(backbone, device, config.dtype, config.target, config.attribute)
+    from featx.engine import Engine
+
+    return Engine(backbone, device, config.dtype, config.target)
+
+
+def _selection(config: Config, engine: Any) -> Any:
+    """The datasets that a job asks for, found on one pass of the model."""
+    if config.job.name == "attribute":
+        return engine.select(engine.trace())
+    from featx.select import select
+
+    backbone = engine.backbone
+    requests = layer_requests(config)
+    return select(requests, engine.trace(), backbone.classifier, backbone.stages)
+
+
 def _unfinished(
     config: Config, stored: Manifest | None, listing: Listing, chosen: list[Any]
 ) -> list[Any]:
@@ -218,7 +237,7 @@ def _refuse_another_layer(
         capture=tap.capture,
         reduce=reduce.name,
         reduce_args=reduce.args,
-        dtype=config.dtype,
+        dtype=tap.dtype or config.dtype,
     )
     line = stored.holder(tap.name).header.fingerprint.get(f"layer.{tap.name}")
     refuse_difference(

@@ -29,9 +29,11 @@ class Tap:
     Attributes:
         name: of the dataset.
         module: dotted name.
-        capture: 'output' or 'input' of the module, or 'grad_output', 'grad_input': gradients there.
+        capture: 'output' or 'input' of the module, or 'grad_output', 'grad_input': gradients there;
+            of job=attribute a description of the method.
         call: which call of the forward, from 1; None where there is one only.
         path: the way into a nested output, () for a tensor or the only tensor in it.
+        dtype: of the dataset, where the key `dtype` does not say.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Tap:
     capture: str = "output"
     call: int | None = None
     path: Path = ()
+    dtype: str | None = None
 
     @property
     def is_gradient(self) -> bool:

@@ -105,7 +105,7 @@ class Attributor(Engine):
             taps.append(replace(integrated, name=DELTA, dtype="float32"))
         of_no_class = self._target in ("entropy", "logsumexp")
         numbers = ("score",) if of_no_class else NUMBERS
-        about = f"number: target {self._target}"
+        about = f"number (target {self._target})"
         taps += [Tap(name, "", about, dtype="float32") for name in numbers]
         return Selection([(tap, ReduceConfig()) for tap in taps], [])
 
@@ -115,14 +115,20 @@ class Attributor(Engine):
         settings += [f"{key} {value}" for key, value in self._options.settings(method).items()]
         settings += [f"captum {self._captum}"] if method in BY_CAPTUM else []
         layer = self._layer.name if self._layer and method in OF_A_LAYER else ""
-        return Tap(method, layer, f"attribution: {', '.join(settings)}")
+        return Tap(method, layer, f"attribution ({', '.join(settings)})")
 
     def _last_stage(self, traced: Trace) -> str:
         """The last stage; of a transformer with a class token the one before.
 
         Behind its last block only the class token counts, and the patches' gradients are zero.
         """
-        stages = list(self.backbone.stages or find_stages(traced))
+        try:
+            stages = list(self.backbone.stages or find_stages(traced))
+        except LayerError as error:
+            raise LayerError(
+                "no stages were found in this model; give attribute.layer, the last layer that "
+                "still is a map. job=layers lists the layers."
+            ) from error
         shapes = list(traced.by_module[traced.names[stages[-1]]][0].outputs.values())
         tokens = len(shapes) == 1 and len(shapes[0]) == 3 and self.backbone.num_prefix_tokens
         return stages[-2] if tokens and len(stages) > 1 else stages[-1]
@@ -193,8 +199,9 @@ class Attributor(Engine):
 
     @contextlib.contextmanager
     def _cheaply(self) -> Iterator[None]:
-        """Few steps and few squares: enough for shapes, and to see whether rows are mixed."""
+        """For noise: few steps, few squares and no labels show the shapes, and whether rows mix."""
         thorough, options = self._options, self._options
+        self._labels = None
         if "integrated_gradients" in options.methods:
             options = replace(options, steps=2)
         if "occlusion" in options.methods:
@@ -273,7 +280,8 @@ class Attributor(Engine):
             output = self._module(x.clone())
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
-            gradient = torch.autograd.grad(score, kept, allow_unused=True)[0] if kept else None
+            reached = kept and score.requires_grad
+            gradient = torch.autograd.grad(score, kept, allow_unused=True)[0] if reached else None
         if not kept:
             raise LayerError(f"{tap.name} did not fire in a second pass; choose another layer.")
         to_map = map_view(tap.name, tuple(kept[0].shape[1:]), self.backbone)

@@ -239,8 +239,8 @@ class AttributeConfig:
     steps: int | None = None
     """Points between baseline and picture for integrated_gradients, 32 when not given."""
     baseline: str | None = None
-    """What stands for nothing in integrated_gradients and occlusion: black, mean (when not given: the
-    mean colour of the model's preprocessing) or blur (the picture itself, blurred)."""
+    """What stands for nothing in integrated_gradients and occlusion: black, mean (of the model's
+    preprocessing; when not given) or blur (the picture itself, blurred)."""
     window: int | None = None
     """Side of the square that occlusion hides, in pixels of the crop; a seventh when not given."""
     stride: int | None = None

@@ -1,16 +1,17 @@
-"""Heat maps over pictures, as contact sheets, and grids of feature maps; drawn with Pillow alone."""
+"""Heat maps over pictures as contact sheets, and grids of feature maps; drawn with Pillow alone."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 Pixels = npt.NDArray[np.uint8]
-Numbers = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.floating[Any]]
 
 SIGNED = ("input_x_gradient", "integrated_gradients", "guided_gradcam", "occlusion")
 """Heat maps that speak for (red) and against (blue) the class; the others are 0 and above."""
@@ -21,11 +22,14 @@ _AGAINST_FOR = ("1f4e9c", "4a86c5", "a7cde6", "f4f4f4", "f5b69a", "d9604c", "a31
 
 _PANEL = 192
 _GAP, _MARGIN = 6, 24
-_WIDEST = 1640
+_NARROWEST, _WIDEST = 820, 1640
 _BAR = 7
 _INK, _FAINT, _PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
-_CLIP = 99.8
-"""Single pixels above this percentile share the last colour."""
+_CLIP = 99.5
+"""Values above this percentile share the last colour."""
+
+_CELL = 3
+"""Maps of single pixels are averaged over squares of this side, or one would see speckle only."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,12 @@ def contact_sheet(
     width = _PANEL * (1 + len(methods)) + _GAP * len(methods)
     across = max(1, min(len(tiles), (_WIDEST - _MARGIN) // (width + _MARGIN)))
     panel_height = _height_of(tiles[0].picture)
-    height = panel_height + 82
+    height = panel_height + 84
     top, down = 96, -(-len(tiles) // across)
-    sheet = _paper(across * (width + _MARGIN) + _MARGIN, top + down * height + 8, title, subtitle)
+    if set(methods) & set(SIGNED):
+        subtitle += " (red speaks for it, blue against)"
+    across_px = max(_NARROWEST, across * (width + _MARGIN) + _MARGIN)
+    sheet = _paper(across_px, top + down * height, title, subtitle)
     draw = ImageDraw.Draw(sheet)
     for i, tile in enumerate(tiles):
         x = _MARGIN + (i % across) * (width + _MARGIN)
@@ -70,8 +77,8 @@ def contact_sheet(
         for column, (name, values) in enumerate(zip(methods, tile.maps, strict=True), 1):
             left = x + column * (_PANEL + _GAP)
             _draw_map(sheet, (left, y), tile.picture, values, name)
-        _write(draw, x, y + panel_height + 27, tile.caption[0], 13, _FAINT, width)
-        _write(draw, x, y + panel_height + 43, tile.caption[1], 16, _INK, width)
+        _write(draw, x, y + panel_height + 25, tile.caption[0], 13, _FAINT, width)
+        _write(draw, x, y + panel_height + 41, tile.caption[1], 16, _INK, width)
     return sheet
 
 
@@ -94,9 +101,12 @@ def feature_map_grid(
     left = _MARGIN + _PANEL + _MARGIN
     signed = bool((maps < 0).any())
     scale = "blue below 0, red above" if signed else "dark 0, bright the largest"
-    subtitle += f"   {len(strongest)} of {len(maps)} channels, strongest first, each on its own scale: {scale}"
+    subtitle += (
+        f"   {len(strongest)} of {len(maps)} channels, strongest first, each on its own scale: "
+        f"{scale}"
+    )
     inner = max(_height_of(picture), down * (cell_height + 20))
-    width = max(left + across * (side + _GAP) + _MARGIN, 900)
+    width = max(_NARROWEST, left + across * (side + _GAP) + _MARGIN)
     sheet = _paper(width, top + inner + 16, title, subtitle)
     sheet.paste(_resized(picture, _height_of(picture)), (_MARGIN, top))
     draw = ImageDraw.Draw(sheet)
@@ -121,10 +131,12 @@ def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
         signed: whether 0 is in the middle of the scale.
     """
     height, width = picture.shape[:2]
-    scale, _ = scaled(values, signed)
+    scale, _ = scaled(coarse(values), signed)
     grown = Image.fromarray(scale).resize((width, height), Image.Resampling.BILINEAR)
     heat = np.asarray(grown, np.float32)
     grey = picture.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+    strength: Numbers
+    below: Numbers
     if signed:
         strength = np.abs(heat)[..., None] ** 0.6
         below = 150 + 0.4 * grey[..., None].repeat(3, 2)
@@ -137,14 +149,23 @@ def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
     return np.clip(mixed, 0, 255).astype(np.uint8)
 
 
+def coarse(values: Numbers) -> Numbers:
+    """A map of single pixels averaged over small squares; another one as it is."""
+    height, width = values.shape
+    if min(height, width) < 64:
+        return values
+    size = (width // _CELL, height // _CELL)
+    small = Image.fromarray(values.astype(np.float32)).resize(size, Image.Resampling.BOX)
+    return np.asarray(small, np.float32)
+
+
 def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
     """Values on [0, 1], or [-1, 1] where signed, and the number that became 1."""
-    values = np.asarray(values, np.float32)
     magnitude = np.abs(values) if signed else values.clip(0)
     largest = float(np.percentile(magnitude, _CLIP)) or float(magnitude.max())
     if largest <= 0:
-        return np.zeros_like(values), 0.0
-    return (values / largest).clip(-1 if signed else 0, 1), largest
+        return np.zeros(values.shape, np.float32), 0.0
+    return (values / largest).clip(-1 if signed else 0, 1).astype(np.float32), largest
 
 
 def _draw_map(
@@ -155,8 +176,8 @@ def _draw_map(
     signed = method in SIGNED
     height = _height_of(picture)
     sheet.paste(_resized(overlay(picture, values, signed), height), place)
-    _, largest = scaled(values, signed)
-    ramp = np.linspace(0, 1, _PANEL, dtype=np.float32)[None].repeat(_BAR, 0)
+    _, largest = scaled(coarse(values), signed)
+    ramp = np.linspace(0, 1, _PANEL)[None].repeat(_BAR, 0)
     bar = _coloured(ramp, _AGAINST_FOR if signed else _HEAT)
     sheet.paste(Image.fromarray(bar), (x, y + height + 3))
     draw = ImageDraw.Draw(sheet)
@@ -186,7 +207,7 @@ def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
 
 
 def _height_of(picture: Pixels) -> int:
-    return max(1, round(_PANEL * picture.shape[0] / picture.shape[1]))
+    return max(1, round(_PANEL * int(picture.shape[0]) / int(picture.shape[1])))
 
 
 def _resized(picture: Pixels, height: int) -> Image.Image:

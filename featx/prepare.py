@@ -291,8 +291,9 @@ def _fingerprint(
 def _layer_line(spec: LayerSpec, config: Config) -> str:
     """What a layer's values are, in words; for gradients also of what."""
     target = f", target {config.target}" if spec.capture in GRADIENTS else ""
+    of_layer = f" of {spec.layer}" if spec.layer else ""
     return (
-        f"{spec.capture} of {spec.layer}, reduce {spec.reduce} {dict(spec.reduce_args)}, "
+        f"{spec.capture}{of_layer}, reduce {spec.reduce} {dict(spec.reduce_args)}, "
         f"shape {list(spec.shape)}{target}"
     )
 

@@ -76,12 +76,10 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
         inside = [row for row in sorted(chosen) if _holds(run, absent, row)]
         for specs in _layers_at_once(run, store, unfinished):
             # Pictures that are new in the data set are none of our business here.
-            again = replace(
-                config_of_run(config, root, manifest, run),
-                layers=_requests(specs),
-                capture="output",  # the names say what else it is
-                grow=True,
-            )
+            again = replace(config_of_run(config, root, manifest, run), grow=True)
+            if again.job.name != "attribute":  # whose datasets are named by the config alone
+                # The names of the datasets say what is captured.
+                again = replace(again, layers=_requests(specs), capture="output")
             if not inside:
                 continue
             with prepare(again, run.header.config) as prepared:

@@ -6,7 +6,6 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,7 +35,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _draw(prepared: Prepared, session: StoreSession) -> None:
-    """The sheets of a store that is whole: one a class, and feature maps where they are asked for."""
+    """The sheets of a store that is whole, one a class, and feature maps where asked for."""
     config = prepared.config
     if not config.attribute.per_class:
         return
@@ -51,9 +50,8 @@ def _draw(prepared: Prepared, session: StoreSession) -> None:
             tiles = _tiles(prepared, store, loader, methods, rows)
             if not tiles:
                 continue
-            title = f"{name}: " if name else ""
-            title += f"why {prepared.header.model} said so"
-            sheet = contact_sheet(title, _subtitle(prepared, len(tiles)), methods, tiles)
+            title = name or "pictures without a label"
+            sheet = contact_sheet(title, _subtitle(prepared), methods, tiles)
             made.append((f"{_file_name(name)}.png", sheet))
             if config.attribute.maps is not None:
                 made.append(_feature_maps(prepared, loader, name, rows[0], tiles[0]))
@@ -81,7 +79,7 @@ def _tiles(
     methods: list[str],
     rows: list[int],
 ) -> list[Tile]:
-    """The rows with their pictures as the network saw them; a picture that went since is left out."""
+    """The rows with the crops that the network saw; a picture that went since is left out."""
     tiles = []
     for row in rows:
         images = loader.load([row])
@@ -113,18 +111,16 @@ def _said(prepared: Prepared, store: FeatureStore, row: int) -> str:
     return f"loss {score:.3g} of {said}" if target == "loss" else said
 
 
-def _subtitle(prepared: Prepared, count: int) -> str:
+def _subtitle(prepared: Prepared) -> str:
+    """What was explained, of which model and layer."""
     target = prepared.config.target
     explained = {
-        "predicted": "the class that the model names first",
-        "label": "the class of the label",
+        "predicted": "the class that the model names first, and its probability",
+        "label": "the class of the label, and its probability",
     }.get(target, f"class {target}" if isinstance(target, int) else str(target))
     layers = [spec.layer for spec in prepared.specs if spec.layer]
     of_layer = f", layer {layers[0]}" if layers else ""
-    return (
-        f"explained: {explained}, with its probability{of_layer}. {count} pictures, each map on its "
-        "own scale"
-    )
+    return f"{prepared.header.model}{of_layer}. Explained: {explained}"
 
 
 def _feature_maps(

@@ -153,10 +153,11 @@ def timm_stages(module: Any) -> tuple[str, ...] | None:
 
 def timm_classes(module: Any) -> tuple[str, ...]:
     """The names of a timm model's logits, where its weights were trained on ImageNet."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset
+    from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 
     subset = infer_imagenet_subset(module)
     if subset is None:
         return ()
     info = ImageNetInfo(subset)
-    return tuple(info.index_to_description(i) for i in range(info.num_classes()))
+    number: int = info.num_classes()  # type: ignore[no-untyped-call]
+    return tuple(info.index_to_description(i) for i in range(number))

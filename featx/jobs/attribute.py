@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from featx.config import METHODS, Config
+from featx.config import METHODS, OF_A_LAYER, Config
 from featx.extraction import exit_code, run_extraction
 from featx.pictures import Tile, contact_sheet, feature_map_grid
 from featx.prepare import Prepared
@@ -51,7 +51,7 @@ def _draw(prepared: Prepared, session: StoreSession) -> None:
             if not tiles:
                 continue
             title = name or "pictures without a label"
-            sheet = contact_sheet(title, _subtitle(prepared), methods, tiles)
+            sheet = contact_sheet(title, _subtitle(prepared, store), methods, tiles)
             made.append((f"{_file_name(name)}.png", sheet))
             if config.attribute.maps is not None:
                 made.append(_feature_maps(prepared, loader, name, rows[0], tiles[0]))
@@ -111,14 +111,14 @@ def _said(prepared: Prepared, store: FeatureStore, row: int) -> str:
     return f"loss {score:.3g} of {said}" if target == "loss" else said
 
 
-def _subtitle(prepared: Prepared) -> str:
+def _subtitle(prepared: Prepared, store: FeatureStore) -> str:
     """What was explained, of which model and layer."""
     target = prepared.config.target
     explained = {
         "predicted": "the class that the model names first, and its probability",
         "label": "the class of the label, and its probability",
     }.get(target, f"class {target}" if isinstance(target, int) else str(target))
-    layers = [spec.layer for spec in prepared.specs if spec.layer]
+    layers = [str(store[method].attrs["layer"]) for method in OF_A_LAYER if method in store]
     of_layer = f", layer {layers[0]}" if layers else ""
     return f"{prepared.header.model}{of_layer}. Explained: {explained}"
 

@@ -383,7 +383,7 @@ class _Explained(nn.Module):
     def __init__(self, module: nn.Module, target: str | int) -> None:
         super().__init__()
         self._module = module
-        self._target = "label" if target == "predicted" or isinstance(target, int) else target
+        self._target = target
 
     def forward(self, x: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
         # A model may write to its input, and Captum uses it again.

@@ -80,6 +80,7 @@ def attributed(
     labels: torch.Tensor | None = None,
     prefix: int = 0,
     dtype: str = "float32",
+    precision: str = "fp32",
     **settings: Any,
 ) -> dict[str, torch.Tensor]:
     options = AttributeConfig(method=list(methods), **settings)
@@ -87,7 +88,7 @@ def attributed(
     with Attributor(backbone, torch.device("cpu"), dtype, target, options) as attributor:
         chosen = attributor.select(attributor.trace()).chosen
         attributor.bind(chosen)
-        attributor.settle(Compute("fp32", False, False, len(x)))
+        attributor.settle(Compute(precision, False, precision != "fp32", len(x)))
         values = attributor.run(x, labels)
         specs = {spec.name: spec for spec in attributor.specs(chosen)}
         for name, value in values.items():
@@ -145,12 +146,17 @@ def test_each_call_of_a_shared_layer_has_its_own_map() -> None:
     net = Net().eval()
     with pytest.raises(LayerError, match="called 2 times"):
         attributed(net, pictures(), "gradcam", layer="relu")
-    first = attributed(net, pictures(), "gradcam", layer="relu@1")["gradcam"]
-    leaf = F.conv2d(pictures(), net.one.weight, net.one.bias, 2, 1).relu().requires_grad_()
-    output = net.fc(net.two(leaf).relu().mean((2, 3)))
-    gradient = torch.autograd.grad(output.max(1).values.sum(), leaf)[0]
-    weights = gradient.mean((2, 3))
-    assert torch.allclose(first, torch.einsum("bc,bchw->bhw", weights, leaf).relu(), atol=1e-7)
+    maps = [
+        attributed(net, pictures(), "gradcam", layer=f"relu@{call}")["gradcam"] for call in (1, 2)
+    ]
+    first = F.conv2d(pictures(), net.one.weight, net.one.bias, 2, 1).relu().requires_grad_()
+    second = net.two(first).relu()
+    number = net.fc(second.mean((2, 3))).max(1).values.sum()
+    for found, act in zip(maps, (first, second), strict=True):
+        gradient = torch.autograd.grad(number, act, retain_graph=True)[0].mean((2, 3))
+        cam = torch.einsum("bc,bchw->bhw", gradient, act).relu()
+        assert torch.allclose(found, cam, atol=1e-7)
+        assert cam.max() > 0.01
 
 
 def test_captum_gives_the_same() -> None:
@@ -299,6 +305,16 @@ def test_float16_keeps_numbers_exact() -> None:
     found = attributed(Net(), pictures(), "gradcam", layer="two", dtype="float16")
     assert found["gradcam"].dtype == torch.float16
     assert found["target"].dtype == found["score"].dtype == torch.float32
+
+
+def test_half_precision_and_channels_last_stay_near() -> None:
+    methods = [method for method in METHODS if method != "saliency"]
+    exact = attributed(Net(), pictures(), *methods, layer="two", steps=3, window=8)
+    half = attributed(Net(), pictures(), *methods, layer="two", steps=3, window=8, precision="bf16")
+    assert half["target"].tolist() == exact["target"].tolist()
+    for method in methods:
+        a, b = exact[method].flatten(), half[method].flatten()
+        assert 0.97 < torch.cosine_similarity(a, b, 0) < 1, method
 
 
 def test_the_model_is_left_as_it_was_found() -> None:

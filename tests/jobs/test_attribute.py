@@ -119,11 +119,11 @@ def test_other_settings_are_refused_with_the_difference(
 def test_methods_and_features_join_one_store(
     photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
-    node = {**RUN, "data": photos, "layers": ["conv"]}
-    assert run_job("extract", **node) == 0
-    assert run(photos) == 0
+    half = {"dtype": "float16", "pack": False}
+    assert run_job("extract", **{**RUN, "data": photos, "layers": ["conv"], **half}) == 0
+    assert run(photos, **half) == 0
     computed.clear()
-    assert run(photos, attribute={"method": ["gradcam", "saliency"]}) == 0
+    assert run(photos, attribute={"method": ["gradcam", "saliency"]}, **half) == 0
     assert {names for names, _ in computed} == {frozenset({"saliency"})}
     store = featx.open("store")
     assert {"conv", "gradcam", "saliency", "target"} <= set(store.layers)

@@ -16,13 +16,24 @@ from typing import Any
 from featx.errors import ConfigError, nearest
 from featx.types import ITEM_BYTES
 
-JOBS = ("extract", "plan", "layers", "stats", "verify", "pack")
+JOBS = ("extract", "plan", "layers", "stats", "attribute", "verify", "pack")
 PROJECTIONS = ("pca", "whiten")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid", *PROJECTIONS)
 PRESETS = ("embedding", "stages", "leaves", "all")
 CAPTURES = ("output", "input", "grad_output", "grad_input", "attention")
 GRADIENTS = ("grad_output", "grad_input")
 SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
+METHODS = (
+    "saliency",
+    "input_x_gradient",
+    "integrated_gradients",
+    "gradcam",
+    "guided_gradcam",
+    "occlusion",
+)
+OF_A_LAYER = ("gradcam", "guided_gradcam")
+BY_CAPTUM = ("integrated_gradients", "occlusion")
+BASELINES = ("black", "mean", "blur")
 LIBRARIES = ("auto", "packaged", "torchvision", "timm", "custom")
 DATA_KINDS = ("folder", "textiles", "sample")
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
@@ -300,13 +311,88 @@ class VerifyConfig:
 
 
 @dataclass
+class AttributeConfig:
+    """What job=attribute computes and draws."""
+
+    method: Any = "gradcam"
+    """saliency, input_x_gradient, integrated_gradients, gradcam, guided_gradcam, occlusion, or some
+    of them as a list."""
+    layer: str | None = None
+    """The layer of gradcam and guided_gradcam; null takes the last stage, of a transformer with a
+    class token the one before it, whose patches still count."""
+    steps: int | None = None
+    """Points between baseline and picture for integrated_gradients, 32 when not given."""
+    baseline: str | None = None
+    """What stands for nothing in integrated_gradients and occlusion: black, mean (of the model's
+    preprocessing; when not given) or blur (the picture itself, blurred)."""
+    window: int | None = None
+    """Side of the square that occlusion hides, in pixels of the crop; a seventh when not given."""
+    stride: int | None = None
+    """Pixels between two squares of occlusion, half the window when not given."""
+    per_class: int = 8
+    """Rows drawn for each class of the data set, on one sheet below OUT/pictures; 0 draws none."""
+    maps: str | None = None
+    """A layer whose feature maps are drawn as well, for the first picture of each sheet."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            _check_choice("attribute.method", method, METHODS)
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ConfigError(f"attribute.method={self.method}: expected some of {METHODS}.")
+        if self.baseline is not None:
+            _check_choice("attribute.baseline", self.baseline, BASELINES)
+        owners = {
+            "layer": OF_A_LAYER,
+            "steps": ("integrated_gradients",),
+            "baseline": BY_CAPTUM,
+            "window": ("occlusion",),
+            "stride": ("occlusion",),
+        }
+        for key, methods in owners.items():
+            if getattr(self, key) is not None and not set(methods) & set(self.methods):
+                raise ConfigError(
+                    f"attribute.{key} has an effect with attribute.method={' or '.join(methods)} "
+                    f"only, now {', '.join(self.methods)}."
+                )
+        for key in ("steps", "window", "stride"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"attribute.{key}={value}: expected at least 1.")
+        if self.window and self.stride and self.stride > self.window:
+            raise ConfigError(
+                f"attribute.stride={self.stride} is larger than attribute.window={self.window}: "
+                "pixels between two squares would never be hidden."
+            )
+        if self.per_class < 0:
+            raise ConfigError(f"attribute.per_class={self.per_class}: expected 0 or more.")
+        if self.maps is not None and not self.per_class:
+            raise ConfigError("attribute.maps draws a row of each sheet: attribute.per_class=0.")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The key `method` as a tuple."""
+        return (self.method,) if isinstance(self.method, str) else tuple(self.method or ())
+
+    def settings(self, method: str) -> dict[str, Any]:
+        """What changes the values of one method, the layer apart, defaults filled in."""
+        settings: dict[str, Any] = {}
+        if method == "integrated_gradients":
+            settings["steps"] = self.steps or 32
+        if method == "occlusion":
+            settings |= {"window": self.window, "stride": self.stride}
+        if method in BY_CAPTUM:
+            settings["baseline"] = self.baseline or "mean"
+        return settings
+
+
+@dataclass
 class Config:
     """One run. The command's keys, one to one."""
 
     job: JobConfig = field(default_factory=JobConfig)
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
-    (mean and covariance of layers, without storing features), verify or pack (a store that is
-    there)."""
+    (mean and covariance of layers, without storing features), attribute (heat maps: why the model
+    said so), verify or pack (a store that is there)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -317,8 +403,8 @@ class Config:
     layer, what goes into it, the gradients of `target` there, and the weights of an attention
     module."""
     target: Any = "predicted"
-    """The number whose gradient is taken: of the class label or predicted, of a class by its index,
-    or loss, entropy, logsumexp."""
+    """The number whose gradient is taken, or that job=attribute explains: of the class label or
+    predicted, of a class by its index, or loss, entropy, logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
     """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid; pca or
     whiten project by the statistics of job=stats."""
@@ -364,6 +450,8 @@ class Config:
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """What job=verify does beside comparing every chunk with its checksum."""
+    attribute: AttributeConfig = field(default_factory=AttributeConfig)
+    """What job=attribute computes and draws."""
 
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
@@ -408,15 +496,16 @@ class Config:
                 f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
                 "class."
             )
-        if self.takes_gradients:
+        if self.takes_gradients or self.job.name == "attribute":
             if self.compile is True:
                 raise ConfigError(
                     "compile=true does not go with gradients: a compiled pass hides where they "
-                    "pass. Use compile=false or capture=output."
+                    "pass. Use compile=false."
                 )
         elif self.target != "predicted":
             raise ConfigError(
-                f"target={self.target} has an effect with capture=grad_output or grad_input only."
+                f"target={self.target} has an effect with capture=grad_output or grad_input and "
+                "with job=attribute only."
             )
 
     def _check_jobs(self) -> None:
@@ -428,6 +517,7 @@ class Config:
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
+            "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
         }
         for key, (given, jobs) in used.items():
             if given and self.job.name not in jobs:
@@ -435,6 +525,14 @@ class Config:
                 raise ConfigError(f"{key} has an effect with {names} only.")
         if self.job.name == "stats":
             self._check_stats()
+        if self.job.name == "attribute":
+            extracted = {"layers": "embedding", "capture": "output", "reduce": ReduceConfig()}
+            for key, default in extracted.items():
+                if getattr(self, key) != default:
+                    raise ConfigError(
+                        f"{key} has no effect with job=attribute; attribute.method and "
+                        "attribute.layer say what is computed."
+                    )
         if self.grow and self.overwrite:
             raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
 

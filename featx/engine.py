@@ -63,7 +63,15 @@ class Compute:
 
 
 class Engine:
-    """One backbone on one device, with the taps whose tensors it returns; a context manager."""
+    """One backbone on one device, with the taps whose tensors it returns; a context manager.
+
+    What a run needs of it: `run`, `compute`, `specs`, `faint_rows`, `explain` and the seconds. A
+    subclass that takes other things from the model than its layers' tensors overrides `bind`,
+    `settle` and `specs` (featx.attribution).
+    """
+
+    settles_for_fp32 = False
+    """precision=auto tries no other."""
 
     def __init__(
         self,
@@ -210,7 +218,7 @@ class Engine:
             again = hooks.forward(others)
         for name, value in values.items():
             row, same = value[0].double(), again[name][0].double()
-            if not torch.allclose(row, same, rtol=0, atol=_same_row(row), equal_nan=True):
+            if not torch.allclose(row, same, rtol=0, atol=same_row(row), equal_nan=True):
                 raise ModelError(
                     f"{name}: the row of one image changes by {(row - same).abs().max():.2g} when "
                     "the other images of its batch change, or from one pass to the next (dropout "
@@ -220,10 +228,7 @@ class Engine:
 
     def settle(self, compute: Compute) -> None:
         """Fix how features are computed; may be called again with another choice."""
-        self._stack.close()
-        self.compute = compute
-        memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
-        self._module.to(memory_format=memory_format)
+        self._take(compute)
         hooks = self._tap_hooks(self._keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
@@ -244,6 +249,13 @@ class Engine:
         return TapHooks(
             self._module, self._taps, keep, expected, stop, self._score, self._operations
         )
+
+    def _take(self, compute: Compute) -> None:
+        """Drop the hooks of the choice before, and bring the module into the memory format."""
+        self._stack.close()
+        self.compute = compute
+        memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
+        self._module.to(memory_format=memory_format)
 
     def supports_channels_last(self) -> bool:
         """Whether the model has convolutions and runs in channels-last, which they like better."""
@@ -401,9 +413,7 @@ class Engine:
         tensor = tensor.detach()  # where gradients are taken, it hangs on its graph
         self._compute_dtypes[tap.name] = tensor.dtype
         reduced = self._reductions[tap.name](tensor)
-        stored = reduced.to(self._store_dtype)
-        if self._store_dtype == torch.float16 and reduced.dtype != torch.float16:
-            self._largest[tap.name] = reduced.reshape(len(reduced), -1).abs().amax(1)
+        stored = self._stored(tap.name, reduced)
         if stored is not reduced or tap.name not in self._views:
             return stored
         # A compiled pass and inference tensors keep no count of writes; autograd adds to gradients.
@@ -413,6 +423,12 @@ class Engine:
             return stored.clone()
         self._watched[tap.name] = (tensor, tensor._version)
         return stored
+
+    def _stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """(B, ...) of a dataset in the store's dtype; what float16 may lose is noted."""
+        if self._store_dtype == torch.float16 and value.dtype != torch.float16:
+            self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
+        return value.to(self._store_dtype)
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         x = images.to(self.device, non_blocking=True)
@@ -440,7 +456,7 @@ def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 
-def _same_row(row: torch.Tensor) -> float:
+def same_row(row: torch.Tensor) -> float:
     """How far the same row may lie apart in two passes: 1e-3 of its largest finite value."""
     finite = row[torch.isfinite(row)]
     return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0

@@ -10,16 +10,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.config import Config
-from featx.errors import NonFiniteError
+from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError
 from featx.events import RunEvents, require_tensorboard
 from featx.prepare import Prepared, StorePurpose, prepare
 from featx.progress import Progress, complain, describe_run, facts
+from featx.store import layout
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
@@ -41,7 +42,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_extraction(
-    config: Config, config_yaml: str, known_rows_only: bool = False
+    config: Config,
+    config_yaml: str,
+    known_rows_only: bool = False,
+    finish: Callable[[Prepared, StoreSession], None] | None = None,
 ) -> dict[str, Any]:
     """Begin or go on with the store of a config until it is whole; says what happens on stderr.
 
@@ -49,6 +53,7 @@ def run_extraction(
         config: checked.
         config_yaml: as the user gave it, for the store.
         known_rows_only: leave pictures alone that the store does not know.
+        finish: called once the store is whole, while the model is still at hand.
 
     Returns:
         the summary, as in summary.json.
@@ -79,6 +84,8 @@ def run_extraction(
         session.write_summary(summary)
         if events is not None:
             events.finish()
+        if finish is not None:
+            finish(prepared, session)
     if session.failures:
         complain(failures_text(session.failures))
     for layer, count in summary["faint_rows"].items():
@@ -87,6 +94,20 @@ def run_extraction(
             "with few bits or as zero. Store them with dtype=float32."
         )
     return summary
+
+
+def exit_code(config: Config, summary: dict[str, Any]) -> int:
+    """0, or that of more failures than max_failures allows, which it then says."""
+    num_rows, num_failed = summary["rows"], summary["failures"]
+    allowed = config.allowed_failures(num_rows)
+    if num_failed <= allowed and num_failed < num_rows:
+        return 0
+    complain(
+        f"{num_failed} of {num_rows} images failed, more than max_failures="
+        f"{config.max_failures:g} ({allowed} images). Their rows are NaN with a status; "
+        f"see {Path(config.out) / layout.FAILURES_CSV}."
+    )
+    return EXIT_TOO_MANY_FAILURES
 
 
 @dataclass

@@ -242,7 +242,7 @@ class TapHooks:
                 with unwatched():
                     own = elements(given)[path].clone()
                 self._await_gradient(tap, own)
-                given = _with_element(given, path, own)
+                given = with_element(given, path, own)
             return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
         return hook
@@ -313,7 +313,7 @@ def _refuse_compiled(module: nn.Module, operation: str) -> None:
         )
 
 
-def _with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
+def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
     """A nested value with one tensor replaced; the containers on the way are copied."""
     if not path:
         return new
@@ -321,9 +321,9 @@ def _with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
     if isinstance(value, Mapping):
         key = next(key for key in value if str(key) == str(step))
         kind: Any = type(value)
-        return kind({**value, key: _with_element(value[key], tuple(rest), new)})
+        return kind({**value, key: with_element(value[key], tuple(rest), new)})
     items = list(value)
-    items[int(step)] = _with_element(items[int(step)], tuple(rest), new)
+    items[int(step)] = with_element(items[int(step)], tuple(rest), new)
     named = hasattr(value, "_fields")  # a named tuple takes its items one by one
     return type(value)(*items) if named else type(value)(items)
 

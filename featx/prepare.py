@@ -202,20 +202,16 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
 
     # From here on torch is needed, which takes seconds to import.
     from featx.devices import choose_device
-    from featx.engine import Engine
     from featx.loader import Loader
     from featx.preprocess import check_reference
     from featx.projected import with_statistics
     from featx.resolve import PROBE_IMAGES, Resolver
-    from featx.select import select
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
-    with Engine(backbone, device, purpose.dtype, config.target) as engine:
-        requests = layer_requests(config)
-        traced = engine.trace([name for name, _ in requests])
-        selection = select(requests, traced, backbone.classifier, backbone.stages)
+    with _engine(config, backbone, device, purpose.dtype) as engine:
+        selection = _selection(config, engine)
         chosen = with_statistics(selection.chosen, config, backbone)
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
@@ -253,6 +249,29 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         )
 
 
+def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:
+    """What computes the rows that a job asks for."""
+    if config.job.name == "attribute":
+        from featx.attribution import Attributor
+
+        return Attributor(backbone, device, dtype, config.target, config.attribute)
+    from featx.engine import Engine
+
+    return Engine(backbone, device, dtype, config.target)
+
+
+def _selection(config: Config, engine: Any) -> Any:
+    """The datasets that a job asks for, found on one pass of the model."""
+    if config.job.name == "attribute":
+        return engine.select(engine.trace())
+    from featx.select import select
+
+    backbone = engine.backbone
+    requests = layer_requests(config)
+    traced = engine.trace([name for name, _ in requests])
+    return select(requests, traced, backbone.classifier, backbone.stages)
+
+
 def _unfinished(
     config: Config, stored: Manifest | None, listing: Listing, chosen: list[Any]
 ) -> list[Any]:
@@ -286,7 +305,7 @@ def _refuse_another_layer(
         capture=tap.capture,
         reduce=reduce.name,
         reduce_args=reduce.args,
-        dtype=config.dtype,
+        dtype=tap.dtype or config.dtype,
     )
     line = stored.holder(tap.name).header.fingerprint.get(f"layer.{tap.name}")
     refuse_difference(
@@ -340,8 +359,9 @@ def _fingerprint(
 def _layer_line(spec: LayerSpec, config: Config) -> str:
     """What a layer's values are, in words; for gradients also of what."""
     target = f", target {config.target}" if spec.capture in GRADIENTS else ""
+    of_layer = f" of {spec.layer}" if spec.layer else ""
     return (
-        f"{spec.capture} of {spec.layer}, reduce {spec.reduce} {dict(spec.reduce_args)}, "
+        f"{spec.capture}{of_layer}, reduce {spec.reduce} {dict(spec.reduce_args)}, "
         f"shape {list(spec.shape)}{target}"
     )
 

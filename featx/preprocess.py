@@ -73,6 +73,14 @@ class Preprocess:
         mean = torch.tensor(self.mean, device=x.device).view(3, 1, 1)
         return x.float().mul_(1 / (255 * std)).sub_(mean / std)
 
+    def as_uint8(self, x: torch.Tensor) -> torch.Tensor:
+        """(3, H, W) as a loader gives it, uint8 or normalised -> uint8 for people to look at."""
+        if x.dtype == torch.uint8:
+            return x
+        std = torch.tensor(self.std).view(3, 1, 1)
+        mean = torch.tensor(self.mean).view(3, 1, 1)
+        return ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+
 
 def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
     """(C, H, W) -> (C, *crop), as torchvision's CenterCrop: rounded offsets, zeros outside."""

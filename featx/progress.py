@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from featx.types import LayerSpec
+
 PLAIN_INTERVAL_S = 10.0
 """Where stderr is no terminal: a line this often instead of a bar."""
 
@@ -153,12 +155,17 @@ def layers_text(prepared: Any) -> str:
     shown = prepared.specs[:20]
     lines = [
         f"{spec.name}  {spec.shape}  {spec.dtype}  {size_text(spec.row_bytes)} a row"
-        + (f"  ({spec.capture} of {spec.layer})" if spec.name != spec.layer else "")
+        + (f"  ({_origin(spec)})" if spec.name != spec.layer else "")
         for spec in shown
     ]
     if len(prepared.specs) > len(shown):
         lines.append(f"... and {len(prepared.specs) - len(shown)} more")
     return "\n".join(lines)
+
+
+def _origin(spec: LayerSpec) -> str:
+    """What of which layer; what job=attribute takes at the input is of none."""
+    return f"{spec.capture} of {spec.layer}" if spec.layer else spec.capture
 
 
 def describe_end(summary: Mapping[str, Any], out: str) -> str:

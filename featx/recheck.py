@@ -77,12 +77,11 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
         for specs in _layers_at_once(run, store, unfinished):
             # Pictures that are new in the data set are none of our business here.
             before = config_of_run(config, root, manifest, run)
-            again = replace(
-                before,
-                layers={spec.name: _request(spec, before) for spec in specs},
-                capture="output",  # the names say what else it is
-                grow=True,
-            )
+            again = replace(before, grow=True)
+            if before.job.name != "attribute":  # whose datasets are named by the config alone
+                # The names of the datasets say what is captured.
+                layers = {spec.name: _request(spec, before) for spec in specs}
+                again = replace(again, layers=layers, capture="output")
             if not inside:
                 continue
             with prepare(again, run.header.config) as prepared:

@@ -161,6 +161,9 @@ class Resolver:
 
     def _fastest(self, compute: Compute) -> str:
         """precision=auto: the fastest whose rows all stay near fp32, on real images."""
+        if self._engine.settles_for_fp32:
+            self.choices["precision"] = "fp32 (heat maps are not probed for others)"
+            return "fp32"
         if len(self._images) == 0:
             self.choices["precision"] = "fp32 (no image could be read to probe others)"
             return "fp32"

@@ -23,10 +23,12 @@ class Tap:
         name: of the dataset.
         module: dotted name; of an operation, the module whose forward calls it.
         capture: 'output' or 'input' of the module, or 'grad_output', 'grad_input': gradients there;
-            'attention': the weights of an attention module.
+            'attention': the weights of an attention module; of job=attribute a description of the
+            method.
         call: which call of the forward, from 1; None where there is one only.
         path: the way into a nested output, () for a tensor or the only tensor in it.
         operation: its whole name, '' where a module is meant.
+        dtype: of the dataset, where the key `dtype` does not say.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Tap:
     call: int | None = None
     path: Path = ()
     operation: str = ""
+    dtype: str | None = None
 
     @property
     def layer(self) -> str:

@@ -150,7 +150,8 @@ class LayerSpec:
     Attributes:
         name: the dataset's name below /features.
         layer: the module's dotted name.
-        capture: 'output' or 'input' of that module.
+        capture: 'output' or 'input' of that module, or a gradient there; of job=attribute a
+            description of the method.
         reduce: the reduction's name; reduce_args its parameters.
         shape: of one row, without the batch dimension.
         dtype: of the store, 'float16', 'float32' or 'bfloat16'.

@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.errors import EXIT_TOO_MANY_FAILURES
-from featx.extraction import run_extraction
+from featx.extraction import exit_code, run_extraction
 from featx.keys import from_keywords, from_omegaconf, saved_yaml
-from featx.progress import complain, describe_end, say
-from featx.store import layout
+from featx.progress import describe_end, say
 from featx.store.reader import FeatureStore
 
 
@@ -42,13 +40,4 @@ def run(config: Config, config_yaml: str) -> int:
     """The command's job: extract, say what happened, return the exit code."""
     summary = run_extraction(config, config_yaml)
     say(describe_end(summary, config.out))
-    num_rows, num_failed = summary["rows"], summary["failures"]
-    allowed = config.allowed_failures(num_rows)
-    if num_failed > allowed or num_failed == num_rows:
-        complain(
-            f"{num_failed} of {num_rows} images failed, more than max_failures="
-            f"{config.max_failures:g} ({allowed} images). Their rows are NaN with a status; "
-            f"see {Path(config.out) / layout.FAILURES_CSV}."
-        )
-        return EXIT_TOO_MANY_FAILURES
-    return 0
+    return exit_code(config, summary)

@@ -31,6 +31,7 @@ class Backbone:
         classifier: name of the module whose input is the embedding; several names where the model
             has several heads; None: the last Linear.
         stages: names of the stages where the library says them; None: found from the shapes.
+        classes: names of the logits in order, where the library says them.
         is_users: the module is the user's own and may live on after the run.
     """
 
@@ -41,6 +42,7 @@ class Backbone:
     num_prefix_tokens: int = 0
     classifier: str | tuple[str, ...] | None = None
     stages: tuple[str, ...] | None = None
+    classes: tuple[str, ...] = ()
     is_users: bool = False
 
     def __post_init__(self) -> None:
@@ -194,3 +196,15 @@ def timm_stages(module: Any) -> tuple[str, ...] | None:
     rows = getattr(info, "info", info) or []
     names = tuple(row["module"] for row in rows if isinstance(row, dict) and row.get("module"))
     return names if names and set(names) <= set(dict(module.named_modules())) else None
+
+
+def timm_classes(module: Any) -> tuple[str, ...]:
+    """The names of a timm model's logits, where its weights were trained on ImageNet."""
+    from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset(module)
+    if subset is None:
+        return ()
+    info = ImageNetInfo(subset)
+    number: int = info.num_classes()  # type: ignore[no-untyped-call]
+    return tuple(info.index_to_description(i) for i in range(number))

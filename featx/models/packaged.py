@@ -21,6 +21,7 @@ from featx.models.base import (
     random_id,
     read_weights,
     seeded,
+    timm_classes,
     timm_stages,
 )
 from featx.preprocess import Preprocess
@@ -79,6 +80,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         preprocess=Preprocess(reference, (224, 224), 256, "bicubic", _MEAN, _STD),
         classifier="classifier",
         stages=timm_stages(module),
+        classes=timm_classes(module) if config.weights == "default" else (),
     )
 
 

@@ -23,6 +23,7 @@ from featx.models.base import (
     random_id,
     read_weights,
     seeded,
+    timm_classes,
     timm_stages,
 )
 from featx.preprocess import Preprocess
@@ -51,7 +52,9 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     tag = module.pretrained_cfg.get("tag") or "default"
     origin = weights if local else f"timm {tag}" if pretrained else random_id(seed)
     assert origin is not None
-    return wrap(module, f"timm/{name}", origin)
+    backbone = wrap(module, f"timm/{name}", origin)
+    backbone.classes = timm_classes(module) if pretrained else ()
+    return backbone
 
 
 def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:

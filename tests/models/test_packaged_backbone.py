@@ -93,3 +93,24 @@ def test_weights_from_a_file(tmp_path: Path) -> None:
 def test_there_are_no_other_tags() -> None:
     with pytest.raises(ModelError, match=r"model\.weights=ra_in1k.*packaged efficientnet_lite0"):
         build("ra_in1k")
+
+
+def test_the_classes_have_names() -> None:
+    assert build().classes[698] == "palace"
+    assert len(build().classes) == 1000
+    assert build(weights=None).classes == (), "random weights were trained on nothing"
+
+
+@pytest.mark.slow
+def test_grad_cam_lights_up_the_palace_and_the_flower(known_pictures: Path, tmp_path: Path) -> None:
+    """The palace fills the left half of its crop, the flower the middle of its own."""
+    from tiny_model import run_job
+
+    keys = {"data": known_pictures, "out": tmp_path / "store", "pack": False}
+    assert run_job("attribute", attribute={"method": "gradcam", "per_class": 0}, **keys) == 0
+    store = featx.open(tmp_path / "store")
+    assert store["target"][:].tolist() == [698, 985]
+    palace, flower = store["gradcam"][:].astype(np.float32)
+    assert palace[:, :4].mean() > 3 * palace[:, 4:].mean()
+    middle = flower[1:6, 1:6].sum()
+    assert middle > 2 * (flower.sum() - middle), "1.04 if it were the same everywhere"

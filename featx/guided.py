@@ -1,0 +1,90 @@
+"""Guided backpropagation: rectifiers that let no negative gradient pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.errors import ModelError
+
+_RECTIFIERS = (nn.ReLU, nn.ReLU6)
+_RECTIFIER_NODES = ("ReluBackward", "HardtanhBackward")
+_OTHER_ACTIVATIONS = ("Silu", "Gelu", "Hardswish", "LeakyRelu", "Elu", "Mish", "Softplus", "Prelu")
+
+
+@contextlib.contextmanager
+def guided_rectifiers(module: nn.Module) -> Iterator[None]:
+    """While it lasts, only gradients above 0 pass the rectifiers of a module backwards.
+
+    J. T. Springenberg et al., Striving for Simplicity, 2015. What comes out of each call of a
+    rectifier gets a hook of its own, so one that is called several times, writes to its input or
+    shares it with other layers is right as well.
+    """
+
+    def hook(rectifier: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient.clamp(min=0))  # type: ignore[no-untyped-call]
+
+    handles = [m.register_forward_hook(hook) for m in module.modules() if _is_rectifier(m)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _is_rectifier(module: nn.Module) -> bool:
+    return isinstance(module, _RECTIFIERS)
+
+
+def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
+    """Guided backpropagation needs all activations to be modules that rectify.
+
+    Raises:
+        ModelError: there are none, or others, or F.relu, where no hook sees it.
+    """
+    calls: list[str] = []
+
+    def count(rectifier: nn.Module, args: Any, output: Any) -> None:
+        calls.append(type(rectifier).__name__)
+
+    handles = [m.register_forward_hook(count) for m in module.modules() if _is_rectifier(m)]
+    try:
+        with torch.enable_grad():
+            output = module(x.clone().requires_grad_().clone())
+    finally:
+        for handle in handles:
+            handle.remove()
+    nodes = list(_graph_nodes(output)) if isinstance(output, torch.Tensor) else []
+    unseen = sum(node.startswith(_RECTIFIER_NODES) for node in nodes) - len(calls)
+    others = sorted(
+        {kind for kind in _OTHER_ACTIVATIONS for node in nodes if node.startswith(kind)}
+    )
+    why = ""
+    if others:
+        why = f"it has {', '.join(others)}"
+    elif unseen > 0:
+        why = f"{unseen} of its rectifiers are calls of F.relu, which no hook sees"
+    elif not calls:
+        why = "it has none"
+    if why:
+        raise ModelError(
+            "guided_gradcam needs a model whose activations are all nn.ReLU or nn.ReLU6 modules, "
+            f"and {why}. Use attribute.method=gradcam, or integrated_gradients for fine detail."
+        )
+
+
+def _graph_nodes(output: torch.Tensor) -> Iterator[str]:
+    """The name of every operation in the graph behind a tensor."""
+    waiting, seen = [output.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node.name()
+        waiting.extend(following for following, _ in node.next_functions)

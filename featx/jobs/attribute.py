@@ -1,0 +1,139 @@
+"""job=attribute: heat maps of why the model said so, in a store and as pictures."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from featx.config import METHODS, OF_A_LAYER, Config
+from featx.extraction import exit_code, run_extraction
+from featx.pictures import Tile, contact_sheet, feature_map_grid
+from featx.prepare import Prepared
+from featx.progress import complain, describe_end, say
+from featx.store.reader import FeatureStore
+from featx.store.session import StoreSession
+
+if TYPE_CHECKING:
+    from featx.loader import Loader
+
+PICTURES = "pictures"
+MAX_SHEETS = 50
+"""Of a data set with more classes the first ones are drawn."""
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Attribute, draw, say what happened, and return the exit code."""
+    summary = run_extraction(config, config_yaml, finish=_draw)
+    say(describe_end(summary, config.out))
+    return exit_code(config, summary)
+
+
+def _draw(prepared: Prepared, session: StoreSession) -> None:
+    """The sheets of a store that is whole, one a class, and feature maps where asked for."""
+    config = prepared.config
+    if not config.attribute.per_class:
+        return
+    folder = session.root / PICTURES
+    session.disk.make_folder(folder)
+    store = FeatureStore(session.root)
+    methods = [method for method in METHODS if method in store]
+    groups = list(_groups(store, config.attribute.per_class))
+    made = []
+    with prepared.loader(1) as loader:
+        for name, rows in groups[:MAX_SHEETS]:
+            tiles = _tiles(prepared, store, loader, methods, rows)
+            if not tiles:
+                continue
+            title = name or "pictures without a label"
+            sheet = contact_sheet(title, _subtitle(prepared, store), methods, tiles)
+            made.append((f"{_file_name(name)}.png", sheet))
+            if config.attribute.maps is not None:
+                made.append(_feature_maps(prepared, loader, name, rows[0], tiles[0]))
+            for file_name, image in made:
+                data = io.BytesIO()
+                image.save(data, "PNG")
+                session.disk.replace(folder / file_name, data.getvalue())
+            complain(f"drawn {', '.join(str(folder / file_name) for file_name, _ in made)}")
+            made.clear()
+    if len(groups) > MAX_SHEETS:
+        complain(f"drawn: the first {MAX_SHEETS} of {len(groups)} classes.")
+
+
+def _groups(store: FeatureStore, most: int) -> Iterator[tuple[str, list[int]]]:
+    """(class, its first ok rows); one group without a name for what has no label."""
+    for label in np.unique(store.labels[store.ok]).tolist():
+        rows = np.flatnonzero(store.ok & (store.labels == label))[:most]
+        yield store.classes[label] if label >= 0 else "", rows.tolist()
+
+
+def _tiles(
+    prepared: Prepared,
+    store: FeatureStore,
+    loader: Loader,
+    methods: list[str],
+    rows: list[int],
+) -> list[Tile]:
+    """The rows with the crops that the network saw; a picture that went since is left out."""
+    tiles = []
+    for row in rows:
+        images = loader.load([row])
+        if len(images):
+            maps = [np.asarray(store[method][row], np.float32) for method in methods]
+            key = os.fsencode(str(store.keys[row])).decode("utf-8", "replace")
+            tiles.append(Tile(_shown(prepared, images), maps, (key, _said(prepared, store, row))))
+    return tiles
+
+
+def _shown(prepared: Prepared, images: Any) -> Any:
+    """(1, 3, H, W) of a loader -> (H, W, 3) uint8."""
+    x = prepared.engine.backbone.preprocess.as_uint8(images[0])
+    return x.permute(1, 2, 0).contiguous().numpy()
+
+
+def _said(prepared: Prepared, store: FeatureStore, row: int) -> str:
+    """What was explained in a row, and how sure the model was."""
+    target = prepared.config.target
+    score = float(store["score"][row])
+    if "target" not in store:
+        return f"{target} {score:.3g}"
+    number = int(store["target"][row])
+    names = prepared.engine.backbone.classes
+    if target in ("label", "loss") and not names:
+        names = store.classes
+    name = names[number] if number < len(names) else f"class {number}"
+    said = f"{name}  {float(store['probability'][row]):.2f}"
+    return f"loss {score:.3g} of {said}" if target == "loss" else said
+
+
+def _subtitle(prepared: Prepared, store: FeatureStore) -> str:
+    """What was explained, of which model and layer."""
+    target = prepared.config.target
+    explained = {
+        "predicted": "the class that the model names first, and its probability",
+        "label": "the class of the label, and its probability",
+    }.get(target, f"class {target}" if isinstance(target, int) else str(target))
+    layers = [str(store[method].attrs["layer"]) for method in OF_A_LAYER if method in store]
+    of_layer = f", layer {layers[0]}" if layers else ""
+    return f"{prepared.header.model}{of_layer}. Explained: {explained}"
+
+
+def _feature_maps(
+    prepared: Prepared, loader: Loader, name: str, row: int, tile: Tile
+) -> tuple[str, Image.Image]:
+    """(file name, grid) of the layer that attribute.maps names, for one row."""
+    layer = prepared.config.attribute.maps
+    maps = prepared.engine.feature_maps(loader.load([row]))[0].numpy()
+    title = f"{layer} of {prepared.header.model}"
+    subtitle = f"{tile.caption[0]}."
+    file_name = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"
+    return file_name, feature_map_grid(title, subtitle, tile.picture, maps)
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name)[:80].lstrip(".") or "all"

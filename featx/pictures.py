@@ -1,0 +1,233 @@
+"""Heat maps over pictures as contact sheets, and grids of feature maps; drawn with Pillow alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+Pixels = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.floating[Any]]
+
+SIGNED = ("input_x_gradient", "integrated_gradients", "guided_gradcam", "occlusion")
+"""Heat maps that speak for (red) and against (blue) the class; the others are 0 and above."""
+
+_HEAT = ("000004", "280b53", "65156e", "9f2a63", "d44842", "f57d15", "fac228", "fcffa4")
+_AGAINST_FOR = ("1f4e9c", "4a86c5", "a7cde6", "f4f4f4", "f5b69a", "d9604c", "a31222")
+"""Stops of the colour scales, dark to bright and blue over white to red."""
+
+_PANEL = 192
+_GAP, _MARGIN = 6, 24
+_NARROWEST, _WIDEST = 820, 1640
+_BAR = 7
+_INK, _FAINT, _PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
+_CLIP = 99.5
+"""Values above this percentile share the last colour."""
+
+_CELL = 3
+"""Maps of single pixels are averaged over squares of this side, or one would see speckle only."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One picture of a sheet.
+
+    Attributes:
+        picture: (H, W, 3) uint8, the crop that the network saw.
+        maps: one (h, w) heat map for each column of the sheet, of any size.
+        caption: two lines: which picture, and what was explained.
+    """
+
+    picture: Pixels
+    maps: Sequence[Numbers]
+    caption: tuple[str, str]
+
+
+def contact_sheet(
+    title: str, subtitle: str, methods: Sequence[str], tiles: Sequence[Tile]
+) -> Image.Image:
+    """Pictures with their heat maps beside them; below each map its own scale.
+
+    Args:
+        title, subtitle: two lines on top.
+        methods: the name of each column of maps.
+        tiles: at least one.
+    """
+    width = _PANEL * (1 + len(methods)) + _GAP * len(methods)
+    across = max(1, min(len(tiles), (_WIDEST - _MARGIN) // (width + _MARGIN)))
+    panel_height = _height_of(tiles[0].picture)
+    height = panel_height + 84
+    top, down = 96, -(-len(tiles) // across)
+    if set(methods) & set(SIGNED):
+        subtitle += " (red speaks for it, blue against)"
+    across_px = max(_NARROWEST, across * (width + _MARGIN) + _MARGIN)
+    sheet = _paper(across_px, top + down * height, title, subtitle)
+    draw = ImageDraw.Draw(sheet)
+    for i, tile in enumerate(tiles):
+        x = _MARGIN + (i % across) * (width + _MARGIN)
+        y = top + (i // across) * height
+        if i < across:
+            for column, name in enumerate(["picture", *methods]):
+                _write(draw, x + column * (_PANEL + _GAP), y - 20, name, 13, _FAINT, _PANEL)
+        sheet.paste(_resized(tile.picture, panel_height), (x, y))
+        for column, (name, values) in enumerate(zip(methods, tile.maps, strict=True), 1):
+            left = x + column * (_PANEL + _GAP)
+            _draw_map(sheet, (left, y), tile.picture, values, name)
+        _write(draw, x, y + panel_height + 25, tile.caption[0], 13, _FAINT, width)
+        _write(draw, x, y + panel_height + 41, tile.caption[1], 16, _INK, width)
+    return sheet
+
+
+def feature_map_grid(
+    title: str, subtitle: str, picture: Pixels, maps: Numbers, most: int = 64
+) -> Image.Image:
+    """A picture and the strongest channels of a layer, each on a scale of its own.
+
+    Args:
+        title, subtitle: two lines on top; how many channels are shown is added.
+        picture: (H, W, 3) uint8.
+        maps: (C, h, w).
+        most: channels that are shown, those with the largest mean magnitude.
+    """
+    strongest = np.argsort(-np.abs(maps).mean((1, 2)), kind="stable")[:most]
+    across = min(16, max(1, round((2 * len(strongest)) ** 0.5)))
+    side, top = 88, 96
+    cell_height = round(side * maps.shape[1] / maps.shape[2])
+    down = -(-len(strongest) // across)
+    left = _MARGIN + _PANEL + _MARGIN
+    signed = bool((maps < 0).any())
+    scale = "blue below 0, red above" if signed else "dark 0, bright the largest"
+    subtitle += (
+        f"   {len(strongest)} of {len(maps)} channels, strongest first, each on its own scale: "
+        f"{scale}"
+    )
+    inner = max(_height_of(picture), down * (cell_height + 20))
+    width = max(_NARROWEST, left + across * (side + _GAP) + _MARGIN)
+    sheet = _paper(width, top + inner + 16, title, subtitle)
+    sheet.paste(_resized(picture, _height_of(picture)), (_MARGIN, top))
+    draw = ImageDraw.Draw(sheet)
+    for i, channel in enumerate(strongest.tolist()):
+        x = left + (i % across) * (side + _GAP)
+        y = top + (i // across) * (cell_height + 20)
+        values, _ = scaled(maps[channel], signed)
+        colours = _coloured((values + 1) / 2, _AGAINST_FOR) if signed else _coloured(values, _HEAT)
+        sheet.paste(
+            Image.fromarray(colours).resize((side, cell_height), Image.Resampling.NEAREST), (x, y)
+        )
+        _write(draw, x, y + cell_height + 1, str(channel), 11, _FAINT, side)
+    return sheet
+
+
+def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
+    """A heat map over its picture.
+
+    Args:
+        picture: (H, W, 3) uint8.
+        values: (h, w), brought to the picture's size.
+        signed: whether 0 is in the middle of the scale.
+    """
+    height, width = picture.shape[:2]
+    scale, _ = scaled(coarse(values), signed)
+    grown = Image.fromarray(scale).resize((width, height), Image.Resampling.BILINEAR)
+    heat = np.asarray(grown, np.float32)
+    grey = picture.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+    strength: Numbers
+    below: Numbers
+    if signed:
+        strength = np.abs(heat)[..., None] ** 0.6
+        below = 150 + 0.4 * grey[..., None].repeat(3, 2)
+        colours = _coloured((heat + 1) / 2, _AGAINST_FOR)
+    else:
+        strength = 0.25 + 0.55 * heat[..., None]
+        below = 0.5 * grey[..., None] + 0.5 * picture
+        colours = _coloured(heat, _HEAT)
+    mixed = below * (1 - strength) + colours * strength
+    return np.clip(mixed, 0, 255).astype(np.uint8)
+
+
+def coarse(values: Numbers) -> Numbers:
+    """A map of single pixels averaged over small squares; another one as it is."""
+    height, width = values.shape
+    if min(height, width) < 64:
+        return values
+    size = (width // _CELL, height // _CELL)
+    small = Image.fromarray(values.astype(np.float32)).resize(size, Image.Resampling.BOX)
+    return np.asarray(small, np.float32)
+
+
+def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
+    """Values on [0, 1], or [-1, 1] where signed, and the number that became 1."""
+    magnitude = np.abs(values) if signed else values.clip(0)
+    largest = float(np.percentile(magnitude, _CLIP)) or float(magnitude.max())
+    if largest <= 0:
+        return np.zeros(values.shape, np.float32), 0.0
+    return (values / largest).clip(-1 if signed else 0, 1).astype(np.float32), largest
+
+
+def _draw_map(
+    sheet: Image.Image, place: tuple[int, int], picture: Pixels, values: Numbers, method: str
+) -> None:
+    """A heat map over its picture with a scale bar below it."""
+    x, y = place
+    signed = method in SIGNED
+    height = _height_of(picture)
+    sheet.paste(_resized(overlay(picture, values, signed), height), place)
+    _, largest = scaled(coarse(values), signed)
+    ramp = np.linspace(0, 1, _PANEL)[None].repeat(_BAR, 0)
+    bar = _coloured(ramp, _AGAINST_FOR if signed else _HEAT)
+    sheet.paste(Image.fromarray(bar), (x, y + height + 3))
+    draw = ImageDraw.Draw(sheet)
+    below = y + height + 3 + _BAR
+    number = f"{largest:.2g}"
+    _write(draw, x, below, f"-{number}" if signed else "0", 11, _FAINT, _PANEL)
+    font = ImageFont.load_default(11)
+    _write(
+        draw, x + _PANEL - round(draw.textlength(number, font)), below, number, 11, _FAINT, _PANEL
+    )
+
+
+def _coloured(values: Numbers, stops: Sequence[str]) -> Pixels:
+    """(H, W) in [0, 1] -> (H, W, 3) uint8 on a colour scale."""
+    colours = np.array([list(bytes.fromhex(stop)) for stop in stops], np.float32)
+    places = np.linspace(0, 1, len(stops))
+    channels = [np.interp(values, places, colours[:, i]) for i in range(3)]
+    return np.stack(channels, -1).round().astype(np.uint8)
+
+
+def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
+    sheet = Image.new("RGB", (width, height), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    _write(draw, _MARGIN, 16, title, 24, _INK, width - 2 * _MARGIN)
+    _write(draw, _MARGIN, 47, subtitle, 13, _FAINT, width - 2 * _MARGIN)
+    return sheet
+
+
+def _height_of(picture: Pixels) -> int:
+    return max(1, round(_PANEL * int(picture.shape[0]) / int(picture.shape[1])))
+
+
+def _resized(picture: Pixels, height: int) -> Image.Image:
+    return Image.fromarray(picture).resize((_PANEL, height), Image.Resampling.BICUBIC)
+
+
+def _write(
+    draw: ImageDraw.ImageDraw,
+    x: int,
+    y: int,
+    text: str,
+    size: int,
+    colour: tuple[int, int, int],
+    width: int,
+) -> None:
+    """One line, shortened in the middle where it is wider than `width` pixels."""
+    font = ImageFont.load_default(size)
+    text = text.encode("utf-8", "replace").decode()
+    kept = text
+    while len(kept) > 3 and draw.textlength(kept, font) > width:
+        half = (len(kept) - 4) // 2 if "..." in kept else len(text) // 2
+        kept = f"{text[:half]}...{text[len(text) - half :]}"
+    draw.text((x, y), kept, colour, font)

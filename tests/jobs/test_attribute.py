@@ -1,0 +1,211 @@
+"""job=attribute as a user runs it: stores, resume, failures, joining, verify, and pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_model import COMMAND, KEYS, Tiny, run_job, write_picture
+
+import featx
+from featx.errors import LayerError, StoreMismatchError
+from featx.jobs import attribute
+from featx.models.base import state_sha256
+from featx.types import Status
+
+ALL = ["saliency", "input_x_gradient", "integrated_gradients", "gradcam", "occlusion"]
+OPTIONS = {"method": "gradcam", "layer": "deep", "per_class": 2}
+RUN: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
+RUN["dtype"] = "float32"
+
+
+def run(data: Path, out: str = "store", **keys: Any) -> int:
+    options = {**OPTIONS, **keys.pop("attribute", {})}
+    return run_job("attribute", **{**RUN, "data": data, "out": out, "attribute": options, **keys})
+
+
+def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray, int, float]:
+    """Grad-CAM of `deep`, the class and its probability, from the picture of a row."""
+    torch.manual_seed(0)
+    net = Tiny().eval()
+    assert store.attrs["weights_sha256"] == state_sha256(net)
+    with Image.open(data / str(store.keys[row])) as image:
+        pixels = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))
+    x = torch.from_numpy(pixels.astype(np.float32) / 255).permute(2, 0, 1)[None]
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    act = net.deep(net.conv((x - mean.view(3, 1, 1)) / std.view(3, 1, 1)))
+    output = net.head(act.mean((2, 3)))
+    gradient = torch.autograd.grad(output[0].max(), act)[0].mean((2, 3))
+    cam = torch.einsum("bc,bchw->bhw", gradient, act).relu()[0]
+    return cam.detach().numpy(), int(output.argmax()), float(output.detach().softmax(1).max())
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_every_row_explains_its_own_picture(photos: Path) -> None:
+    write_picture(photos / "cat" / "bad.png", 1)
+    (photos / "cat" / "bad.png").write_bytes(b"no picture")
+    assert run(photos, max_failures=1) == 0
+    store = featx.open("store")
+    assert store.complete
+    assert sorted(store.layers) == ["gradcam", "probability", "score", "target"]
+    assert store["gradcam"].shape == (22, 4, 4)
+    assert store["target"].shape == (22,)
+    assert store["gradcam"].attrs["layer"] == "deep"
+    assert store["gradcam"].attrs["capture"] == "attribution (target predicted)"
+    bad = store.row("cat/bad.png")
+    assert store.failures[0]["status"] == Status.UNSUPPORTED.label
+    assert np.isnan(store["gradcam"][bad]).all()
+    assert np.isnan(store["target"][bad])
+    for row in np.flatnonzero(store.ok):
+        cam, number, probability = by_hand(store, photos, row)
+        # decode=fast resizes to within one grey level of Pillow
+        assert np.abs(store["gradcam"][row] - cam).max() <= 0.05 * max(cam.max(), 1e-3)
+        assert int(store["target"][row]) == number
+        assert abs(float(store["probability"][row]) - probability) < 0.01
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
+    photos: Path, computed: list[tuple[frozenset[str], int]]
+) -> None:
+    settings = {"method": ALL, "steps": 3, "window": 16, "per_class": 0}
+    assert run(photos, "whole", pack=False, attribute=settings) == 0
+    assert run(photos, "cut", pack=False, attribute=settings) == 0
+    gone = sorted(Path("cut/parts").iterdir())[2]
+    before = gone.read_bytes()
+    gone.unlink()
+    computed.clear()
+    assert run(photos, "cut", pack=False, attribute=settings) == 0
+    assert [start for _, start in computed] == [8]
+    assert gone.read_bytes() == before
+    whole, cut = featx.open("whole"), featx.open("cut")
+    assert {*ALL, "integrated_gradients_delta"} < set(whole.layers)
+    for name in whole.layers:
+        assert np.array_equal(whole[name][:], cut[name][:]), name
+    assert not Path("whole/pictures").exists()
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({}, {"layer": "conv"}, "the store has 'deep', now 'conv'"),
+        ({}, {"target": 1}, "target predicted.*target 1"),
+        ({"method": "integrated_gradients"}, {"steps": 5}, "steps 2.*steps 5"),
+        ({"method": "integrated_gradients"}, {"baseline": "black"}, "baseline mean.*black"),
+        ({"method": "occlusion"}, {"window": 16}, "window 8, stride 4.*window 16, stride 8"),
+    ],
+)
+def test_other_settings_are_refused_with_the_difference(
+    photos: Path, before: dict[str, Any], now: dict[str, Any], expected: str
+) -> None:
+    common = {"method": "gradcam", "per_class": 0, **before}
+    if common["method"] != "gradcam":
+        common["layer"] = None
+        common |= {"steps": 2} if common["method"] == "integrated_gradients" else {"window": 8}
+    keys = {"target": now.pop("target")} if "target" in now else {}
+    assert run(photos, attribute=common) == 0
+    with pytest.raises(StoreMismatchError, match=expected):
+        run(photos, attribute={**common, **now}, **keys)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_methods_and_features_join_one_store(
+    photos: Path, computed: list[tuple[frozenset[str], int]]
+) -> None:
+    half = {"dtype": "float16", "pack": False}
+    assert run_job("extract", **{**RUN, "data": photos, "layers": ["conv"], **half}) == 0
+    assert run(photos, **half) == 0
+    computed.clear()
+    assert run(photos, attribute={"method": ["gradcam", "saliency"]}, **half) == 0
+    assert {names for names, _ in computed} == {frozenset({"saliency"})}
+    store = featx.open("store")
+    assert {"conv", "gradcam", "saliency", "target"} <= set(store.layers)
+    assert run_job("verify", store="store", verify={"sample": 5}) == 0
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_verify_computes_rows_again_and_repairs(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(photos, attribute={"method": ALL, "steps": 2, "window": 16}, pack=False) == 0
+    capsys.readouterr()
+    assert run_job("verify", store="store", verify={"sample": 9}) == 0
+    assert "9 rows extracted again: 9 identical" in capsys.readouterr().out
+    part = sorted(Path("store/parts").iterdir())[1]
+    whole = part.read_bytes()
+    part.write_bytes(whole[:-900] + bytes(900))
+    assert run_job("verify", store="store", verify={"repair": True}) == 0
+    assert part.read_bytes() == whole
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_row_that_is_not_finite_is_an_error_or_a_record(photos: Path) -> None:
+    model = {**KEYS["model"], "args": {"poison": 0.0}}
+    with pytest.raises(featx.errors.NonFiniteError, match=r"layer \w+, row \d+ .*nan in fp32"):
+        run(photos, model=model)
+    assert run(photos, "recorded", model=model, nonfinite="record", max_failures=21) == 0
+    store = featx.open("recorded")
+    assert 0 < (~store.ok).sum() < 21
+    assert {failure["status"] for failure in store.failures} == {"non finite"}
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_labels_are_explained_as_they_are(photos: Path) -> None:
+    assert run(photos, target="label", attribute={"method": ["saliency"], "layer": None}) == 0
+    store = featx.open("store")
+    assert np.array_equal(store["target"][:], store.labels)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_sheets_show_each_class_and_feature_maps(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(photos, attribute={"method": ALL, "steps": 2, "window": 16, "maps": "conv"}) == 0
+    names = ["cat.png", "dog.png", "maps-conv-cat.png", "maps-conv-dog.png"]
+    assert sorted(os.listdir("store/pictures")) == names
+    assert "store/pictures/cat.png" in capsys.readouterr().err
+    with Image.open("store/pictures/cat.png") as sheet:
+        pixels = np.asarray(sheet)
+    panel, left, top = 192, 24, 96
+    with Image.open(photos / "cat" / "000.png") as image:
+        shown = image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR)
+        shown = np.asarray(shown.resize((panel, panel), Image.Resampling.BICUBIC), np.float32)
+    drawn = pixels[top : top + panel, left : left + panel].astype(np.float32)
+    assert np.abs(drawn - shown).mean() < 3, "the first panel is the crop that the network saw"
+    assert (pixels[-6:] == 255).all()
+    assert (pixels[:, :20] == 255).all()
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
+    for options in ({"layer": "depp"}, {"maps": "depp"}, {"maps": "head"}):
+        with pytest.raises(LayerError):
+            run(photos, attribute=options)
+    assert not Path("store").exists()
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_sheets_are_capped(photos: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(attribute, "MAX_SHEETS", 1)
+    assert run(photos) == 0
+    assert os.listdir("store/pictures") == ["cat.png"]
+    assert "the first 1 of 2 classes" in capsys.readouterr().err
+
+
+def test_the_command(
+    featx: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent.parent}:{os.environ['PYTHONPATH']}")
+    command = [part for part in COMMAND if not part.startswith("layers")]
+    command += ["job=attribute", "data=folder", f"data.root={photos}", "attribute.layer=deep"]
+    done = featx(*command)
+    assert done.returncode == 0, done.stderr
+    assert 'store.xy("gradcam")' in done.stdout
+    assert "images/s" in done.stdout

@@ -16,7 +16,7 @@ import numpy as np
 
 from featx.config import GRADIENTS, Config, ReduceConfig, layer_requests
 from featx.data import open_source
-from featx.decode import ImagePolicy
+from featx.decode import PILLOW, ImagePolicy, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
@@ -41,6 +41,7 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
+        jpeg: who decodes JPEGs.
     """
 
     config: Config
@@ -52,6 +53,7 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     seconds_per_image: float
+    jpeg: str
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -67,7 +69,7 @@ class Prepared:
             layers=tuple(self.specs),
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
-            resolved=self.engine.compute.as_dict(),
+            resolved={**self.engine.compute.as_dict(), "jpeg": self.jpeg},
         )
 
     def loader(self, batch_size: int) -> Loader:
@@ -77,7 +79,13 @@ class Prepared:
         backbone = self.engine.backbone
         reference = uses_reference(self.config, backbone)
         return Loader(
-            self.source, self.listing, backbone.preprocess, self.policy, reference, batch_size
+            self.source,
+            self.listing,
+            backbone.preprocess,
+            self.policy,
+            reference,
+            batch_size,
+            self.jpeg,
         )
 
 
@@ -153,16 +161,20 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
         chosen = _unfinished(config, stored, listing, selection.chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
-        with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
+        begun = _begun(stored, {tap.name for tap, _ in chosen})
+        before = begun.resolved.get("jpeg", PILLOW) if begun else None
+        jpeg = PILLOW if reference else jpeg_decoder(before)
+        with Loader(source, listing, backbone.preprocess, policy, reference, 1, jpeg) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
-        names = {tap.name for tap, _ in chosen}
-        resolver = Resolver(config, engine, images, len(listing), _begun(stored, names))
+        resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
         specs = engine.specs(chosen)
         part_rows = resolver.part_rows(sum(spec.row_bytes for spec in specs))
         header = StoreHeader(
-            fingerprint=_fingerprint(config, engine, specs, policy, listing, part_rows, reference),
+            fingerprint=_fingerprint(
+                config, engine, specs, policy, listing, part_rows, reference, jpeg
+            ),
             config=config_yaml,
             model=backbone.name,
             weights=backbone.weights,
@@ -180,6 +192,7 @@ def prepare(config: Config, config_yaml: str, known_rows_only: bool = False) -> 
             header=header,
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
+            jpeg=jpeg,
             choices=resolver.choices,
             left_out=selection.left_out,
         )
@@ -244,6 +257,7 @@ def _fingerprint(
     listing: Listing,
     part_rows: int,
     reference: bool,
+    jpeg: str,
 ) -> dict[str, Any]:
     """Everything that changes values, in JSON types; a resume with another one is refused."""
     backbone = engine.backbone
@@ -256,6 +270,8 @@ def _fingerprint(
         "dtype": config.dtype,
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if reference else "fast",
+        # Stores of early runs knew Pillow only, whose version stands below.
+        **({} if jpeg == PILLOW else {"jpeg": f"{jpeg} {importlib.metadata.version(jpeg)}"}),
         "data.exif": policy.exif,
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,

@@ -15,7 +15,7 @@ from typing import Any
 from featx.errors import ConfigError, nearest
 from featx.types import ITEM_BYTES
 
-JOBS = ("extract", "plan", "layers", "verify", "pack")
+JOBS = ("extract", "plan", "layers", "verify", "pack", "bench")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid")
 PRESETS = ("embedding", "stages", "leaves", "all")
 CAPTURES = ("output", "input", "grad_output", "grad_input")
@@ -216,6 +216,21 @@ class VerifyConfig:
 
 
 @dataclass
+class BenchConfig:
+    """What job=bench measures."""
+
+    images: int = 512
+    """Pictures of each run: photographs made for it, or the first ones of data=folder."""
+    runs: int = 3
+    """Rounds; in each every contender runs once, in turn."""
+
+    def __post_init__(self) -> None:
+        for key in ("images", "runs"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"bench.{key}={getattr(self, key)}: expected at least 1.")
+
+
+@dataclass
 class Config:
     """One run. The command's keys, one to one."""
 
@@ -270,6 +285,8 @@ class Config:
     """The folder or features.h5 that job=verify and job=pack read; null takes `out`."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """What job=verify does beside comparing every chunk with its checksum."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    """How much job=bench measures: featx, the script a user writes, and each stage alone."""
 
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
@@ -327,9 +344,10 @@ class Config:
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
         used = {
-            "job.json": (self.job.json, ("layers", "plan", "verify")),
+            "job.json": (self.job.json, ("layers", "plan", "verify", "bench")),
             "store": (self.store is not None, ("verify", "pack")),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
+            "bench": (self.bench != BenchConfig(), ("bench",)),
         }
         for key, (given, jobs) in used.items():
             if given and self.job.name not in jobs:

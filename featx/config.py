@@ -16,7 +16,7 @@ from typing import Any
 from featx.errors import ConfigError, nearest
 from featx.types import ITEM_BYTES
 
-JOBS = ("extract", "plan", "layers", "stats", "attribute", "verify", "pack")
+JOBS = ("extract", "plan", "layers", "stats", "attribute", "verify", "pack", "bench")
 PROJECTIONS = ("pca", "whiten")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid", *PROJECTIONS)
 PRESETS = ("embedding", "stages", "leaves", "all")
@@ -97,7 +97,7 @@ class JobConfig:
     name: str = "extract"
     """Taken from the key `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan, stats, verify)."""
+    """Print the job's result as JSON (layers, plan, stats, verify, bench)."""
     show: str = "shapes"
     """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
     (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
@@ -386,13 +386,28 @@ class AttributeConfig:
 
 
 @dataclass
+class BenchConfig:
+    """What job=bench measures."""
+
+    images: int = 512
+    """Pictures of each run: photographs made for it, or the first ones of data=folder."""
+    runs: int = 3
+    """Rounds; in each every contender runs once, in turn."""
+
+    def __post_init__(self) -> None:
+        for key in ("images", "runs"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"bench.{key}={getattr(self, key)}: expected at least 1.")
+
+
+@dataclass
 class Config:
     """One run. The command's keys, one to one."""
 
     job: JobConfig = field(default_factory=JobConfig)
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
-    said so), verify or pack (a store that is there)."""
+    said so), verify or pack (a store that is there), bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -452,6 +467,8 @@ class Config:
     """What job=verify does beside comparing every chunk with its checksum."""
     attribute: AttributeConfig = field(default_factory=AttributeConfig)
     """What job=attribute computes and draws."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    """How much job=bench measures: featx, the script a user writes, and each stage alone."""
 
     def __post_init__(self) -> None:
         _check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
@@ -511,13 +528,14 @@ class Config:
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
         used = {
-            "job.json": (self.job.json, ("layers", "plan", "stats", "verify")),
+            "job.json": (self.job.json, ("layers", "plan", "stats", "verify", "bench")),
             "job.show": (self.job.show != "shapes", ("layers",)),
             "store": (self.store is not None, ("verify", "pack")),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
+            "bench": (self.bench != BenchConfig(), ("bench",)),
         }
         for key, (given, jobs) in used.items():
             if given and self.job.name not in jobs:

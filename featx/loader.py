@@ -7,6 +7,7 @@ the batch. Nothing is substituted, nothing moves up.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from featx.decode import ImagePolicy, decode
+from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.preprocess import Preprocess
@@ -59,6 +60,7 @@ class Loader:
         policy: ImagePolicy,
         reference: bool,
         batch_size: int,
+        jpeg: str,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -67,6 +69,7 @@ class Loader:
         self._policy = policy
         self._reference = reference or not preprocess.has_fast_path
         self._batch_size = batch_size
+        self._jpeg = jpeg
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
@@ -156,17 +159,22 @@ class Loader:
 
     def _prepare(self, data: bytes) -> torch.Tensor:
         resize = self._preprocess.resize
-        image = decode(data, self._policy, None if self._reference else resize)
-        short, long = sorted(image.size)
+        expected = (3, *self._preprocess.crop)
+        if self._reference:
+            image = decode(data, self._policy)
+            width, height = image.size
+            transformed = functools.partial(self._preprocess.reference, image)
+        else:
+            pixels = decode_pixels(data, self._policy, resize, self._jpeg)
+            height, width, _ = pixels.shape
+            transformed = functools.partial(self._preprocess.crop_uint8, pixels)
+        short, long = sorted((width, height))
         if resize and resize * resize * long > self._policy.max_pixels * short:
             raise ImageFault(
-                Status.TOO_LARGE,
-                f"{image.width} x {image.height} pixels would be too long after resizing",
+                Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
             )
-        transform = self._preprocess.reference if self._reference else self._preprocess.crop_uint8
-        expected = (3, *self._preprocess.crop)
         try:
-            x = transform(image)
+            x = transformed()
             if x.shape != expected:  # copying it would spread one channel over three
                 raise ValueError(f"the transform gives {tuple(x.shape)}, expected {expected}")
             return x

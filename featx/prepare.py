@@ -6,9 +6,9 @@ The order is that of patience: what can be told without loading a model is told 
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from featx.config import GRADIENTS, Config, ReduceConfig, layer_requests
 from featx.data import open_source
-from featx.decode import ImagePolicy
+from featx.decode import PILLOW, ImagePolicy, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.store import codecs
@@ -44,6 +44,7 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
+        jpeg: who decodes JPEGs.
     """
 
     config: Config
@@ -55,6 +56,7 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     seconds_per_image: float
+    jpeg: str
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -70,7 +72,7 @@ class Prepared:
             layers=tuple(self.specs),
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
-            resolved=self.engine.compute.as_dict(),
+            resolved={**self.engine.compute.as_dict(), "jpeg": self.jpeg},
         )
 
     def loader(self, batch_size: int) -> Loader:
@@ -80,7 +82,13 @@ class Prepared:
         backbone = self.engine.backbone
         reference = uses_reference(self.config, backbone)
         return Loader(
-            self.source, self.listing, backbone.preprocess, self.policy, reference, batch_size
+            self.source,
+            self.listing,
+            backbone.preprocess,
+            self.policy,
+            reference,
+            batch_size,
+            self.jpeg,
         )
 
 
@@ -216,15 +224,17 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
-        with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
+        begun = purpose.begun({tap.name for tap, _ in chosen})
+        before = begun.resolved.get("jpeg", PILLOW) if begun else None
+        jpeg = PILLOW if reference else jpeg_decoder(before)
+        with Loader(source, listing, backbone.preprocess, policy, reference, 1, jpeg) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
-        names = {tap.name for tap, _ in chosen}
-        resolver = Resolver(config, engine, images, len(listing), purpose.begun(names))
+        resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
         specs = engine.specs(chosen)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs))
-        settings = _fingerprint(config, engine, specs, policy, listing, part_rows, reference)
+        settings = _fingerprint(config, engine, specs, policy, listing, part_rows, reference, jpeg)
         header = StoreHeader(
             fingerprint={**settings, **purpose.settings},
             config=config_yaml,
@@ -244,6 +254,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             header=header,
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
+            jpeg=jpeg,
             choices=resolver.choices,
             left_out=selection.left_out,
         )
@@ -331,6 +342,7 @@ def _fingerprint(
     listing: Listing,
     part_rows: int,
     reference: bool,
+    jpeg: str,
 ) -> dict[str, Any]:
     """Everything that changes values, in JSON types; a resume with another one is refused."""
     backbone = engine.backbone
@@ -344,6 +356,8 @@ def _fingerprint(
         "layers": [spec.name for spec in specs],
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if reference else "fast",
+        # Stores of early runs knew Pillow only, whose version stands below.
+        **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
         "data.exif": policy.exif,
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,
@@ -367,7 +381,7 @@ def _layer_line(spec: LayerSpec, config: Config) -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _VERSIONED}
+    return {name: version_of(name) for name in _VERSIONED}
 
 
 def _own_version() -> str:

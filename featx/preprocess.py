@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from featx.errors import ModelError
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from PIL import Image
 
 
@@ -50,14 +51,17 @@ class Preprocess:
             f"mean {list(self.mean)}, std {list(self.std)}"
         )
 
-    def crop_uint8(self, image: Image.Image) -> torch.Tensor:
+    def crop_uint8(self, image: npt.NDArray[np.uint8]) -> torch.Tensor:
         """The fast path: shorter side to `resize`, centre crop.
+
+        Args:
+            image: (H, W, 3) RGB.
 
         Returns:
             (3, H, W) uint8. torch's antialiased uint8 resize stays within 1 of Pillow's.
         """
         assert self.resize is not None
-        x = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        x = torch.from_numpy(image).permute(2, 0, 1)
         height, width = x.shape[1:]
         short = min(height, width)
         if short != self.resize:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
+from featx.decode import PILLOW
 from featx.devices import synchronise
 from featx.distance import refuse_other_values
 from featx.errors import ConfigError
@@ -84,6 +85,7 @@ class StatsPurpose:
         if self._begun is None:
             return None
         resolved = {key: self._begun[key] for key in _RESOLVED}
+        resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
         return Begun(resolved, self._begun["part_rows"], "the statistics were")
 
     def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:

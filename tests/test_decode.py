@@ -22,7 +22,16 @@ from conftest import make_picture
 from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
-from featx.decode import FORMATS, ImagePolicy, decode, to_rgb
+from featx.decode import (
+    FORMATS,
+    PILLOW,
+    SIMPLEJPEG,
+    ImagePolicy,
+    decode,
+    decode_pixels,
+    jpeg_decoder,
+    to_rgb,
+)
 from featx.errors import ConfigError
 from featx.types import ImageFault, Status
 
@@ -68,10 +77,10 @@ def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
     return caught.value
 
 
-def attempt(data: bytes) -> np.ndarray | ImageFault:
+def attempt(data: bytes, jpeg: str = PILLOW) -> np.ndarray | ImageFault:
     """The pixels, or the fault; anything else is raised."""
     try:
-        return pixels(data)
+        return decode_pixels(data, POLICY, None, jpeg)
     except ImageFault as fault:
         return fault
 
@@ -773,3 +782,85 @@ def test_16_bit_grey_keeps_its_gradient(shared_data: Path) -> None:
 def test_interlaced_pictures_equal_plain_ones(shared_data: Path, kind: str) -> None:
     plain = png_suite(shared_data, f"basn{kind}")
     assert np.array_equal(png_suite(shared_data, f"basi{kind}"), plain)
+
+
+def jpeg_files() -> dict[str, bytes]:
+    """JPEGs of every common making, all of them sound."""
+    rng = np.random.default_rng(5)
+    smooth = rng.normal(size=(12, 16, 3)).cumsum(0).cumsum(1)
+    smooth = (255 * (smooth - smooth.min()) / np.ptp(smooth)).astype(np.uint8)
+    picture = Image.fromarray(smooth).resize((331, 217), Image.Resampling.BICUBIC)
+    files = {
+        f"quality {quality}, {sampling}": encode(
+            picture, "JPEG", quality=quality, subsampling=sampling
+        )
+        for quality in (30, 90, 100)
+        for sampling in ("4:4:4", "4:2:2", "4:2:0")
+    }
+    files["progressive"] = encode(picture, "JPEG", progressive=True)
+    files["optimised"] = encode(picture, "JPEG", optimize=True)
+    files["restart markers"] = encode(picture, "JPEG", restart_marker_rows=1)
+    files["RGB inside"] = encode(picture, "JPEG", keep_rgb=True)
+    files["grey"] = encode(picture.convert("L"), "JPEG")
+    files["CMYK"] = encode(picture.convert("CMYK"), "JPEG")
+    files["one pixel"] = encode(picture.crop((0, 0, 1, 1)), "JPEG")
+    return files
+
+
+@pytest.mark.parametrize("name", jpeg_files())
+@pytest.mark.parametrize("at_least", [None, 20, 50])
+def test_both_decoders_give_the_same_pixels(name: str, at_least: int | None) -> None:
+    pytest.importorskip("simplejpeg")
+    data = jpeg_files()[name]
+    expected = np.asarray(decode(data, POLICY, at_least))
+    assert np.array_equal(decode_pixels(data, POLICY, at_least, SIMPLEJPEG), expected)
+    assert np.array_equal(decode_pixels(data, POLICY, at_least, PILLOW), expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_both_decoders_turn_a_picture_upright(orientation: int) -> None:
+    pytest.importorskip("simplejpeg")
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+    data = stored_with("JPEG", picture, orientation)
+    for exif in ("apply", "ignore"):
+        policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels)
+        expected = np.asarray(decode(data, policy))
+        assert np.array_equal(decode_pixels(data, policy, None, SIMPLEJPEG), expected)
+
+
+def test_a_jpeg_that_is_not_sound_is_what_pillow_says_it_is() -> None:
+    """Flipped, cut and lengthened files: the same pixels or the same fault, whoever decodes."""
+    pytest.importorskip("simplejpeg")
+    rng = np.random.default_rng(3)
+    outcomes = set()
+    for data in jpeg_files().values():
+        for _ in range(12):
+            mutant = bytearray(data)
+            how = int(rng.integers(3))
+            if how == 0:
+                mutant[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+            elif how == 1:
+                del mutant[int(rng.integers(2, len(data))) :]
+            else:
+                mutant += rng.bytes(9)
+            outcomes.add(same_outcome(bytes(mutant)))
+    assert outcomes == {True, False}, "only sound ones, or none: the test proves nothing"
+
+
+def same_outcome(data: bytes) -> bool:
+    """Whether both decoders give a picture, after having made sure that they agree."""
+    found, expected = attempt(data, SIMPLEJPEG), attempt(data)
+    if isinstance(expected, ImageFault):
+        assert isinstance(found, ImageFault)
+        assert (found.status, str(found)) == (expected.status, str(expected))
+        return False
+    assert np.array_equal(found, expected)
+    return True
+
+
+def test_a_store_keeps_the_decoder_it_was_begun_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jpeg_decoder(PILLOW) == PILLOW
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert jpeg_decoder() == PILLOW
+    with pytest.raises(ConfigError, match=r"pip install .featx\[jpeg\]"):
+        jpeg_decoder(SIMPLEJPEG)

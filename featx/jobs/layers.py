@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.config import VIEWS_OF_LAYERS, Config, DataConfig, captures
-from featx.decode import ImagePolicy
+from featx.decode import ImagePolicy, jpeg_decoder
 from featx.errors import DataError, MissingExtraError, ModelError
 from featx.models import build_backbone, resolve_library
 from featx.prepare import list_images, uses_reference
@@ -100,7 +100,8 @@ def _first_picture(
 
     policy = ImagePolicy.from_config(config.data)
     reference = uses_reference(config, backbone)
-    with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
+    jpeg = jpeg_decoder()
+    with Loader(source, listing, backbone.preprocess, policy, reference, 1, jpeg) as loader:
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])
             if len(images):

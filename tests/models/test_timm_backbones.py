@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from urllib.parse import urlparse
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -165,7 +166,7 @@ def test_the_transform_is_timms_own(name: str) -> None:
     picture = make_picture(210, 190)
     assert torch.equal(backbone.preprocess.reference(picture), transform(picture))
     assert backbone.preprocess.crop == tuple(data["input_size"][1:])
-    fast = backbone.preprocess.normalise(backbone.preprocess.crop_uint8(picture)[None])[0]
+    fast = backbone.preprocess.normalise(backbone.preprocess.crop_uint8(np.array(picture))[None])[0]
     assert (fast - transform(picture)).abs().mean() < 0.02
     check_reference(backbone.preprocess)
 

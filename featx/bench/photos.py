@@ -1,0 +1,40 @@
+"""Ordinary photographs to measure on: 500 x 375 JPEGs cut from the two that scikit-learn ships."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from featx.errors import ConfigError
+
+WIDTH, HEIGHT, QUALITY = 500, 375, 90
+
+
+def make_photos(folder: Path, count: int) -> None:
+    """Write `count` different JPEGs of about 55 kB, the same ones every time.
+
+    Each is a cut of china.jpg or flower.jpg at a place and with a brightness of its own.
+
+    Raises:
+        ConfigError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_sample_images
+    except ImportError as error:
+        raise ConfigError(
+            "job=bench cuts its pictures from two photographs of scikit-learn, which is not "
+            'installed: pip install "featx[demo]", or give data=folder data.root=DIR.'
+        ) from error
+    photographs = load_sample_images().images
+    generator = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for i in range(count):
+        whole = photographs[i % len(photographs)]
+        top = int(generator.integers(0, whole.shape[0] - HEIGHT + 1))
+        left = int(generator.integers(0, whole.shape[1] - WIDTH + 1))
+        cut = whole[top : top + HEIGHT, left : left + WIDTH]
+        brightness = generator.uniform(0.8, 1.2)
+        pixels = np.clip(cut * brightness, 0, 255).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"photo-{i:05d}.jpg", quality=QUALITY)

@@ -1,0 +1,126 @@
+"""job=bench: featx beside the script a user writes, and each stage alone, in one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from featx.bench import contenders
+from featx.bench.contenders import Measurement
+from featx.bench.photos import make_photos
+from featx.config import Config, DataConfig
+from featx.progress import complain, say, table
+
+SCRIPT = "the user's script"
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Measure in alternation and print ratios with their spread; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="featx-bench-") as name:
+        folder = Path(name)
+        config = _config_to_measure(config, folder)
+        result = _measured(config, config_yaml, folder)
+    say(json.dumps(result, indent=2) if config.job.json else _text(result))
+    return 0
+
+
+def _config_to_measure(config: Config, folder: Path) -> Config:
+    """The same pictures for all: a folder of the user's, or photographs made here."""
+    if config.data.name != "folder":
+        photos = folder / "photos"
+        make_photos(photos, config.bench.images)
+        config = replace(config, data=DataConfig(name="folder", root=str(photos)))
+    return replace(config, data=replace(config.data, limit=config.bench.images))
+
+
+def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
+    """Every contender once a round, in turn; then the stages alone."""
+    variants = {
+        "featx": config,
+        "featx precision=fp32": replace(config, precision="fp32"),
+    }
+    runs: dict[str, list[Measurement]] = {name: [] for name in (SCRIPT, *variants)}
+    kept: dict[str, Path] = {}
+    for number in range(config.bench.runs):
+        complain(f"round {number + 1} of {config.bench.runs}")
+        for name in runs:
+            place = folder / f"{number}-{len(kept)}"
+            place.mkdir()
+            if name == SCRIPT:
+                measurement = contenders.alone(contenders.run_tutorial, config, place)
+            else:
+                measurement = contenders.alone(
+                    contenders.run_featx, variants[name], config_yaml, place
+                )
+            runs[name].append(measurement)
+            if name in kept:
+                shutil.rmtree(place)
+            kept.setdefault(name, place)
+    out = str(folder / "stages")
+    stages = contenders.alone(contenders.stages_alone, replace(config, out=out), config_yaml)
+    return _result(config, runs, kept, stages)
+
+
+def _result(
+    config: Config,
+    runs: dict[str, list[Measurement]],
+    kept: dict[str, Path],
+    stages: dict[str, float],
+) -> dict[str, Any]:
+    """Medians and spreads, in JSON types."""
+    for stage in ("copy", "write"):
+        seconds = statistics.median(m.stages[stage] for m in runs["featx"])
+        stages[stage] = config.bench.images / seconds if seconds else float("inf")
+    slowest = min(stages, key=lambda stage: stages[stage])
+    rows: dict[str, dict[str, Any]] = {}
+    for name, measurements in runs.items():
+        rates = [m.images_per_second for m in measurements]
+        ratios = [
+            m.images_per_second / script.images_per_second
+            for m, script in zip(measurements, runs[SCRIPT], strict=True)
+        ]
+        rows[name] = {
+            "images_per_second": statistics.median(rates),
+            "ratio": statistics.median(ratios),
+            "ratio_spread": [min(ratios), max(ratios)],
+            "cosine": float(contenders.cosines(kept[name], kept[SCRIPT]).min()),
+        }
+    return {
+        "model": config.model.name,
+        "layers": config.layers,
+        "images": config.bench.images,
+        "runs": config.bench.runs,
+        "contenders": rows,
+        "stages_alone": stages,
+        "slowest_stage": slowest,
+        "share_of_slowest_stage": rows["featx"]["images_per_second"] / stages[slowest],
+    }
+
+
+def _text(result: dict[str, Any]) -> str:
+    """Two tables and a sentence."""
+    body = [
+        (
+            name,
+            f"{row['images_per_second']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}",
+            f"{row['cosine']:.5f}",
+        )
+        for name, row in result["contenders"].items()
+    ]
+    header = ("", "images/s", "ratio", "spread", "smallest cosine to the script's rows")
+    stages = [(stage, f"{rate:,.1f}") for stage, rate in result["stages_alone"].items()]
+    return (
+        f"{result['model']}, layers={result['layers']}, {result['images']} images, "
+        f"{result['runs']} rounds in turn, files to store\n"
+        f"{table(header, body)}\n\n"
+        f"{table(('stage alone', 'images/s'), stages)}\n\n"
+        f"featx reaches {result['share_of_slowest_stage']:.2f} of its slowest stage alone "
+        f"({result['slowest_stage']})."
+    )

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.config import PRESETS
 from featx.errors import LayerError
 from featx.operations import unwatched
+from featx.options import PRESETS
 from featx.select import glob_to_regex, split_capture
 
 HIDDEN = ("matmul", "matmul_1", "softmax")

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
 
-from featx.config import DataConfig
 from featx.errors import ConfigError
+from featx.options import DataConfig
 from featx.types import ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")

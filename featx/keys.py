@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx import config as featx_config
-from featx.config import DATA_KINDS, Config
+from featx import options as featx_options
+from featx.config import Config
 from featx.errors import ConfigError, nearest
+from featx.options import DATA_KINDS
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -24,7 +26,9 @@ def described_keys() -> list[tuple[str, str, str]]:
     The sentence is the string under the field, which only the source holds.
     """
     sentences: dict[tuple[str, str], str] = {}
-    for node in ast.parse(Path(featx_config.__file__).read_text(encoding="utf-8")).body:
+    sources = [Path(module.__file__ or "") for module in (featx_options, featx_config)]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    for node in itertools.chain.from_iterable(tree.body for tree in trees):
         if isinstance(node, ast.ClassDef):
             for before, after in itertools.pairwise(node.body):
                 if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):

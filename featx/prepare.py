@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from featx.config import GRADIENTS, Config, ReduceConfig, layer_requests
+from featx.config import Config, layer_requests
 from featx.data import open_source
 from featx.decode import PILLOW, ImagePolicy, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
+from featx.options import GRADIENTS, ReduceConfig
 from featx.store import codecs
 from featx.store.joining import growth_refused, refuse_difference
 from featx.store.layout import PART_BYTES, Grid

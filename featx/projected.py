@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from featx.config import GRADIENTS, PROJECTIONS, Config, ReduceConfig
+from featx.config import Config
 from featx.errors import ConfigError, ReduceError, StoreMismatchError
 from featx.models.base import Backbone
+from featx.options import GRADIENTS, PROJECTIONS, ReduceConfig
 from featx.projection import Projection, principal_components, whitening
 from featx.reduce import Reduction, channel_axis, reduction
 from featx.stats_file import Statistics

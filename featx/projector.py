@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import ReduceConfig
 from featx.errors import ReduceError
+from featx.options import ReduceConfig
 from featx.progress import complain
 from featx.store import layout
 from featx.store.commit import Disk

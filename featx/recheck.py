@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import PROJECTIONS, Config, ReduceConfig, layer_requests, with_statistics_at
+from featx.config import Config, layer_requests, with_statistics_at
 from featx.errors import LayerError, StoreError, StoreMismatchError
 from featx.extraction import compute_rows
 from featx.keys import from_saved
+from featx.options import PROJECTIONS, ReduceConfig
 from featx.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from featx.config import ReduceConfig
 from featx.errors import ReduceError
+from featx.options import ReduceConfig
 
 Reduction = Callable[[torch.Tensor], torch.Tensor]
 

@@ -18,8 +18,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from featx.config import CAPTURES, PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
+from featx.options import CAPTURES, PRESETS, ReduceConfig
 from featx.stages import find_stages
 from featx.traces import Call, Path, Tap, Trace, element_name
 

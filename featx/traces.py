@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from featx.config import GRADIENTS
+from featx.options import GRADIENTS
 
 Path = tuple[str | int, ...]
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import featx
 from featx.attention import needs_plain_attention
-from featx.config import ReduceConfig
 from featx.engine import Engine
 from featx.errors import LayerError
+from featx.options import ReduceConfig
 from featx.select import Selection, select
 
 SIDE = 16

@@ -15,11 +15,12 @@ from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
 from featx.attribution import DELTA, Attributor
-from featx.config import METHODS, SCALARS, AttributeConfig, Config
+from featx.config import Config
 from featx.engine import Compute
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.guided import guided_rectifiers
 from featx.models.base import Backbone
+from featx.options import METHODS, SCALARS, AttributeConfig
 from featx.preprocess import Preprocess
 
 SIDE = 24
@@ -447,7 +448,7 @@ def test_mistaken_settings_are_refused(settings: dict[str, Any], expected: str) 
     ],
 )
 def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> None:
-    from featx.config import JobConfig
+    from featx.options import JobConfig
 
     with pytest.raises(ConfigError, match=expected):
         Config(job=JobConfig("attribute"), **keys)

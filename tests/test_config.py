@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from featx.config import Config, DataConfig, ModelConfig, ReduceConfig, layer_requests
+from featx.config import Config, layer_requests
 from featx.errors import ConfigError, nearest
 from featx.fingerprint import differences, digest
 from featx.keys import described_keys, from_keywords, from_omegaconf, known_keys, saved_yaml
+from featx.options import DataConfig, ModelConfig, ReduceConfig
 
 
 def config(**keys: object) -> Config:

@@ -21,7 +21,6 @@ import pytest
 from conftest import make_picture
 from PIL import Image, ImageFile, ImageOps
 
-from featx.config import DataConfig
 from featx.decode import (
     FORMATS,
     PILLOW,
@@ -33,6 +32,7 @@ from featx.decode import (
     to_rgb,
 )
 from featx.errors import ConfigError
+from featx.options import DataConfig
 from featx.types import ImageFault, Status
 
 BACKGROUND = (10, 20, 30)

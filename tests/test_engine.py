@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import featx
-from featx.config import ModelConfig, ReduceConfig
 from featx.devices import choose_device, exact_cuda
 from featx.engine import Compute, Engine, finite_rows, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
 from featx.models import build_backbone
 from featx.models.base import Backbone, state_sha256
+from featx.options import ModelConfig, ReduceConfig
 from featx.preprocess import Preprocess
 from featx.select import select
 from featx.traces import Tap

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 import featx
-from featx.config import Config, ModelConfig, ReduceConfig
+from featx.config import Config
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, ModelError
 from featx.models import build_backbone
 from featx.models.base import Backbone
+from featx.options import ModelConfig, ReduceConfig
 from featx.preprocess import Preprocess
 from featx.select import select
 from featx.targets import target_values

@@ -15,9 +15,9 @@ from test_engine import CPU, FP32, Clamped, Residual, backbone_of, hooked, noise
 from torch import nn
 
 import featx
-from featx.config import ReduceConfig
 from featx.engine import Compute, Engine
 from featx.errors import LayerError, RunError
+from featx.options import ReduceConfig
 from featx.select import select
 
 

@@ -15,11 +15,11 @@ from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 
 import featx
-from featx.config import ReduceConfig
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
 from featx.hooks import TapHooks, find_overwritten
 from featx.operations import Watch, plain_name
+from featx.options import ReduceConfig
 from featx.select import parse_operation, select
 from featx.traces import Tap
 from featx.tracing import trace

@@ -17,7 +17,6 @@ from test_stats_run import files, matrix, take
 from tiny_model import KEYS, MODEL, extract, run_job
 
 import featx
-from featx.config import ReduceConfig
 from featx.errors import (
     ConfigError,
     FeatxError,
@@ -27,6 +26,7 @@ from featx.errors import (
     StoreMismatchError,
 )
 from featx.moments import Moments, StatsLayer
+from featx.options import ReduceConfig
 from featx.projected import ProjectedReduce, first_reduction
 from featx.projection import Projection
 from featx.stats_file import file_bytes

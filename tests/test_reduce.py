@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from featx.config import ReduceConfig
 from featx.errors import ReduceError
+from featx.options import ReduceConfig
 from featx.reduce import VIEWS, channels_last, reduction, token_grid
 
 SQUARE = (224, 224)

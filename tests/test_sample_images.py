@@ -12,8 +12,8 @@ import PIL
 import pytest
 from PIL import Image
 
-from featx.config import DataConfig
 from featx.decode import ImagePolicy, decode
+from featx.options import DataConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE = REPOSITORY / "data" / "sample"

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from featx.config import ModelConfig, ReduceConfig
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
 from featx.models import build_backbone
 from featx.models.base import Backbone
+from featx.options import ModelConfig, ReduceConfig
 from featx.select import Selection, parse_tap, select
 from featx.traces import Trace
 from featx.tracing import no_fast_path, trace

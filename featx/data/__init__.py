@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from featx.config import DataConfig
+from featx.options import DataConfig
 from featx.types import Source
 
 _HOME = {"folder": "folder", "textiles": "packaged", "sample": "sample"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from featx.config import DataConfig
 from featx.data.base import FolderSource
+from featx.options import DataConfig
 from featx.types import Source
 
 

@@ -6,9 +6,9 @@ package conformal-clip-data 0.1.4 (MIT licence).
 
 from __future__ import annotations
 
-from featx.config import DataConfig
 from featx.data.base import FolderSource
 from featx.errors import MissingExtraError
+from featx.options import DataConfig
 from featx.types import Source
 
 

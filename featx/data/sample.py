@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from featx.config import DataConfig, shipped
+from featx.config import shipped
 from featx.data.base import FolderSource
+from featx.options import DataConfig
 from featx.types import Source
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from featx.config import METHODS, OF_A_LAYER, Config
+from featx.config import Config
 from featx.extraction import exit_code, run_extraction
+from featx.options import METHODS, OF_A_LAYER
 from featx.pictures import Tile, contact_sheet, feature_map_grid
 from featx.prepare import Prepared
 from featx.progress import complain, describe_end, say

@@ -13,7 +13,8 @@ from typing import Any
 from featx.bench import contenders
 from featx.bench.contenders import Measurement
 from featx.bench.photos import make_photos
-from featx.config import Config, DataConfig
+from featx.config import Config
+from featx.options import DataConfig
 from featx.progress import complain, say, table
 
 SCRIPT = "the user's script"

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.config import VIEWS_OF_LAYERS, Config, DataConfig, captures
+from featx.config import Config, captures
 from featx.decode import ImagePolicy, jpeg_decoder
 from featx.errors import DataError, MissingExtraError, ModelError
 from featx.models import build_backbone, resolve_library
+from featx.options import VIEWS_OF_LAYERS, DataConfig
 from featx.prepare import list_images, uses_reference
 from featx.progress import complain, facts, say, size_text, table
 from featx.traces import Call, Operation, Path, Trace, element_name

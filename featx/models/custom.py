@@ -14,9 +14,9 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from featx.config import ModelConfig, TransformConfig
 from featx.errors import ModelError, WeightsError, nearest
 from featx.models.base import Backbone, load_weights, random_id, read_weights, seeded
+from featx.options import ModelConfig, TransformConfig
 from featx.preprocess import Preprocess
 
 

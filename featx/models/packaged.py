@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
 from featx.models.base import (
     Backbone,
@@ -24,6 +23,7 @@ from featx.models.base import (
     timm_classes,
     timm_stages,
 )
+from featx.options import ModelConfig
 from featx.preprocess import Preprocess
 
 _REPEATS = (1, 2, 2, 3, 3, 4, 1)

@@ -14,7 +14,6 @@ from urllib.parse import urlparse
 
 import torch
 
-from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
 from featx.models.base import (
     Backbone,
@@ -26,6 +25,7 @@ from featx.models.base import (
     timm_classes,
     timm_stages,
 )
+from featx.options import ModelConfig
 from featx.preprocess import Preprocess
 
 

@@ -17,7 +17,6 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
-from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
 from featx.models.base import (
     Backbone,
@@ -27,6 +26,7 @@ from featx.models.base import (
     read_weights,
     seeded,
 )
+from featx.options import ModelConfig
 from featx.preprocess import Preprocess
 
 _patch_lock = threading.Lock()

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featx.config import DataConfig
 from featx.data import open_source
 from featx.data.base import EXTENSIONS, MAX_FILE_BYTES, FolderSource
 from featx.errors import DataError
+from featx.options import DataConfig
 from featx.types import ImageFault, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"

@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from featx.config import DataConfig
 from featx.data import open_source
 from featx.decode import ImagePolicy, decode
 from featx.errors import MissingExtraError
+from featx.options import DataConfig
 from featx.types import Source
 
 

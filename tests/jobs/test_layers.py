@@ -16,10 +16,10 @@ import torch
 from tiny_model import MODEL, Tiny, write_picture
 from torch import nn
 
-from featx.config import VIEWS_OF_LAYERS, ReduceConfig
 from featx.errors import ConfigError, DataError, MissingExtraError, ModelError
 from featx.jobs.layers import layer_rows, layer_table
 from featx.keys import from_keywords, from_omegaconf
+from featx.options import VIEWS_OF_LAYERS, ReduceConfig
 from featx.progress import say
 from featx.select import select
 from featx.tracing import trace

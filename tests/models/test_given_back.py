@@ -121,7 +121,7 @@ def test_batch_statistics_do_not_move_and_whole_numbers_stay_whole() -> None:
 
 
 def preprocess_of_tiny() -> Any:
-    from featx.config import TransformConfig
+    from featx.options import TransformConfig
 
     return preprocess_of(TransformConfig(resize=32, crop=32))
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 import featx
-from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.models.packaged import rename_keys
+from featx.options import ModelConfig
 from featx.preprocess import check_reference
 
 

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from featx.config import ModelConfig
 from featx.errors import ModelError
 from featx.models import registered_names, resolve_library
+from featx.options import ModelConfig
 
 
 def test_torchvision_names_are_those_it_registers() -> None:

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 
-from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded, state_sha256
+from featx.options import ModelConfig
 from featx.preprocess import check_reference
 
 

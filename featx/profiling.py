@@ -6,6 +6,7 @@ model once or some times, keeps no tensor of it, and takes its hooks away.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import nn
 from featx.calls import OpenCall, every_call
 from featx.devices import synchronise
 from featx.hooks import elements
+from featx.operations import Watch, unwatched
 from featx.traces import Path
 
 CallKey = tuple[str, int]
@@ -127,6 +129,23 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
 
     with every_call(module, begin, end):
         module(x.clone())
+    return found
+
+
+def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Path, Values]]:
+    """One pass; what the operations give that no module owns, by name, at that moment."""
+    found: dict[str, dict[Path, Values]] = {}
+
+    def seen(name: str, module: str, function: Any, result: Any) -> None:
+        with unwatched():
+            found[name] = {path: summarise(t) for path, t in elements(result).items()}
+
+    watch = Watch(module, seen)
+    with contextlib.ExitStack() as handles:
+        for handle in watch.attach():
+            handles.callback(handle.remove)
+        with watch:
+            module(x.clone())
     return found
 
 
@@ -275,10 +294,12 @@ class Profile:
 
     Attributes:
         values: on one picture.
+        operations: of those that no module owns, the values that they give on that picture.
         times, memory: of a batch.
     """
 
     values: Mapping[CallKey, CallValues]
+    operations: Mapping[str, Mapping[Path, Values]]
     times: Times | None
     memory: Mapping[CallKey, Memory]
 
@@ -293,6 +314,7 @@ def profile(module: nn.Module, x: torch.Tensor, kinds: Sequence[str]) -> Profile
     """
     return Profile(
         values=measure_values(module, x[:1]) if "values" in kinds else {},
+        operations=measure_operations(module, x[:1]) if "values" in kinds else {},
         times=measure_times(module, x) if "times" in kinds else None,
         memory=measure_memory(module, x) if "memory" in kinds else {},
     )

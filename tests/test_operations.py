@@ -20,6 +20,7 @@ from featx.errors import ConfigError, LayerError, RunError
 from featx.hooks import TapHooks, find_overwritten
 from featx.operations import Watch, plain_name
 from featx.options import ReduceConfig
+from featx.profiling import measure_operations
 from featx.select import parse_operation, select
 from featx.traces import Tap
 from featx.tracing import trace
@@ -507,8 +508,24 @@ def test_job_layers_lists_operations_in_their_place(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run_job("layers", model=KEYS["model"]) == 0
-    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert lines[2:4] == [["pool", "AdaptiveAvgPool2d"], ["flatten", "torch.Tensor.flatten"]]
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    place = lines.index(["pool", "AdaptiveAvgPool2d"])
+    assert lines[place + 1] == ["flatten", "torch.Tensor.flatten"]
+
+
+def test_values_of_operations_are_those_of_their_moment() -> None:
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            y.mul_(2)
+            return y - 3
+
+    found = measure_operations(Doubled(), torch.tensor([[1.0, -1.0]]))
+    assert [(name, v[()].minimum, v[()].maximum) for name, v in found.items()] == [
+        ("add", 0, 2),
+        ("mul", 0, 4),
+        ("sub", -3, 1),
+    ]
 
 
 def test_forms_of_names() -> None:

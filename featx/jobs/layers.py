@@ -189,7 +189,8 @@ def layer_rows(
     for i, call in enumerate(traced.calls):
         for each in operations:
             if each.num_calls_before == i:
-                rows += operation_rows(each, traced.batch_size, item_bytes)
+                given = profiled.operations.get(each.name) if profiled else None
+                rows += operation_rows(each, traced.batch_size, item_bytes, given or {})
         if not call.module:
             continue
         for kind in kinds:
@@ -212,8 +213,17 @@ def layer_rows(
     return rows
 
 
-def operation_rows(each: Operation, batch_size: int, item_bytes: int) -> list[dict[str, Any]]:
-    """The same of an operation that no module owns, of which nothing was measured."""
+def operation_rows(
+    each: Operation, batch_size: int, item_bytes: int, given: Mapping[Path, Values]
+) -> list[dict[str, Any]]:
+    """The same of an operation that no module owns; hooks do not time those.
+
+    Args:
+        each: the operation.
+        batch_size: of the trace.
+        item_bytes: of one stored number.
+        given: what was measured of its tensors.
+    """
     single = len(each.outputs) == 1
     return [
         {
@@ -226,7 +236,8 @@ def operation_rows(each: Operation, batch_size: int, item_bytes: int) -> list[di
             "bytes_per_row": _row_bytes(shape, item_bytes),
             "batch_in_front": shape[:1] == (batch_size,),
             "inputs": {},
-            **dict.fromkeys(_MEASURED_KEYS),
+            **dict.fromkeys(("ms", "own_ms", "output_bytes", "added_bytes", "peak_bytes")),
+            **_values(given.get(path)),
         }
         for path, shape in each.outputs.items()
     ]
@@ -244,12 +255,6 @@ def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
     return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
 
 
-_MEASURED_KEYS = (
-    "ms", "own_ms", "output_bytes", "added_bytes", "peak_bytes", "compute_dtype",
-    "min", "mean", "max", "zeros", "nonfinite",
-)  # fmt: skip
-
-
 def _measured(profiled: Profile | None, call: Call, kind: str, path: Path) -> dict[str, Any]:
     """What was measured of one tensor of a call, by the keys of JSON."""
     key = call.module, call.number
@@ -265,6 +270,12 @@ def _measured(profiled: Profile | None, call: Call, kind: str, path: Path) -> di
         "output_bytes": memory.output if memory else None,
         "added_bytes": memory.added if memory else None,
         "peak_bytes": memory.peak if memory else None,
+        **_values(values),
+    }
+
+
+def _values(values: Values | None) -> dict[str, Any]:
+    return {
         "compute_dtype": values.dtype if values else None,
         "min": values.minimum if values else None,
         "mean": values.mean if values else None,

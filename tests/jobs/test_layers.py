@@ -141,9 +141,11 @@ def test_without_the_default_data_the_sample_is_taken_and_told(
 def test_costs_are_of_the_batch_that_is_asked_for(layers: Layers) -> None:
     one, four = (json.loads(layers(as_json=True, batch_size=size)) for size in ("auto", 4))
     assert one[0]["output_bytes"] == 4 * 8 * 4 * 4
-    assert [row["output_bytes"] for row in four] == [4 * row["output_bytes"] for row in one]
     assert [row["mean"] for row in four] == [pytest.approx(r["mean"], rel=1e-4) for r in one]
-    assert all(row["ms"] >= row["own_ms"] > 0 for row in one)
+    modules = [row for row in one if row["ms"] is not None]  # operations are not timed
+    more = [row["output_bytes"] for row in four if row["ms"] is not None]
+    assert more == [4 * row["output_bytes"] for row in modules]
+    assert all(row["ms"] >= row["own_ms"] > 0 for row in modules)
     assert one[0]["added_bytes"] is one[0]["peak_bytes"] is None  # what a CPU cannot tell
     text = layers("cost", batch_size=4)
     assert "as 4x3x32x32" in text

@@ -238,7 +238,12 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 @pytest.mark.parametrize(
     ("signum", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)],
+    [
+        (signal.SIGINT, 130),
+        # The other two are killed in test_resume.py as well, with a smaller model.
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
+    ],
 )
 def test_a_stopped_run_goes_on_and_ends_bit_identical(
     featx: Featx, photo_folder: Path, tmp_path: Path, signum: signal.Signals, code: int
@@ -282,14 +287,16 @@ def test_the_wheel_carries_conf_and_pictures(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     command = [tmp_path / "env" / "bin" / "python", "-m", "featx", "data=sample", *RESNET]
+    elsewhere = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [*command, "data.limit=2"], cwd=empty, capture_output=True, text=True, check=False
-    )
+        [*command, "data.limit=2"],
+        cwd=empty, env=elsewhere, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (empty / "runs" / "sample" / "resnet18" / "features.h5").is_file()
     where = "import featx; print(featx.__file__)"
     printed = subprocess.run(
         [tmp_path / "env" / "bin" / "python", "-c", where],
-        cwd=empty, capture_output=True, text=True, check=True,
+        cwd=empty, env=elsewhere, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert str(site) in printed

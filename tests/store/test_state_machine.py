@@ -240,6 +240,9 @@ class StoreLife(RuleBasedStateMachine):
             return
         if harm is flip_value and "features" not in path.name and "part" not in path.name:
             return
+        if harm is zero:
+            # One that has looked at the file takes the zeros that it finds there for values.
+            self.readers.clear()
         harm(path, where)
         self.damaged.add(path.name)
         self.flipped |= harm in (flip, flip_value)

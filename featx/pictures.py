@@ -63,7 +63,7 @@ def contact_sheet(
     height = panel_height + 84
     top, down = 96, -(-len(tiles) // across)
     if set(methods) & set(SIGNED):
-        subtitle += " (red speaks for it, blue against)"
+        subtitle += "; red for it, blue against"
     across_px = max(_NARROWEST, across * (width + _MARGIN) + _MARGIN)
     sheet = _paper(across_px, top + down * height, title, subtitle)
     draw = ImageDraw.Draw(sheet)

@@ -116,12 +116,12 @@ def _subtitle(prepared: Prepared, store: FeatureStore) -> str:
     """What was explained, of which model and layer."""
     target = prepared.config.target
     explained = {
-        "predicted": "the class that the model names first, and its probability",
-        "label": "the class of the label, and its probability",
+        "predicted": "predicted class, probability",
+        "label": "class of the label, probability",
     }.get(target, f"class {target}" if isinstance(target, int) else str(target))
     layers = [str(store[method].attrs["layer"]) for method in OF_A_LAYER if method in store]
-    of_layer = f", layer {layers[0]}" if layers else ""
-    return f"{prepared.header.model}{of_layer}. Explained: {explained}"
+    of_layer = f", {layers[0]}" if layers else ""
+    return f"{prepared.header.model}{of_layer}: {explained}"
 
 
 def _feature_maps(

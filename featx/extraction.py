@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError
 from featx.events import RunEvents, require_tensorboard
+from featx.machine import num_cpus
 from featx.prepare import Prepared, StorePurpose, prepare
-from featx.progress import Progress, complain, describe_run, facts
+from featx.progress import Progress, bottleneck, complain, describe_run, facts
 from featx.store import layout
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
@@ -112,16 +113,27 @@ def exit_code(config: Config, summary: dict[str, Any]) -> int:
 
 @dataclass
 class Figures:
-    """What a run measured: busy seconds per stage, images per second."""
+    """What a run measured.
+
+    Attributes:
+        seconds: stage -> busy ones.
+        images_per_second: None where nothing was left to do.
+        bytes_read: of encoded images.
+        bottleneck: a sentence on the stage that the others waited for.
+    """
 
     seconds: dict[str, float]
     images_per_second: float | None
+    bytes_read: int
+    bottleneck: str | None
 
     def as_dict(self) -> dict[str, Any]:
         """Of summary.json."""
         return {
             "images_per_second": self.images_per_second and round(self.images_per_second, 3),
             "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
+            "bytes_read": self.bytes_read,
+            "bottleneck": self.bottleneck,
         }
 
 
@@ -235,7 +247,10 @@ def run_parts(prepared: Prepared, work: Work) -> Figures:
     took = time.perf_counter() - begun
     rows = work.rows_done - done_before
     seconds = _seconds(loader, engine, waited, written)
-    return Figures(seconds, rows / took if rows else None)
+    if not rows:
+        return Figures(seconds, None, loader.times.bytes, None)
+    sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
+    return Figures(seconds, rows / took, loader.times.bytes, sentence)
 
 
 def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict[str, float]:

@@ -168,6 +168,38 @@ def _origin(spec: LayerSpec) -> str:
     return f"{spec.capture} of {spec.layer}" if spec.layer else spec.capture
 
 
+def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: str) -> str:
+    """The stage that the others waited for, its share of the time, and what would move it.
+
+    Args:
+        seconds: stage -> busy seconds; reading and decoding of all threads together.
+        took: seconds of the run, from its first batch to its last commit.
+        threads: that read and decode.
+        device: 'cpu', 'cuda', 'mps'.
+    """
+    waited = seconds["wait"] / took
+    if waited > _WAITING_SHARE:
+        stage = max(("read", "decode"), key=lambda stage: seconds[stage])
+        busy = f"{seconds[stage] / took:.1f} of {threads} threads busy, {waited:.0%} of the time "
+        return {
+            "read": f"reading images: {busy}waited for; a faster disk or network would help",
+            "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
+            'pip install "featx[jpeg]" where it is missing',
+        }[stage]
+    stage = max(("model", "copy", "write"), key=lambda stage: seconds[stage])
+    model = (
+        "a GPU, an earlier layer, or precision=auto with a CPU that has bf16 units would help"
+        if device == "cpu"
+        else "compile=true, a lower precision or an earlier layer would help"
+    )
+    text = {
+        "model": f"the model: {{share:.0%}} of the time; {model}",
+        "copy": "copying from the device: {share:.0%} of the time; a reduction moves less",
+        "write": "writing: {share:.0%} of the time; a reduction or dtype=float16 writes less",
+    }[stage]
+    return text.format(share=seconds[stage] / took)
+
+
 def describe_end(summary: Mapping[str, Any], out: str) -> str:
     """The table after the run, with three lines that open the result."""
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
@@ -177,6 +209,7 @@ def describe_end(summary: Mapping[str, Any], out: str) -> str:
         ("failures", str(summary["failures"])),
         ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
         ("seconds", seconds),
+        *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
         ("size", size_text(summary["bytes"])),
         ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
         ("store", out),

@@ -67,6 +67,7 @@ def _text(summary: dict[str, Any]) -> str:
         ("images", f"{summary['rows']}, {summary['failures']} failed and left out"),
         ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
         ("seconds", seconds),
+        *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
         ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
         ("file", summary["file"]),
     ]

@@ -127,12 +127,13 @@ class _InMemory:
         return self._data[key]
 
 
-def cosines(first: Path, second: Path) -> npt.NDArray[np.float64]:
-    """(N,) between the rows that two contenders left."""
+def smallest_cosine(first: Path, second: Path) -> float | None:
+    """Of the rows that two contenders left; None where a reduction gave them other shapes."""
     a, b = np.load(first / FEATURES), np.load(second / FEATURES)
+    if a.shape != b.shape:
+        return None
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    result: npt.NDArray[np.float64] = (a * b).sum(1) / np.maximum(lengths, 1e-30)
-    return result
+    return float(((a * b).sum(1) / np.maximum(lengths, 1e-30)).min())
 
 
 def _rows(features: npt.NDArray[Any]) -> npt.NDArray[np.float64]:

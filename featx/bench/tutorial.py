@@ -60,8 +60,12 @@ def extract(
         kept.append((args[0] if take_input else output).cpu())
 
     handle = module.get_submodule(layer).register_forward_hook(hook)
+    # Linux's own way, whatever the process that measures was begun by.
+    loader = DataLoader(
+        pictures, batch_size=32, num_workers=num_workers, multiprocessing_context="fork"
+    )
     with torch.no_grad():
-        for batch in DataLoader(pictures, batch_size=32, num_workers=num_workers):
+        for batch in loader:
             module(batch.to(device))
     handle.remove()
     features = torch.cat(kept).numpy()

@@ -89,7 +89,7 @@ def _result(
             "images_per_second": statistics.median(rates),
             "ratio": statistics.median(ratios),
             "ratio_spread": [min(ratios), max(ratios)],
-            "cosine": float(contenders.cosines(kept[name], kept[SCRIPT]).min()),
+            "cosine": contenders.smallest_cosine(kept[name], kept[SCRIPT]),
         }
     return {
         "model": config.model.name,
@@ -111,7 +111,7 @@ def _text(result: dict[str, Any]) -> str:
             f"{row['images_per_second']:.1f}",
             f"{row['ratio']:.2f}",
             f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}",
-            f"{row['cosine']:.5f}",
+            "-" if row["cosine"] is None else f"{row['cosine']:.5f}",
         )
         for name, row in result["contenders"].items()
     ]

@@ -1,0 +1,100 @@
+"""job=bench: every contender does the whole work, and the ratios are those of one round."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_model import COMMAND, KEYS
+
+from featx.bench import contenders
+from featx.bench.contenders import Measurement
+from featx.bench.photos import make_photos
+from featx.config import Config
+from featx.errors import ConfigError
+from featx.jobs import bench
+from featx.keys import from_keywords, from_omegaconf, saved_yaml
+from featx.options import BenchConfig, JobConfig
+
+
+def test_the_photos_are_ordinary_and_always_the_same(tmp_path: Path) -> None:
+    make_photos(tmp_path / "a", 5)
+    make_photos(tmp_path / "b", 3)
+    paths = sorted((tmp_path / "a").iterdir())
+    for path in paths:
+        with Image.open(path) as image:
+            assert image.size == (500, 375)
+    assert len({path.read_bytes() for path in paths}) == 5
+    assert all(20_000 < path.stat().st_size < 150_000 for path in paths)
+    for path in sorted((tmp_path / "b").iterdir()):
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+
+
+def test_the_script_gives_the_rows_that_featx_gives(photos: Path, tmp_path: Path) -> None:
+    node = from_keywords({**KEYS, "data": str(photos), "dtype": "float32", "decode": "reference"})
+    config, text = from_omegaconf(node), saved_yaml(node)
+    places = [tmp_path / name for name in ("featx", "script")]
+    for place in places:
+        place.mkdir()
+    ours = contenders.run_featx(config, text, places[0])
+    theirs = contenders.run_tutorial(config, places[1])
+    assert ours.images_per_second > 0 < theirs.images_per_second
+    a, b = (np.load(place / contenders.FEATURES) for place in places)
+    assert a.shape == b.shape
+    assert a.shape[0] == sum(1 for path in photos.rglob("*.*") if path.is_file())
+    assert np.allclose(a, b, atol=1e-5)
+    assert contenders.smallest_cosine(*places) == pytest.approx(1)
+    np.save(places[1] / contenders.FEATURES, b[:, :3])
+    assert contenders.smallest_cosine(*places) is None
+    stages = contenders.stages_alone(config, text)
+    assert set(stages) == {"read", "decode", "model"}
+    assert all(rate > 0 for rate in stages.values())
+
+
+def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) -> None:
+    for name, rows in (("a", [[1.0, 0.0]]), ("b", [[1.0, 1.0]])):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / contenders.FEATURES, np.array(rows))
+    config = Config(job=JobConfig("bench"), bench=BenchConfig(images=100, runs=3))
+    seconds = {"copy": 1.0, "write": 0.0}
+    result = bench._result(
+        config,
+        {
+            bench.SCRIPT: [Measurement(rate) for rate in (10, 20, 10)],
+            "featx": [Measurement(rate, seconds) for rate in (30, 40, 60)],
+        },
+        {bench.SCRIPT: tmp_path / "a", "featx": tmp_path / "b"},
+        {"read": 1000.0, "decode": 200.0, "model": 50.0},
+    )
+    row = result["contenders"]["featx"]
+    assert (row["ratio"], row["ratio_spread"]) == (3, [2, 6])
+    assert row["cosine"] == pytest.approx(2**-0.5)
+    assert result["slowest_stage"] == "model"
+    assert result["share_of_slowest_stage"] == 40 / 50
+    assert result["stages_alone"]["copy"] == 100
+    text = bench._text(result)
+    assert "featx reaches 0.80 of its slowest stage alone (model)." in text
+    assert "2.00 to 6.00" in text
+
+
+def test_keys_of_bench_alone() -> None:
+    with pytest.raises(ConfigError, match="bench has an effect with job=bench only"):
+        Config(bench=BenchConfig(runs=2))
+    with pytest.raises(ConfigError, match=r"bench\.runs=0"):
+        BenchConfig(runs=0)
+
+
+@pytest.mark.slow
+def test_the_command(featx: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    done = featx(
+        "job=bench", "job.json=true", *COMMAND, "data=folder", f"data.root={photos}",
+        "bench.images=6", "bench.runs=1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert set(result["contenders"]) == {bench.SCRIPT, "featx", "featx precision=fp32"}

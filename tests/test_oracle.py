@@ -176,6 +176,7 @@ def test_efficientnet_lite0_agrees_with_the_oracle(pictures: Path, tmp_path: Pat
 VIT_LAYERS = ["encoder.layers.encoder_layer_11", "encoder.layers.encoder_layer_3.ln_2"]
 
 
+@pytest.mark.slow
 def test_vit_b_16_agrees_with_the_oracle(pictures: Path, tmp_path: Path) -> None:
     """Tokens, of two pictures."""
     module, transform = torchvision_model("vit_b_16")

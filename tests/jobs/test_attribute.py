@@ -202,7 +202,7 @@ def test_sheets_are_capped(photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_command(
     featx: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent.parent}:{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     command = [part for part in COMMAND if not part.startswith("layers")]
     command += ["job=attribute", "data=folder", f"data.root={photos}", "attribute.layer=deep"]
     done = featx(*command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_keys_of_bench_alone() -> None:
 
 @pytest.mark.slow
 def test_the_command(featx: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     done = featx(
         "job=bench", "job.json=true", *COMMAND, "data=folder", f"data.root={photos}",
         "bench.images=6", "bench.runs=1",

@@ -36,7 +36,7 @@ def known_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize("decode", ["fast", "reference"])
+@pytest.mark.parametrize("decode", ["fast", pytest.param("reference", marks=pytest.mark.slow)])
 def test_china_is_a_palace_and_flower_a_daisy(
     known_pictures: Path, tmp_path: Path, decode: str
 ) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary_files
 from system_calls import Calls, watched
 
@@ -33,7 +34,7 @@ from featx.store.reader import FeatureStore
 from featx.store.session import StoreSession
 
 TESTS = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(TESTS)}
+ENVIRONMENT = with_path(TESTS)
 
 FIRST = make_run(num_rows=6, part_rows=4, shapes={"flat": (3,)}, failed=[5]).identified()
 GROWN = make_grown(FIRST, new_rows=5, part_rows=4, failed=[8])

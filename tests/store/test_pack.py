@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary_files
 
 from featx.errors import RunError, StoreError
@@ -259,7 +260,7 @@ def test_a_disk_without_room_leaves_the_parts_and_says_so(run: MadeRun, tmp_path
     before = part_files(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), str(1 << 20)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        env=with_path(Path(__file__).resolve().parent.parent),
         capture_output=True,
         text=True,
         check=False,

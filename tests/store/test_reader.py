@@ -19,6 +19,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import with_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import MadeRun, make_run
@@ -669,7 +670,7 @@ def test_two_hundred_parts_are_read_with_64_file_handles(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        env=with_path(Path(__file__).resolve().parent.parent),
     )
     assert done.stdout == "all rows\n", done.stderr
 

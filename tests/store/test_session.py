@@ -20,6 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_listing, make_run, temporary_files
 from system_calls import SYSTEM_CALLS, Calls, watched
 
@@ -601,7 +602,7 @@ def kill_until_done(tmp_path: Path, seed: int) -> None:
     expected = dataset_digests(run.write(tmp_path / "whole", packed=True) / "features.h5")
     root = tmp_path / "killed"
     rng = np.random.default_rng(seed)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    environment = with_path(Path(__file__).resolve().parent.parent)
     kills, acknowledged = 0, 0
     for attempt in range(40):
         with subprocess.Popen(

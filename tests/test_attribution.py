@@ -456,6 +456,7 @@ def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> 
         Config(attribute=AttributeConfig(method="saliency"))
 
 
+@pytest.mark.slow
 def test_the_same_batch_gives_the_same_bits() -> None:
     methods = ("saliency", "integrated_gradients", "gradcam", "guided_gradcam", "occlusion")
     one = attributed(Net(), pictures(), *methods, layer="two", steps=3)

@@ -162,6 +162,7 @@ def test_torchvision_models_agree_with_the_oracle(
         assert smallest_cosine(default[layer][:], expected[layer]) >= 0.999, layer
 
 
+@pytest.mark.slow
 def test_efficientnet_lite0_agrees_with_the_oracle(pictures: Path, tmp_path: Path) -> None:
     """The embedding of the packaged weights, in both ways of decoding and computing."""
     module, transform = packaged_model()

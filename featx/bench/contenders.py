@@ -32,10 +32,12 @@ class Measurement:
 
     Attributes:
         images_per_second: from the model being ready, warm and compiled, to the closed file.
+        images: that it went through.
         stages: busy seconds, as far as the contender counts them.
     """
 
     images_per_second: float
+    images: int
     stages: dict[str, float] = field(default_factory=dict)
 
 
@@ -57,7 +59,7 @@ def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
     store = FeatureStore(out)
     np.save(folder / FEATURES, _rows(store[summary["layers"][0]][:]))
     seconds = summary["rows"] / summary["images_per_second"] + summary["seconds"]["pack"]
-    return Measurement(summary["rows"] / seconds, summary["seconds"])
+    return Measurement(summary["rows"] / seconds, summary["rows"], summary["seconds"])
 
 
 def run_tutorial(config: Config, folder: Path) -> Measurement:
@@ -88,7 +90,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
         module, tap.module, tap.capture == "input", pictures, device, num_cpus(), folder / "x.h5"
     )
     np.save(folder / FEATURES, _rows(features))
-    return Measurement(len(features) / seconds)
+    return Measurement(len(features) / seconds, len(features))
 
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:

@@ -74,9 +74,10 @@ def _result(
     stages: dict[str, float],
 ) -> dict[str, Any]:
     """Medians and spreads, in JSON types."""
+    images = runs["featx"][0].images
     for stage in ("copy", "write"):
         seconds = statistics.median(m.stages[stage] for m in runs["featx"])
-        stages[stage] = config.bench.images / seconds if seconds else float("inf")
+        stages[stage] = images / seconds if seconds else float("inf")
     slowest = min(stages, key=lambda stage: stages[stage])
     rows: dict[str, dict[str, Any]] = {}
     for name, measurements in runs.items():
@@ -94,7 +95,7 @@ def _result(
     return {
         "model": config.model.name,
         "layers": config.layers,
-        "images": config.bench.images,
+        "images": images,
         "runs": config.bench.runs,
         "contenders": rows,
         "stages_alone": stages,

@@ -44,6 +44,7 @@ def test_the_script_gives_the_rows_that_featx_gives(photos: Path, tmp_path: Path
     ours = contenders.run_featx(config, text, places[0])
     theirs = contenders.run_tutorial(config, places[1])
     assert ours.images_per_second > 0 < theirs.images_per_second
+    assert ours.images == theirs.images
     a, b = (np.load(place / contenders.FEATURES) for place in places)
     assert a.shape == b.shape
     assert a.shape[0] == sum(1 for path in photos.rglob("*.*") if path.is_file())
@@ -60,13 +61,14 @@ def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) 
     for name, rows in (("a", [[1.0, 0.0]]), ("b", [[1.0, 1.0]])):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / contenders.FEATURES, np.array(rows))
+    # The folder has fewer pictures than were asked for.
     config = Config(job=JobConfig("bench"), bench=BenchConfig(images=100, runs=3))
     seconds = {"copy": 1.0, "write": 0.0}
     result = bench._result(
         config,
         {
-            bench.SCRIPT: [Measurement(rate) for rate in (10, 20, 10)],
-            "featx": [Measurement(rate, seconds) for rate in (30, 40, 60)],
+            bench.SCRIPT: [Measurement(rate, 50) for rate in (10, 20, 10)],
+            "featx": [Measurement(rate, 50, seconds) for rate in (30, 40, 60)],
         },
         {bench.SCRIPT: tmp_path / "a", "featx": tmp_path / "b"},
         {"read": 1000.0, "decode": 200.0, "model": 50.0},
@@ -76,7 +78,8 @@ def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) 
     assert row["cosine"] == pytest.approx(2**-0.5)
     assert result["slowest_stage"] == "model"
     assert result["share_of_slowest_stage"] == 40 / 50
-    assert result["stages_alone"]["copy"] == 100
+    assert result["stages_alone"]["copy"] == 50
+    assert result["images"] == 50
     text = bench._text(result)
     assert "featx reaches 0.80 of its slowest stage alone (model)." in text
     assert "2.00 to 6.00" in text

@@ -160,7 +160,7 @@ def _refuse_another_tensor(
 ) -> None:
     """Statistics say something of the very numbers only that they were taken of."""
     now = {
-        "layer": tap.module,
+        "layer": tap.layer,
         "capture": tap.capture,
         "weights_sha256": backbone.weights_sha256,
         "transform": backbone.preprocess.describe(),

@@ -77,7 +77,7 @@ def _guarded(node: Any, debug: bool) -> int:
 
 
 def _terminated(signum: int, frame: object) -> None:
-    from featx.extraction import Interrupted
+    from featx.loop import Interrupted
 
     raise Interrupted(signum)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,18 @@ from featx.options import (
 )
 from featx.types import ITEM_BYTES
 
-_OF_STORES = ("dtype", "codec", "pack", "grow")
-"""Keys without effect where only statistics are kept."""
+_WITHOUT_EFFECT = {
+    "stats": (
+        ("dtype", "codec", "pack", "grow"),
+        "statistics are taken in float64 of what the layers give, and no features are stored",
+    ),
+    "attribute": (
+        ("layers", "capture", "reduce"),
+        "attribute.method and attribute.layer say what is computed",
+    ),
+    "bench": (("grow", "overwrite"), "every run begins a store of its own"),
+}
+"""job -> keys that it does not look at, and why."""
 
 
 def shipped(name: str) -> Path:
@@ -65,6 +75,12 @@ def _check_tensorboard(value: object) -> None:
             f"tensorboard={value}: expected true, false, or how many pictures the projector shows, "
             f"1 to {MAX_PICTURES}."
         )
+
+
+def _default(key: str) -> Any:
+    """The value of a key that nobody gave."""
+    found = next(f for f in fields(Config) if f.name == key)
+    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 @dataclass
@@ -208,28 +224,12 @@ class Config:
             if given and self.job.name not in jobs:
                 names = " and ".join(f"job={name}" for name in jobs)
                 raise ConfigError(f"{key} has an effect with {names} only.")
-        if self.job.name == "stats":
-            self._check_stats()
-        if self.job.name == "attribute":
-            extracted = {"layers": "embedding", "capture": "output", "reduce": ReduceConfig()}
-            for key, default in extracted.items():
-                if getattr(self, key) != default:
-                    raise ConfigError(
-                        f"{key} has no effect with job=attribute; attribute.method and "
-                        "attribute.layer say what is computed."
-                    )
+        keys, why = _WITHOUT_EFFECT.get(self.job.name, ((), ""))
+        for key in keys:
+            if getattr(self, key) != _default(key):
+                raise ConfigError(f"{key} has no effect with job={self.job.name}: {why}.")
         if self.grow and self.overwrite:
             raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
-
-    def _check_stats(self) -> None:
-        """Keys of a store have no effect where no features are stored."""
-        for key in _OF_STORES:
-            default = next(f.default for f in fields(Config) if f.name == key)
-            if getattr(self, key) != default:
-                raise ConfigError(
-                    f"{key} has no effect with job=stats: statistics are taken in float64 of what "
-                    "the layers give, and no features are stored."
-                )
 
     def allowed_failures(self, num_rows: int) -> int:
         """How many of num_rows images may fail before the exit code is 3."""

@@ -8,7 +8,6 @@ libjpeg does while it decodes.
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import io
 import re
@@ -32,6 +31,7 @@ not register by itself."""
 _SIGNATURE = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II[*+]\0|MM\0[*+]|RIFF....WEBP|P[1-6]\s", re.DOTALL
 )
+
 PILLOW, SIMPLEJPEG = "pillow", "simplejpeg"
 """Who decodes JPEGs."""
 

@@ -131,7 +131,7 @@ class Engine:
         return self._traced
 
     @property
-    def plain_attention(self) -> list[str]:
+    def unfused(self) -> list[str]:
         """The modules whose fused attention is off, for their weights are asked for."""
         shown = [tap.module for tap in self._taps if tap.capture == "attention"]
         return list(dict.fromkeys([*self._plain, *shown]))

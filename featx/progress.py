@@ -142,7 +142,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         ("device", str(prepared.engine.device)),
         *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
     ]
-    if plain := prepared.engine.plain_attention:
+    if plain := prepared.engine.unfused:
         shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
         rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))
     if prepared.left_out:
@@ -186,7 +186,8 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
             "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
             'pip install "featx[jpeg]" where it is missing',
         }[stage]
-    stage = max(("model", "copy", "write"), key=lambda stage: seconds[stage])
+    known = ("model", "copy", "write", "statistics")
+    stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])
     model = (
         "a GPU, an earlier layer, or precision=auto with a CPU that has bf16 units would help"
         if device == "cpu"
@@ -195,7 +196,9 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
     text = {
         "model": f"the model: {{share:.0%}} of the time; {model}",
         "copy": "copying from the device: {share:.0%} of the time; a reduction moves less",
-        "write": "writing: {share:.0%} of the time; a reduction or dtype=float16 writes less",
+        "write": "writing: {share:.0%} of the time; a reduction leaves less to write",
+        "statistics": "summing up: {share:.0%} of the time; a reduction or stats.kind=diagonal "
+        "leaves less to sum",
     }[stage]
     return text.format(share=seconds[stage] / took)
 

@@ -178,20 +178,16 @@ def _sprites(
     prepared: Prepared, rows: npt.NDArray[np.int64], size: tuple[int, int]
 ) -> Iterator[npt.NDArray[np.uint8] | None]:
     """(h, w, 3) of each row for a size (w, h), None where it has no picture."""
-    import torch
     from PIL import Image
 
     preprocess = prepared.engine.backbone.preprocess
-    std = torch.tensor(preprocess.std).view(3, 1, 1)
-    mean = torch.tensor(preprocess.mean).view(3, 1, 1)
     with prepared.loader(1) as loader:
         for x in loader.each(rows.tolist()):
             if x is None:
                 yield None
                 continue
-            if x.dtype != torch.uint8:
-                x = ((x * std + mean) * 255).round().clamp(0, 255).byte()
-            picture = Image.fromarray(x.permute(1, 2, 0).contiguous().numpy())
+            shown = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
+            picture = Image.fromarray(shown)
             sprite = picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
             yield np.asarray(sprite)
 

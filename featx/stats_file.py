@@ -1,7 +1,7 @@
 """A file of statistics, stats.h5 or a part of one: its format, and how it is read.
 
-    /layers/<name>/count, mean, scatter, smallest, largest   of a layer, with its attributes
-/failures/row, key, status, error, message   the images that were left out
+/layers/<name>/count, mean, scatter, smallest, largest   of a layer, with its attributes
+/failures/row, key, status, error, message               the images that were left out
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from featx.decode import PILLOW
 from featx.devices import synchronise
 from featx.distance import refuse_other_values
 from featx.errors import ConfigError
-from featx.events import RunEvents
-from featx.extraction import (
+from featx.loop import (
     Figures,
     failures_of,
     failures_text,
@@ -152,7 +151,6 @@ def run_stats(config: Config, config_yaml: str) -> dict[str, Any]:
         merging = time.perf_counter()
         parts.finish()
         figures.seconds["write"] += time.perf_counter() - merging
-        figures.seconds["statistics"] = work.seconds
         work.write_failures()
     if parts.failures:
         complain(failures_text(parts.failures))
@@ -167,8 +165,7 @@ class _StatsWork:
     """
 
     def __init__(self, prepared: Prepared, purpose: StatsPurpose, parts: MomentsOfParts) -> None:
-        self.seconds = 0.0
-        self.events: RunEvents | None = None  # TensorBoard shows stores
+        self.seconds = {"statistics": 0.0}
         self._prepared = prepared
         self._purpose = purpose
         self._parts = parts
@@ -206,7 +203,7 @@ class _StatsWork:
             rows = rows if axis is None else positions_last(rows, axis)
             moments.add(batch.start, rows, failed)
         synchronise(engine.device)
-        self.seconds += time.perf_counter() - begun
+        self.seconds["statistics"] += time.perf_counter() - begun
         self._failures += failures
         return failures
 

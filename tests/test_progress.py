@@ -18,6 +18,7 @@ IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "wri
         ({"wait": 6.0, "read": 19.0}, "cuda", "reading images: 1.9 of 2 threads busy"),
         ({"copy": 5.0}, "cuda", "copying from the device: 50% of the time"),
         ({"write": 4.0}, "cpu", "writing: 40% of the time"),
+        ({"statistics": 7.0}, "cpu", "summing up: 70% of the time"),
     ],
 )
 def test_the_stage_that_the_others_wait_for(

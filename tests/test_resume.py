@@ -22,7 +22,7 @@ from tiny_model import COMMAND, KEYS, MODEL, Tiny, extract, write_pictures
 
 import featx
 from featx.errors import StoreMismatchError
-from featx.extraction import GRACE_S, Interrupted
+from featx.loop import GRACE_S, Interrupted
 from featx.store.session import StoreSession
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}

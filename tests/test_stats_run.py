@@ -24,8 +24,8 @@ from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 import featx
 from featx import stats_run
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
-from featx.extraction import Interrupted
 from featx.keys import from_keywords, from_omegaconf
+from featx.loop import Interrupted
 from featx.stats_file import Statistics
 from featx.stats_parts import MomentsOfParts
 from featx.store.commit import exclusive_lock

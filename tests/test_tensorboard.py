@@ -23,9 +23,9 @@ import featx
 from featx import events, extraction
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
-from featx.extraction import Interrupted
 from featx.fingerprint import digest
 from featx.histogram import Histogram
+from featx.loop import Interrupted
 from featx.store.manifest import load_manifest
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

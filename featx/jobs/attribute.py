@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from featx.config import Config
-from featx.extraction import exit_code, run_extraction
+from featx.extraction import run_extraction, store_exit_code
 from featx.options import METHODS, OF_A_LAYER
 from featx.pictures import Tile, contact_sheet, feature_map_grid
 from featx.prepare import Prepared
@@ -32,7 +31,7 @@ def run(config: Config, config_yaml: str) -> int:
     """Attribute, draw, say what happened, and return the exit code."""
     summary = run_extraction(config, config_yaml, finish=_draw)
     say(describe_end(summary, config.out))
-    return exit_code(config, summary)
+    return store_exit_code(config, summary)
 
 
 def _draw(prepared: Prepared, session: StoreSession) -> None:
@@ -44,10 +43,11 @@ def _draw(prepared: Prepared, session: StoreSession) -> None:
     session.disk.make_folder(folder)
     store = FeatureStore(session.root)
     methods = [method for method in METHODS if method in store]
-    groups = list(_groups(store, config.attribute.per_class))
+    labels = np.unique(store.labels[store.ok]).tolist()
     made = []
     with prepared.loader(1) as loader:
-        for name, rows in groups[:MAX_SHEETS]:
+        for label in labels[:MAX_SHEETS]:
+            name, rows = _group(store, label, config.attribute.per_class)
             tiles = _tiles(prepared, store, loader, methods, rows)
             if not tiles:
                 continue
@@ -62,15 +62,14 @@ def _draw(prepared: Prepared, session: StoreSession) -> None:
                 session.disk.replace(folder / file_name, data.getvalue())
             complain(f"drawn {', '.join(str(folder / file_name) for file_name, _ in made)}")
             made.clear()
-    if len(groups) > MAX_SHEETS:
-        complain(f"drawn: the first {MAX_SHEETS} of {len(groups)} classes.")
+    if len(labels) > MAX_SHEETS:
+        complain(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
 
 
-def _groups(store: FeatureStore, most: int) -> Iterator[tuple[str, list[int]]]:
-    """(class, its first ok rows); one group without a name for what has no label."""
-    for label in np.unique(store.labels[store.ok]).tolist():
-        rows = np.flatnonzero(store.ok & (store.labels == label))[:most]
-        yield store.classes[label] if label >= 0 else "", rows.tolist()
+def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:
+    """The name of a class and its first ok rows; no name for what has no label."""
+    rows = np.flatnonzero(store.ok & (store.labels == label))[:most]
+    return store.classes[label] if label >= 0 else "", rows.tolist()
 
 
 def _tiles(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.extraction import exit_code, run_extraction
+from featx.extraction import run_extraction, store_exit_code
 from featx.keys import from_keywords, from_omegaconf, saved_yaml
 from featx.progress import describe_end, say
 from featx.store.reader import FeatureStore
@@ -40,4 +40,4 @@ def run(config: Config, config_yaml: str) -> int:
     """The command's job: extract, say what happened, return the exit code."""
     summary = run_extraction(config, config_yaml)
     say(describe_end(summary, config.out))
-    return exit_code(config, summary)
+    return store_exit_code(config, summary)

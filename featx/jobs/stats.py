@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.errors import EXIT_TOO_MANY_FAILURES
 from featx.keys import from_keywords, from_omegaconf, saved_yaml
-from featx.progress import complain, facts, say, table
+from featx.loop import exit_code
+from featx.progress import facts, say, table
 from featx.stats_file import Statistics
 from featx.stats_run import FAILURES_CSV, run_stats
 
@@ -41,16 +41,13 @@ def run(config: Config, config_yaml: str) -> int:
     """The command's job: take the statistics, say what they are, return the exit code."""
     summary = run_stats(config, config_yaml)
     say(json.dumps(summary, indent=2) if config.job.json else _text(summary))
-    num_rows, num_failed = summary["rows"], summary["failures"]
-    allowed = config.allowed_failures(num_rows)
-    if num_failed > allowed or num_failed == num_rows:
-        complain(
-            f"{num_failed} of {num_rows} images failed, more than max_failures="
-            f"{config.max_failures:g} ({allowed} images). They are left out of the statistics; see "
-            f"{Path(config.out) / FAILURES_CSV}."
-        )
-        return EXIT_TOO_MANY_FAILURES
-    return 0
+    failures = Path(config.out) / FAILURES_CSV
+    return exit_code(
+        config,
+        summary["rows"],
+        summary["failures"],
+        f"They are left out of the statistics; see {failures}.",
+    )
 
 
 _HEADER = (

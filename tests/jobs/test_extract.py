@@ -16,7 +16,7 @@ import pytest
 
 import featx
 from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
-from featx.extraction import Interrupted
+from featx.loop import Interrupted
 
 MODELS = '''
 import torch

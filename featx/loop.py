@@ -1,0 +1,269 @@
+"""The one loop over the parts of a run: batches in, commits out, and what it took."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from featx.config import Config
+from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError
+from featx.machine import num_cpus
+from featx.prepare import Prepared
+from featx.progress import Progress, bottleneck, complain
+from featx.types import Batch, Failure, Part, Status
+
+if TYPE_CHECKING:
+    from featx.events import RunEvents
+    from featx.loader import Loader
+
+GRACE_S = 5.0
+"""How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked for the end; what was whole is committed."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@dataclass
+class Figures:
+    """What a run measured.
+
+    Attributes:
+        seconds: stage -> busy ones.
+        images_per_second: None where nothing was left to do.
+        bytes_read: of encoded images.
+        bottleneck: a sentence on the stage that the others waited for.
+    """
+
+    seconds: dict[str, float]
+    images_per_second: float | None
+    bytes_read: int
+    bottleneck: str | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of summary.json."""
+        return {
+            "images_per_second": self.images_per_second and round(self.images_per_second, 3),
+            "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
+            "bytes_read": self.bytes_read,
+            "bottleneck": self.bottleneck,
+        }
+
+
+class Work(Protocol):
+    """What becomes of the batches of a run: rows of a store, or statistics."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Busy ones of stages that not every run has, so far."""
+
+    @property
+    def rows_asked(self) -> int:
+        """Rows that there are in the end."""
+
+    @property
+    def rows_done(self) -> int:
+        """Rows in committed parts."""
+
+    def missing(self) -> list[Part]:
+        """The parts that are still to be done, in order."""
+
+    def take(self, part: Part, batch: Batch) -> list[Failure]:
+        """Compute the next batch of a part; returns its rows that failed."""
+
+    def commit(self) -> None:
+        """Make the part durable whose last batch was taken."""
+
+
+def run_parts(prepared: Prepared, work: Work, events: RunEvents | None = None) -> Figures:
+    """Compute and commit what is missing.
+
+    Args:
+        prepared: the run.
+        work: what becomes of its batches.
+        events: is told of every committed part; None where nobody wants to know.
+
+    Raises:
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    engine = prepared.engine
+    engine.model_seconds = engine.copy_seconds = 0.0
+    waited = written = 0.0
+    done_before = work.rows_done
+    missing = work.missing()
+    loader = prepared.loader(engine.compute.batch_size)
+    begun = time.perf_counter()
+    with loader, _signals() as stop, Progress(work.rows_asked, done_before) as progress:
+        batches = loader.batches(missing)
+        while True:
+            waiting = time.perf_counter()
+            following = next(batches, None)
+            wait = time.perf_counter() - waiting
+            waited += wait
+            if following is None:
+                break
+            if stop:
+                raise Interrupted(stop[0])
+            part, batch = following
+            failures = work.take(part, batch)
+            if batch.start + batch.count == part.stop:
+                writing = time.perf_counter()
+                work.commit()
+                written += time.perf_counter() - writing
+                if events is not None:
+                    events.part(part, _seconds(loader, engine, waited, written))
+            progress.step(batch.count, len(failures), wait)
+        if stop:
+            raise Interrupted(stop[0])
+    took = time.perf_counter() - begun
+    rows = work.rows_done - done_before
+    seconds = {**_seconds(loader, engine, waited, written), **work.seconds}
+    if not rows:
+        return Figures(seconds, None, loader.times.bytes, None)
+    sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
+    return Figures(seconds, rows / took, loader.times.bytes, sentence)
+
+
+def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict[str, float]:
+    """Stage -> its busy seconds so far."""
+    return {
+        "read": loader.times.read,
+        "decode": loader.times.decode,
+        "wait": waited,
+        "model": engine.model_seconds,
+        "copy": engine.copy_seconds,
+        "write": written,
+    }
+
+
+def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> list[Failure]:
+    """The rows of a batch that failed: in reading, or because a feature is not finite.
+
+    Args:
+        prepared: the run.
+        batch: n rows of it, and padding.
+        values: dataset name -> (B, ...), of any device.
+
+    Raises:
+        NonFiniteError: a feature is not finite, and nonfinite=error.
+    """
+    from featx.engine import finite_rows
+
+    failures = list(batch.failures)
+    failed = {failure.row for failure in failures}
+    for name, finite in finite_rows(values).items():
+        for i in range(batch.count):
+            row = batch.start + i
+            if finite[i] or row in failed:
+                continue
+            failed.add(row)
+            failures.append(_non_finite(prepared, batch, row, name))
+    return failures
+
+
+def labels_of(prepared: Prepared, batch: Batch) -> Any:
+    """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
+    if prepared.config.target not in ("label", "loss"):
+        return None
+    import torch
+
+    labels = torch.zeros(len(batch.images), dtype=torch.int64)
+    labels[: batch.count] = torch.from_numpy(
+        prepared.listing.labels[batch.start : batch.start + batch.count].copy()
+    )
+    return labels
+
+
+def _non_finite(prepared: Prepared, batch: Batch, row: int, layer: str) -> Failure:
+    """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
+    key = bytes(prepared.listing.keys[row])
+    labels = labels_of(prepared, batch)
+    reason = prepared.engine.explain(batch.images, labels, row - batch.start, layer)
+    if prepared.config.nonfinite == "error":
+        wide = prepared.specs[0].dtype == "float32"
+        wider = "" if wide else "store larger values: dtype=float32; to "
+        raise NonFiniteError(
+            f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
+            f"To {wider}compute more exactly: precision=fp32; to go on and mark such rows: "
+            "nonfinite=record. Each needs overwrite=true or a new out."
+        )
+    return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
+
+
+def failures_text(failures: list[Failure]) -> str:
+    """How many images failed for which reason, with an example of each."""
+    counts = Counter(failure.status for failure in failures)
+    lines = [f"{len(failures)} images failed:"]
+    for status, count in counts.most_common():
+        example = next(f for f in failures if f.status == status)
+        lines.append(
+            f"  {count} {status.label}, such as {os.fsdecode(example.key)}: {example.message}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) -> int:
+    """0, or that of more failures than max_failures allows, which it then says.
+
+    Args:
+        config: of the run.
+        num_rows, num_failed: images in all, and those that failed.
+        what_became: of the failed ones, a sentence.
+    """
+    allowed = config.allowed_failures(num_rows)
+    if num_failed <= allowed and num_failed < num_rows:
+        return 0
+    complain(
+        f"{num_failed} of {num_rows} images failed, more than max_failures="
+        f"{config.max_failures:g} ({allowed} images). {what_became}"
+    )
+    return EXIT_TOO_MANY_FAILURES
+
+
+def peak_memory_mib() -> int:
+    """Of this process, so far."""
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM end the run after the batch; a second one, or GRACE_S later, at once."""
+    stop: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def note(signum: int, frame: object) -> None:
+        if stop:
+            raise Interrupted(stop[0])
+        stop.append(signum)
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
+        complain("\nstopping; the same command goes on from the last whole part")
+
+    def cut_short(signum: int, frame: object) -> None:
+        if stop:
+            raise Interrupted(stop[0])
+
+    handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    try:
+        yield stop
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from featx.store.listing import in_stored_order, listing_identity
 from featx.store.manifest import Run
 from featx.store.pack import pack, pack_in_child
 from featx.store.session import StoreSession
+from featx.store.texts import seal_texts
 from featx.store.writer import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part, Status, StoreHeader
 
@@ -126,6 +128,14 @@ class MadeRun:
         """The same run with another fingerprint."""
         header = replace(self.header, fingerprint={**self.header.fingerprint, **fingerprint})
         return replace(self, header=header)
+
+
+@contextlib.contextmanager
+def edited(path: Path) -> Iterator[h5py.File]:
+    """A file of a store, open for changes; the checksums of its texts fit them in the end."""
+    with h5py.File(path, "r+") as file, path.open("rb", buffering=0) as raw:
+        yield file
+        seal_texts(file, raw)
 
 
 def make_run(

@@ -252,6 +252,10 @@ class ReservedFile(io.RawIOBase):
         self._position += len(data)
         return len(data)
 
+    def pread(self, size: int, address: int) -> bytes:
+        """The bytes from an address on."""
+        return os.pread(self._descriptor, size, address)
+
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         end = self._position + len(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import resource
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from featx.errors import FeatxError, StoreError
 from featx.store import codecs, layout
 from featx.store.chunks import ChunkRows
+from featx.store.texts import check_texts
 
 _MAX_OPEN_FILES = 128
 _SHARE_OF_LIMIT = 8
@@ -167,15 +169,21 @@ class Handles:
 
 
 def open_hdf5(path: Path, **options: Any) -> h5py.File:
-    """A file opened for reading with plain h5py.
+    """A file opened for reading with plain h5py, the texts of its attributes checked.
 
     HDF5 refuses a file that this process holds open with another locking flag already, be it by
     the user's own h5py.File, so both flags are tried.
     """
     try:
-        return h5py.File(path, "r", **options)
+        file = h5py.File(path, "r", **options)
     except OSError:
-        return h5py.File(path, "r", locking=False, **options)
+        file = h5py.File(path, "r", locking=False, **options)
+    try:
+        check_texts(file, functools.partial(os.pread, file.id.get_vfd_handle()))
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 class _Watched(io.FileIO):
@@ -201,6 +209,7 @@ def open_for_a_look(path: Path) -> Iterator[h5py.File]:
     with _Watched(path) as raw:
         try:
             with h5py.File(raw, "r") as file:
+                check_texts(file, functools.partial(os.pread, raw.fileno()))
                 yield file
         except layout.UNREADABLE as error:
             # Kept on the file it would be part of a cycle through HDF5, which crashes at exit.
@@ -229,7 +238,7 @@ def _open_checked(path: Path) -> h5py.File:
     except FileNotFoundError as error:  # packed away between the two looks
         error.filename = error.filename or str(path)
         raise
-    except OSError as error:
+    except layout.UNREADABLE as error:
         raise StoreError(f"{path} cannot be read as HDF5: {error}.") from error
 
 

@@ -29,13 +29,15 @@ from featx.store.files import damage_text, open_hdf5
 from featx.store.listing import read_listing
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.session import remove_parts
+from featx.store.texts import check_texts, seal_texts
 from featx.store.writer import (
     Extent,
+    create_columns,
     create_layer,
     make_groups,
     read_failures,
     write_classes,
-    write_column,
+    write_columns,
     write_failures,
 )
 from featx.types import Failure, LayerSpec, Listing, Status
@@ -144,8 +146,12 @@ def pack(root: Path) -> None:
     with disk.reserved(root / layout.PACKED, size, replace=True) as file:
         try:
             with h5py.File(file, "w", libver=layout.LIBVER) as packed:
-                _Packing(manifest, listing, packed).copy(pieces)
+                packing = _Packing(manifest, listing, packed)
+                packing.create(pieces[0])
+                seal_texts(packed, file)
+                packing.copy(pieces)
             with h5py.File(file, "r") as packed:
+                check_texts(packed, file.pread)
                 check_chunks(packed)
         except layout.UNREADABLE as error:
             damaged = _set_damaged_aside(disk, pieces)
@@ -210,35 +216,46 @@ class _Packing:
         self._num_rows = manifest.num_rows
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
         self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
+        self._columns = {
+            layout.KEY: listing.keys,
+            layout.LABEL: listing.labels,
+            layout.STATUS: self._status,
+        }
         self._failures: dict[int, Failure] = {}
 
-    def copy(self, pieces: list[_Piece]) -> None:
-        """Everything, the mark `complete` last."""
+    def create(self, first_piece: _Piece) -> None:
+        """Attributes, and datasets without rows."""
         packed, first = self._packed, self._manifest.runs[0]
         packed.attrs.update(
             layout.root_attributes(first.header, self._manifest.digest, complete=False)
         )
         packed.attrs["codec"] = first.codec
         if not first.header.config:  # an early featx.json had none; its parts have
-            with open_hdf5(pieces[0].path) as source:
+            with open_hdf5(first_piece.path) as source:
                 packed.attrs["config"] = source.attrs["config"]
         make_groups(packed)
+        grid = layout.Grid(self._num_rows, first.grid.part_rows)
+        extent = Extent(self._num_rows, len(grid) * grid.slots, grid.column_chunk_rows)
+        create_columns(packed, self._columns, extent)
         for spec in self._manifest.layers.values():
-            self._create(spec)
+            self._create_layer(spec)
+
+    def copy(self, pieces: list[_Piece]) -> None:
+        """All rows, the mark `complete` last."""
+        packed = self._packed
         for piece in pieces:
             with open_hdf5(piece.path) as source:
                 self._take(source, piece)
-        self._write_columns()
+        write_columns(packed, self._columns)
         for name, sums in self._sums.items():
             packed[f"{layout.CHECKSUMS}/{name}"] = sums
-        packed[layout.STATUS].attrs["names"] = layout.status_names()
         write_classes(packed, self._listing.classes)
         write_failures(packed, self._failures.values())
         packed.attrs[layout.MANIFEST] = np.bytes_(self._manifest.to_json())
         packed.attrs["num_failures"] = len(self._failures)
         packed.attrs["complete"] = True
 
-    def _create(self, spec: LayerSpec) -> None:
+    def _create_layer(self, spec: LayerSpec) -> None:
         """An empty dataset, chunked for the rows of the whole store."""
         run = self._manifest.holder(spec.name)
         grid = layout.Grid(self._num_rows, run.grid.part_rows)
@@ -256,8 +273,8 @@ class _Packing:
         num_rows = piece.stop - piece.start
         if source.attrs.get("start", 0) != piece.start or len(source[layout.KEY]) != num_rows:
             raise StoreError(f"{piece.path} holds the rows of another part.")
-        columns = {layout.KEY: self._listing.keys, layout.LABEL: self._listing.labels}
-        for name, expected in columns.items():
+        for name in (layout.KEY, layout.LABEL):
+            expected = self._columns[name]
             for start, found in good_chunks(source, name):
                 if not np.array_equal(found, expected[rows][start : start + len(found)]):
                     raise StoreError(f"{piece.path}: /{name} is not that of {layout.LISTING}.")
@@ -305,17 +322,6 @@ class _Packing:
             piece = np.ascontiguousarray(values[low - first_row : high - first_row])
             chunk = start // step
             sums[chunk] = zlib.crc32(piece.view(np.uint8).data, int(sums[chunk]))
-
-    def _write_columns(self) -> None:
-        grid = layout.Grid(self._num_rows, self._manifest.runs[0].grid.part_rows)
-        extent = Extent(self._num_rows, len(grid) * grid.slots, grid.column_chunk_rows)
-        columns = {
-            layout.KEY: self._listing.keys,
-            layout.LABEL: self._listing.labels,
-            layout.STATUS: self._status,
-        }
-        for name, values in columns.items():
-            write_column(self._packed, name, values, extent)
 
 
 def _filters(dataset: h5py.Dataset) -> list[Any]:

@@ -17,6 +17,7 @@ from featx.store import codecs, layout
 from featx.store.dtypes import hdf5_type, nan, raw_dtype, read_raw, write_raw
 from featx.store.manifest import Run
 from featx.store.pipeline import Pipeline
+from featx.store.texts import check_texts, seal_texts
 from featx.types import Failure, LayerSpec, Listing, Part, Status
 
 
@@ -95,19 +96,18 @@ class PartBuilder:
             file.attrs["num_failures"] = len(self.failures)
             make_groups(file)
             extent = Extent(len(self.part), run.grid.slots, run.grid.column_chunk_rows)
-            for name, values in columns.items():
-                write_column(file, name, values, extent)
-            for name, values in self._features.items():
-                spec = self._specs[name]
+            create_columns(file, columns, extent)
+            for spec in self._specs.values():
                 chunk_rows = run.grid.chunk_rows(spec.row_bytes, run.codec != "none")
-                dataset = create_layer(
-                    file, spec, replace(extent, chunk_rows=chunk_rows), run.codec
-                )
+                create_layer(file, spec, replace(extent, chunk_rows=chunk_rows), run.codec)
+            seal_texts(file, buffer)
+            write_columns(file, columns)
+            for name, values in self._features.items():
+                dataset = file[f"{layout.FEATURES}/{name}"]
                 _write_rows(dataset, values)
-                sums = layout.chunk_checksums(values, chunk_rows)
+                sums = layout.chunk_checksums(values, dataset.chunks[0])
                 file[f"{layout.CHECKSUMS}/{layout.FEATURES}/{name}"] = sums
             file.attrs[layout.MANIFEST] = np.bytes_(manifest)
-            file[layout.STATUS].attrs["names"] = layout.status_names()
             write_classes(file, listing.classes)
             write_failures(file, self.failures)
         self._check(buffer, columns)
@@ -116,6 +116,7 @@ class PartBuilder:
     def _check(self, buffer: io.BytesIO, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         features = {f"{layout.FEATURES}/{name}": rows for name, rows in self._features.items()}
         with h5py.File(buffer, "r") as file:
+            check_texts(file, lambda size, at: bytes(buffer.getbuffer()[at : at + size]))
             for path, values in {**columns, **features}.items():
                 dataset = file[path]
                 found = read_raw(dataset, 0, len(dataset))
@@ -134,7 +135,7 @@ class Extent:
     chunk_rows: int
 
 
-def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -> h5py.Dataset:
+def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -> None:
     """An empty dataset for the rows of one layer, with its attributes."""
     dataset = file.create_dataset(
         f"{layout.FEATURES}/{spec.name}",
@@ -146,7 +147,6 @@ def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -
         **codecs.filters(codec),
     )
     dataset.attrs.update(layout.layer_attributes(spec))
-    return dataset
 
 
 def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
@@ -174,10 +174,27 @@ def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
             dataset.id.write_direct_chunk((start, *rest), data)
 
 
-def write_column(file: h5py.File, name: str, values: npt.NDArray[Any], extent: Extent) -> None:
-    """/key, /label or /status, with its checksums."""
-    file.create_dataset(name, data=values, chunks=(extent.chunk_rows,), maxshape=(extent.max_rows,))
-    file[f"{layout.CHECKSUMS}/{name}"] = layout.chunk_checksums(values, extent.chunk_rows)
+def create_columns(
+    file: h5py.File, columns: Mapping[str, npt.NDArray[Any]], extent: Extent
+) -> None:
+    """/key, /label and /status, empty, for values of the types given."""
+    for name, values in columns.items():
+        file.create_dataset(
+            name,
+            shape=(extent.num_rows,),
+            dtype=values.dtype,
+            chunks=(extent.chunk_rows,),
+            maxshape=(extent.max_rows,),
+        )
+    file[layout.STATUS].attrs["names"] = layout.status_names()
+
+
+def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Fill /key, /label and /status, each with its checksums."""
+    for name, values in columns.items():
+        file[name][:] = values
+        sums = layout.chunk_checksums(values, file[name].chunks[0])
+        file[f"{layout.CHECKSUMS}/{name}"] = sums
 
 
 def make_groups(file: h5py.File) -> None:

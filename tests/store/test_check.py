@@ -14,7 +14,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from made_store import MadeRun, joined, make_added, make_grown, make_run
+from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError
 from featx.store.check import Damage, Report, check_store
@@ -252,7 +252,7 @@ def test_damage_in_a_file_is_found_and_named(
     change, words = IN_A_FILE[kind]
     if kind == "a status with its sum" and packed:
         words = "names 3 rows, /status 4"
-    with h5py.File(path, "r+") as file:
+    with edited(path) as file:
         change(file)
     report = checked(tmp_path)
     assert {damage.path for damage in report.damages} == {path}

@@ -93,6 +93,7 @@ def test_every_dataset_and_attribute_of_the_contract_is_there(tmp_path: Path, co
     for name in ("config", "model", "weights", "weights_sha256", "transform"):
         assert attrs.pop(name) == getattr(run.header, name)
     assert Manifest.from_json(bytes(attrs.pop("manifest")), tmp_path).runs[0].codec == codec
+    assert attrs.pop("text_checksums").shape == (1, 3)
     assert attrs == {"codec": codec, "num_failures": 1}
 
 

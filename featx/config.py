@@ -121,6 +121,9 @@ class Config:
     """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
     compile: Any = "auto"
     """torch.compile; auto where the run is long enough to earn the compilation back."""
+    fold: bool = True
+    """Fold BatchNorm into the convolution before it, where that changes values by rounding alone;
+    false computes every layer as it stands."""
     decode: str = "fast"
     """fast, or reference: Pillow and the weights' own transform, exactly."""
     part_rows: Any = "auto"

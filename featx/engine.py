@@ -21,6 +21,7 @@ from torch import nn
 from featx.attention import check_weights, needs_plain_attention, plain_attention
 from featx.devices import exact_cuda, keep_freed_memory, synchronise
 from featx.errors import LayerError, ModelError, RunError
+from featx.folding import Pair, foldable_pairs, folded
 from featx.hooks import Keep, TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.projected import StoredReduce, bound_reduction
@@ -51,15 +52,18 @@ class Compute:
         compile: whether torch.compile was used.
         channels_last: memory format of images and convolution weights.
         batch_size: images per forward; the last batch is padded to it.
+        fold: whether BatchNorm is folded into the convolutions before it.
     """
 
     precision: str
     compile: bool
     channels_last: bool
     batch_size: int
+    fold: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """JSON types; of `fold` only where it is true, for stores of before it was a key."""
+        return {key: value for key, value in asdict(self).items() if key != "fold" or value}
 
 
 class Engine:
@@ -92,6 +96,7 @@ class Engine:
         self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._taps: list[Tap] = []
         self._copied: frozenset[str] = frozenset()
+        self._pairs: list[Pair] | None = None
         self._views: set[str] = set()
         self._watched: dict[str, tuple[torch.Tensor, int]] = {}
         self._largest: dict[str, torch.Tensor] = {}
@@ -147,6 +152,7 @@ class Engine:
         """
         self._stack.close()
         self._taps = [tap for tap, _ in chosen]
+        self._pairs = None
         if self._traced is not None:
             self._operations = self._traced.operations_up_to(self._taps) or None
         for of_the_last in (self._row_shapes, self._reductions, self._views, self._largest):
@@ -254,6 +260,8 @@ class Engine:
         """Drop the hooks of the choice before, and bring the module into the memory format."""
         self._stack.close()
         self.compute = compute
+        if compute.fold:
+            self._stack.enter_context(folded(self._foldable()))
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
         self._module.to(memory_format=memory_format)
 
@@ -267,6 +275,29 @@ class Engine:
         except RuntimeError:  # a .view() inside that needs the other layout
             return False
         return True
+
+    def supports_folding(self) -> bool:
+        """Whether there is BatchNorm to fold, and folding changes the values by rounding alone."""
+        if self.takes_gradients or not self._foldable():
+            return False
+        x = self._noise(_BIND_BATCH)
+        values = []
+        for fold in (False, True):
+            self.settle(Compute("fp32", False, False, _BIND_BATCH, fold))
+            values.append({name: value.double() for name, value in self._pass(x).items()})
+        return all(
+            torch.allclose(row, same, rtol=0, atol=0.1 * same_row(row), equal_nan=True)
+            for name in values[0]
+            for row, same in zip(values[0][name], values[1][name], strict=True)
+        )
+
+    def _foldable(self) -> list[Pair]:
+        """What can be folded; modules that are tapped themselves compute as they stand."""
+        if self._pairs is None:
+            self._stack.close()
+            kept = {tap.module for tap in self._taps}
+            self._pairs = foldable_pairs(self._module, self._noise(_BIND_BATCH), kept)
+        return self._pairs
 
     @property
     def takes_gradients(self) -> bool:

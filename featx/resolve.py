@@ -59,7 +59,7 @@ class Resolver:
         channels_last = self._stored.get("channels_last")
         if channels_last is None:
             channels_last = engine.supports_channels_last()
-        compute = Compute("fp32", False, channels_last, self._batch_size())
+        compute = Compute("fp32", False, channels_last, self._batch_size(), self._folds())
         compute = replace(compute, batch_size=self._fitting(compute))
         precision = config.precision
         if precision == "auto":
@@ -114,6 +114,12 @@ class Resolver:
         shown = str(value).lower() if isinstance(value, bool) else value
         self.choices[key] = f"{shown} (as {self._what} begun)"
         return value
+
+    def _folds(self) -> bool:
+        """Whether BatchNorm is folded: where it can be, and a store was not begun without."""
+        if not self._config.fold or (self._stored and not self._stored.get("fold")):
+            return False
+        return bool(self._stored.get("fold")) or self._engine.supports_folding()
 
     def _batch_size(self) -> int:
         if self._config.batch_size != "auto":

@@ -84,6 +84,7 @@ class StatsPurpose:
         if self._begun is None:
             return None
         resolved = {key: self._begun[key] for key in _RESOLVED}
+        resolved["fold"] = self._begun.get("fold", False)
         resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
         return Begun(resolved, self._begun["part_rows"], "the statistics were")
 

@@ -1,0 +1,182 @@
+"""BatchNorm folded into convolutions: the same values, whatever the model does around them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_engine import backbone_of, bound
+from timm.layers import BatchNormAct2d
+from tiny_model import KEYS, extract
+from torch import nn
+
+from featx.engine import Compute
+from featx.errors import StoreMismatchError
+from featx.folding import foldable_pairs, folded
+from featx.models.base import state_sha256
+
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+
+
+def with_statistics(module: nn.Module) -> nn.Module:
+    """Running statistics, weights and biases that are not those of a new BatchNorm."""
+    generator = torch.Generator().manual_seed(1)
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            for values in (*part.buffers(), *part.parameters()):
+                values = values if values.is_floating_point() else torch.empty(0)
+                values.data.copy_(0.5 + torch.rand(values.shape, generator=generator))
+    return module.eval().requires_grad_(False)
+
+
+class Block(nn.Module):
+    """conv -> bn, and what reads the convolution's output beside it, if anything does."""
+
+    def __init__(self, read_twice: bool = False, called_twice: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(3)
+        self.relu = nn.ReLU(inplace=True)
+        self.read_twice, self.called_twice = read_twice, called_twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        z = self.relu(self.bn(y))
+        if self.read_twice:
+            z = z + y
+        return self.relu(self.bn(self.conv(z))) if self.called_twice else z
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Block(),
+        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8, affine=False)),
+        nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), BatchNormAct2d(6, act_layer=nn.SiLU)),
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)),
+    ],
+    ids=["in-place", "not affine", "with activation", "two"],
+)
+def test_the_same_values_and_the_module_comes_back(module: nn.Module) -> None:
+    with_statistics(module)
+    before, objects = state_sha256(module), [id(p) for p in module.parameters()]
+    num_norms = sum(isinstance(part, nn.BatchNorm2d) for part in module.modules())
+    expected = module(X.clone())
+    pairs = foldable_pairs(module, X, kept=())
+    assert len(pairs) == num_norms
+    with folded(pairs):
+        found = module(X.clone())
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert not torch.equal(found, expected), "nothing was folded"
+    assert torch.equal(module(X.clone()), expected)
+    assert [id(p) for p in module.parameters()] == objects
+    assert state_sha256(module) == before
+    assert not any("forward" in part.__dict__ for part in module.modules())
+
+
+def test_it_comes_back_after_an_exception() -> None:
+    module = with_statistics(Block())
+    before = state_sha256(module)
+    with pytest.raises(KeyError), folded(foldable_pairs(module, X, kept=())):
+        raise KeyError
+    assert state_sha256(module) == before
+
+
+@pytest.mark.parametrize("kept", ["conv", "bn"])
+def test_what_somebody_looks_at_stays(kept: str) -> None:
+    assert foldable_pairs(with_statistics(Block()), X, kept=[kept]) == []
+
+
+def test_calls_of_several_maps_are_not_folded() -> None:
+    assert foldable_pairs(with_statistics(Block(called_twice=True)), X, kept=()) == []
+
+
+def test_weights_that_are_made_anew_in_each_pass_are_not_folded() -> None:
+    module = with_statistics(Block())
+    nn.utils.parametrizations.weight_norm(module.conv)
+    assert foldable_pairs(module, X, kept=()) == []
+    old = with_statistics(Block())
+    old.conv.__class__ = type("ScaledStdConv2d", (nn.Conv2d,), {})
+    assert foldable_pairs(old, X, kept=()) == []
+
+
+def test_batch_statistics_are_not_folded() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    assert foldable_pairs(module, X, kept=()) == []
+
+
+@pytest.mark.parametrize(("read_twice", "folds"), [(False, True), (True, False)])
+def test_an_output_that_is_read_twice_shows_in_the_values(read_twice: bool, folds: bool) -> None:
+    module = with_statistics(nn.Sequential(Block(read_twice), nn.MaxPool2d(2)))
+    with bound(backbone_of(module, side=16), "1") as engine:
+        assert engine.supports_folding() == folds
+
+
+def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
+    module = nn.Sequential(Block(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+    with bound(backbone_of(with_statistics(module), side=16), "0.relu:grad_output") as engine:
+        assert not engine.supports_folding()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_last: bool) -> None:
+    module = with_statistics(Block())
+    before = state_sha256(module)
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    with bound(backbone_of(module, side=16), "relu") as engine:
+        plain = engine.run(images)["relu"]
+        engine.settle(Compute("fp32", compiled, channels_last, 4, fold=True))
+        assert "forward" in module.bn.__dict__
+        assert torch.allclose(engine.run(images)["relu"], plain, atol=1e-5)
+        engine.settle(Compute("fp32", False, False, 4))
+        assert torch.equal(engine.run(images)["relu"], plain)
+    assert state_sha256(module) == before
+
+
+OWN = {**KEYS, "model": {**KEYS["model"], "target": "test_folding:Classifier"}, "layers": ["relu"]}
+
+
+class Classifier(Block):
+    """With statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with_statistics(self)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_folds_says_so_and_is_not_gone_on_with_otherwise(photos: Path) -> None:
+    plain = extract(photos, **{**OWN, "out": "plain", "fold": False})
+    store = extract(photos, **OWN)
+    assert store.attrs["config"] != plain.attrs["config"]
+    np.testing.assert_allclose(store["relu"][:], plain["relu"][:], atol=2e-3)  # float16
+    resolved = json.loads(Path("store/featx.json").read_text())["resolved"]
+    assert resolved["fold"] is True
+    assert "fold" not in json.loads(Path("plain/featx.json").read_text())["resolved"]
+    with pytest.raises(StoreMismatchError, match="fold"):
+        extract(photos, **{**OWN, "fold": False})
+    assert extract(photos, **OWN).complete
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_store_that_was_begun_without_it_goes_on_without_it(photos: Path) -> None:
+    extract(photos, **{**OWN, "fold": False})
+    assert extract(photos, **OWN).complete
+
+
+@pytest.mark.parametrize("name", ["resnet18", "tf_efficientnet_lite0", "mobilenetv3_small_100"])
+def test_library_models(name: str) -> None:
+    import timm
+
+    module = with_statistics(timm.create_model(name).eval())
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    expected = module(x)
+    pairs = foldable_pairs(module, x, kept=())
+    assert len(pairs) == sum(isinstance(part, nn.BatchNorm2d) for part in module.modules())
+    with folded(pairs):
+        found = module(x)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

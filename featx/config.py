@@ -139,6 +139,9 @@ class Config:
     tensorboard: Any = False
     """true writes OUT/tensorboard: activations and timings of the run, the model's graph, and a
     projector with 1000 pictures; a number means so many pictures."""
+    profile: bool = False
+    """true writes OUT/trace.json.gz: eight batches in all threads as torch.profiler sees them, for
+    ui.perfetto.dev."""
     grow: bool = False
     """Add images that are new in the data set behind the rows of the store, which keep places."""
     overwrite: bool = False
@@ -219,6 +222,7 @@ class Config:
             "store": (self.store is not None, ("verify", "pack")),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
+            "profile": (self.profile, ("extract", "stats", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
             "bench": (self.bench != BenchConfig(), ("bench",)),

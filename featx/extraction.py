@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -63,7 +64,7 @@ def run_extraction(
         complain("")
         events = RunEvents(prepared, session) if config.tensorboard else None
         work = _StoreWork(prepared, session, events)
-        figures = run_parts(prepared, work, events)
+        figures = run_parts(prepared, work, session.disk, events)
         packing = time.perf_counter()
         _pack(config, session)
         figures.seconds["pack"] = time.perf_counter() - packing
@@ -136,10 +137,10 @@ class _StoreWork:
             self._events.batch(batch, features, failures)
         return failures
 
-    def commit(self) -> None:
+    def hand_over(self) -> Callable[[], None]:
         assert self._builder is not None, "no batch of a part was taken"
-        self._session.commit(self._builder)
-        self._builder = None
+        builder, self._builder = self._builder, None
+        return functools.partial(self._session.commit, builder)
 
 
 def compute_rows(

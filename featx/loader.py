@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
+from torch.profiler import record_function
 
 from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
@@ -141,9 +142,11 @@ class Loader:
         key = bytes(self._listing.keys[row])
         begun = time.perf_counter()
         try:
-            data = self._read(key)
+            with record_function("read"):
+                data = self._read(key)
             read = time.perf_counter()
-            place.copy_(self._prepare(data))
+            with record_function("decode"):
+                place.copy_(self._prepare(data))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,8 @@ from featx.types import Batch, Failure, Part, Status
 if TYPE_CHECKING:
     from featx.events import RunEvents
     from featx.loader import Loader
+    from featx.store.commit import Disk
+    from featx.timeline import Timeline
 
 GRACE_S = 5.0
 """How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
@@ -84,57 +87,130 @@ class Work(Protocol):
     def take(self, part: Part, batch: Batch) -> list[Failure]:
         """Compute the next batch of a part; returns its rows that failed."""
 
-    def commit(self) -> None:
-        """Make the part durable whose last batch was taken."""
+    def hand_over(self) -> Callable[[], None]:
+        """The part whose last batch was taken; calling what is returned makes it durable.
+
+        That may happen in another thread, while batches of the next part are taken.
+        """
 
 
-def run_parts(prepared: Prepared, work: Work, events: RunEvents | None = None) -> Figures:
+def run_parts(
+    prepared: Prepared, work: Work, disk: Disk, events: RunEvents | None = None
+) -> Figures:
     """Compute and commit what is missing.
 
     Args:
         prepared: the run.
         work: what becomes of its batches.
+        disk: of the folder that gets a trace with profile=true.
         events: is told of every committed part; None where nobody wants to know.
 
     Raises:
         Interrupted: a signal asked for the end; what was whole is committed.
     """
+    from featx.timeline import span  # which imports torch
+
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
-    waited = written = 0.0
+    waited = 0.0
     done_before = work.rows_done
     missing = work.missing()
     loader = prepared.loader(engine.compute.batch_size)
     begun = time.perf_counter()
-    with loader, _signals() as stop, Progress(work.rows_asked, done_before) as progress:
+    with (
+        loader,
+        _signals() as stop,
+        _Commits() as commits,
+        _timeline(prepared, disk) as timeline,
+        Progress(work.rows_asked, done_before) as progress,
+    ):
         batches = loader.batches(missing)
         while True:
             waiting = time.perf_counter()
-            following = next(batches, None)
+            with span("wait for images"):
+                following = next(batches, None)
             wait = time.perf_counter() - waiting
             waited += wait
             if following is None:
                 break
             if stop:
                 raise Interrupted(stop[0])
+            commits.check()
             part, batch = following
-            failures = work.take(part, batch)
+            with span("batch"):
+                failures = work.take(part, batch)
             if batch.start + batch.count == part.stop:
-                writing = time.perf_counter()
-                work.commit()
-                written += time.perf_counter() - writing
+                commits.begin(work.hand_over())
                 if events is not None:
-                    events.part(part, _seconds(loader, engine, waited, written))
+                    commits.finish()  # they tell of committed parts only
+                    events.part(part, _seconds(loader, engine, waited, commits.seconds))
             progress.step(batch.count, len(failures), wait)
+            if timeline is not None:
+                timeline.step()
+        commits.finish()
         if stop:
             raise Interrupted(stop[0])
     took = time.perf_counter() - begun
     rows = work.rows_done - done_before
-    seconds = {**_seconds(loader, engine, waited, written), **work.seconds}
+    seconds = {**_seconds(loader, engine, waited, commits.seconds), **work.seconds}
     if not rows:
         return Figures(seconds, None, loader.times.bytes, None)
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
+
+
+class _Commits:
+    """Commits one part while the next is computed, never two at once.
+
+    Attributes:
+        seconds: busy ones so far.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="featx-commit")
+        self._pending: Future[None] | None = None
+
+    def __enter__(self) -> _Commits:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(wait=True)  # a part that is whole is committed, whatever came after
+
+    def begin(self, commit: Callable[[], None]) -> None:
+        """Start to commit a part, when the one before is committed."""
+        self.finish()
+        self._pending = self._thread.submit(self._timed, commit)
+
+    def check(self) -> None:
+        """Raise what the commit of the last part failed with, without waiting for it."""
+        if self._pending is not None and self._pending.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last part is committed; raises what it failed with."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _timed(self, commit: Callable[[], None]) -> None:
+        from featx.timeline import span
+
+        begun = time.perf_counter()
+        try:
+            with span("commit a part"):
+                commit()
+        finally:
+            self.seconds += time.perf_counter() - begun
+
+
+def _timeline(prepared: Prepared, disk: Disk) -> contextlib.AbstractContextManager[Timeline | None]:
+    """What records the run, with profile=true."""
+    if not prepared.config.profile:
+        return contextlib.nullcontext()
+    from featx.timeline import Timeline
+
+    return Timeline(disk, prepared.engine.device)
 
 
 def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict[str, float]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def run_stats(config: Config, config_yaml: str) -> dict[str, Any]:
         work = _StatsWork(prepared, purpose, parts)
         complain(facts(_begin_text(prepared, purpose, work, parts.path)))
         complain("")
-        figures = run_parts(prepared, work)
+        figures = run_parts(prepared, work, disk)
         merging = time.perf_counter()
         parts.finish()
         figures.seconds["write"] += time.perf_counter() - merging
@@ -208,13 +209,17 @@ class _StatsWork:
         self._failures += failures
         return failures
 
-    def commit(self) -> None:
+    def hand_over(self) -> Callable[[], None]:
         assert self._part is not None, "no batch of a part was taken"
         found = {name: moments.finish() for name, moments in self._moments.items()}
-        self._parts.commit(self._part, self._failures, found)
-        if self._failures:
+        part, failures = self._part, self._failures
+        self._part, self._moments, self._failures = None, {}, []
+        return functools.partial(self._commit, part, failures, found)
+
+    def _commit(self, part: Part, failures: list[Failure], found: dict[str, Any]) -> None:
+        self._parts.commit(part, failures, found)
+        if failures:
             self.write_failures()
-        self._part, self._moments = None, {}
 
     def write_failures(self) -> None:
         """The list beside the file, from what the parts hold; apart from that of a store."""

@@ -291,6 +291,11 @@ class Engine:
             for row, same in zip(values[0][name], values[1][name], strict=True)
         )
 
+    @property
+    def num_folded(self) -> int:
+        """How many BatchNorm can be folded."""
+        return len(self._foldable())
+
     def _foldable(self) -> list[Pair]:
         """What can be folded; modules that are tapped themselves compute as they stand."""
         if self._pairs is None:

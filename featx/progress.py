@@ -130,6 +130,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
     settings = {
         "precision": compute.precision,
         "compile": str(compute.compile).lower(),
+        "fold": str(compute.fold).lower(),
         "batch_size": str(compute.batch_size),
         "part_rows": str(prepared.part_rows),
     }

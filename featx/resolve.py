@@ -117,9 +117,17 @@ class Resolver:
 
     def _folds(self) -> bool:
         """Whether BatchNorm is folded: where it can be, and a store was not begun without."""
-        if not self._config.fold or (self._stored and not self._stored.get("fold")):
+        if not self._config.fold:
             return False
-        return bool(self._stored.get("fold")) or self._engine.supports_folding()
+        if self._stored:
+            return bool(self._stored.get("fold"))
+        folds = self._engine.supports_folding()
+        self.choices["fold"] = (
+            f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
+            if folds
+            else "false (nothing that is not tapped can be folded)"
+        )
+        return folds
 
     def _batch_size(self) -> int:
         if self._config.batch_size != "auto":

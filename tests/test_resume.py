@@ -245,7 +245,8 @@ def test_a_signal_ends_the_run_also_in_the_last_batch(
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
     after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
     assert after == handlers
-    assert len(list(Path("store/parts").glob("part-*.h5"))) == index + 1
+    # The next part may have become whole while this one was committed.
+    assert len(list(Path("store/parts").glob("part-*.h5"))) in (index + 1, index + 2)
     whole = extract(photos, out="whole")
     extract(photos)
     assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")

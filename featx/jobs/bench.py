@@ -41,9 +41,11 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
 
 def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
     """Every contender once a round, in turn; then the stages alone."""
+    exact = replace(config, precision="fp32")
     variants = {
         "featx": config,
-        "featx precision=fp32": replace(config, precision="fp32"),
+        "featx precision=fp32": exact,
+        "featx precision=fp32 compile=true": replace(exact, compile=True),
     }
     runs: dict[str, list[Measurement]] = {name: [] for name in (SCRIPT, *variants)}
     kept: dict[str, Path] = {}

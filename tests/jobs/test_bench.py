@@ -101,4 +101,9 @@ def test_the_command(featx: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert set(result["contenders"]) == {bench.SCRIPT, "featx", "featx precision=fp32"}
+    assert set(result["contenders"]) == {
+        bench.SCRIPT,
+        "featx",
+        "featx precision=fp32",
+        "featx precision=fp32 compile=true",
+    }

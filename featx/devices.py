@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,20 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def to_cpu(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Copies on the CPU; from CUDA all of them into pinned memory with one wait at the end."""
+    if device.type != "cuda":
+        return {name: value.cpu() for name, value in values.items()}
+    copies = {
+        name: torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(
+            value, non_blocking=True
+        )
+        for name, value in values.items()
+    }
+    torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def keep_freed_memory() -> None:

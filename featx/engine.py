@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from featx.attention import check_weights, needs_plain_attention, plain_attention
-from featx.devices import exact_cuda, keep_freed_memory, synchronise
+from featx.devices import exact_cuda, keep_freed_memory, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
 from featx.hooks import Keep, TapHooks, find_overwritten
@@ -337,7 +337,7 @@ class Engine:
         """
         values = self.run_on_device(images, labels)
         begun = time.perf_counter()
-        on_cpu = {name: value.cpu() for name, value in values.items()}
+        on_cpu = to_cpu(values, self.device)
         self.copy_seconds += time.perf_counter() - begun
         return on_cpu
 

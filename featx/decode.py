@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -56,11 +56,13 @@ class ImagePolicy:
         exif: 'apply' or 'ignore' the EXIF orientation.
         background: (R, G, B) under transparent pixels.
         max_pixels: a picture of more pixels is refused before it is decoded.
+        jpeg: who decodes JPEGs where pixels are asked for; all give the same ones.
     """
 
     exif: str
     background: tuple[int, int, int]
     max_pixels: int
+    jpeg: str = PILLOW
 
     @classmethod
     def from_config(cls, config: DataConfig) -> ImagePolicy:
@@ -124,19 +126,16 @@ def jpeg_decoder(begun: str | None = None) -> str:
     return begun
 
 
-def decode_pixels(
-    data: bytes, policy: ImagePolicy, at_least: int | None, jpeg: str
-) -> npt.NDArray[np.uint8]:
+def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[np.uint8]:
     """Decode an image whole, as `decode` does.
 
     Args:
         data, policy, at_least: as for `decode`.
-        jpeg: who decodes JPEGs; both give the same pixels.
 
     Returns:
         (H, W, 3).
     """
-    image = _guarded(data, policy, at_least, jpeg)
+    image = _guarded(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
 
 
@@ -155,19 +154,19 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
     Raises:
         ImageFault: with the status that names the reason.
     """
-    image = _guarded(data, policy, at_least, PILLOW)
+    image = _guarded(data, replace(policy, jpeg=PILLOW), at_least)
     assert isinstance(image, Image.Image)
     return image
 
 
 def _guarded(
-    data: bytes, policy: ImagePolicy, at_least: int | None, jpeg: str
+    data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """One boundary around one image: of the files that fail, many raise something other than
     OSError (ValueError, TypeError, SyntaxError, struct.error, ...)."""
     try:
         with _pillow_settings:
-            return _decode(data, policy, at_least, jpeg)
+            return _decode(data, policy, at_least)
     except (ImageFault, MemoryError):
         raise
     except Exception as error:
@@ -175,7 +174,7 @@ def _guarded(
 
 
 def _decode(
-    data: bytes, policy: ImagePolicy, at_least: int | None, jpeg: str
+    data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     width, height = image.size
@@ -187,7 +186,7 @@ def _decode(
     if at_least is not None and min(width, height) >= 4 * at_least and image.mode == "RGB":
         scale = 2 * at_least / min(width, height)
         image.draft("RGB", (int(width * scale), int(height * scale)))
-    if jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
+    if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
         turn = _orientation(image) if policy.exif == "apply" else 1
         if turn == 1 and (pixels := _sound_jpeg(data, image.size)) is not None:
             return pixels

@@ -51,7 +51,13 @@ class LoaderTimes:
 
 
 class Loader:
-    """Reads, decodes and crops the images of one run; a context manager that owns its threads."""
+    """Reads, decodes and crops the images of one run; a context manager that owns its threads.
+
+    Args:
+        reference: by the weights' own transform, instead of on uint8.
+        batch_size: images of a Batch.
+        pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+    """
 
     def __init__(
         self,
@@ -61,7 +67,7 @@ class Loader:
         policy: ImagePolicy,
         reference: bool,
         batch_size: int,
-        jpeg: str,
+        pinned: bool = False,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -70,7 +76,7 @@ class Loader:
         self._policy = policy
         self._reference = reference or not preprocess.has_fast_path
         self._batch_size = batch_size
-        self._jpeg = jpeg
+        self._pinned = pinned
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
@@ -126,7 +132,8 @@ class Loader:
         return torch.float32 if self._reference else torch.uint8
 
     def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
-        images = torch.zeros((self._batch_size, 3, *self._preprocess.crop), dtype=self._dtype)
+        shape = (self._batch_size, 3, *self._preprocess.crop)
+        images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
         futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
         return Batch(images, start, count, []), futures
 
@@ -168,7 +175,7 @@ class Loader:
             width, height = image.size
             transformed = functools.partial(self._preprocess.reference, image)
         else:
-            pixels = decode_pixels(data, self._policy, resize, self._jpeg)
+            pixels = decode_pixels(data, self._policy, resize)
             height, width, _ = pixels.shape
             transformed = functools.partial(self._preprocess.crop_uint8, pixels)
         short, long = sorted((width, height))

@@ -45,7 +45,6 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
-        jpeg: who decodes JPEGs.
     """
 
     config: Config
@@ -57,7 +56,6 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     seconds_per_image: float
-    jpeg: str
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -73,7 +71,7 @@ class Prepared:
             layers=tuple(self.specs),
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
-            resolved={**self.engine.compute.as_dict(), "jpeg": self.jpeg},
+            resolved={**self.engine.compute.as_dict(), "jpeg": self.policy.jpeg},
         )
 
     def loader(self, batch_size: int) -> Loader:
@@ -89,7 +87,7 @@ class Prepared:
             self.policy,
             reference,
             batch_size,
-            self.jpeg,
+            pinned=self.engine.device.type == "cuda",
         )
 
 
@@ -227,15 +225,15 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         reference = uses_reference(config, backbone)
         begun = purpose.begun({tap.name for tap, _ in chosen})
         before = begun.resolved.get("jpeg", PILLOW) if begun else None
-        jpeg = PILLOW if reference else jpeg_decoder(before)
-        with Loader(source, listing, backbone.preprocess, policy, reference, 1, jpeg) as loader:
+        policy = replace(policy, jpeg=PILLOW if reference else jpeg_decoder(before))
+        with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
         specs = engine.specs(chosen)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs))
-        settings = _fingerprint(config, engine, specs, policy, listing, part_rows, reference, jpeg)
+        settings = _fingerprint(config, engine, specs, policy, listing, part_rows, reference)
         header = StoreHeader(
             fingerprint={**settings, **purpose.settings},
             config=config_yaml,
@@ -255,7 +253,6 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             header=header,
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
-            jpeg=jpeg,
             choices=resolver.choices,
             left_out=selection.left_out,
         )
@@ -343,10 +340,9 @@ def _fingerprint(
     listing: Listing,
     part_rows: int,
     reference: bool,
-    jpeg: str,
 ) -> dict[str, Any]:
     """Everything that changes values, in JSON types; a resume with another one is refused."""
-    backbone = engine.backbone
+    backbone, jpeg = engine.backbone, policy.jpeg
     return {
         "model": backbone.name,
         "weights": backbone.weights,

@@ -13,6 +13,7 @@ import threading
 import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def fault_of(data: bytes, policy: ImagePolicy = POLICY) -> ImageFault:
 def attempt(data: bytes, jpeg: str = PILLOW) -> np.ndarray | ImageFault:
     """The pixels, or the fault; anything else is raised."""
     try:
-        return decode_pixels(data, POLICY, None, jpeg)
+        return decode_pixels(data, replace(POLICY, jpeg=jpeg), None)
     except ImageFault as fault:
         return fault
 
@@ -813,8 +814,9 @@ def test_both_decoders_give_the_same_pixels(name: str, at_least: int | None) -> 
     pytest.importorskip("simplejpeg")
     data = jpeg_files()[name]
     expected = np.asarray(decode(data, POLICY, at_least))
-    assert np.array_equal(decode_pixels(data, POLICY, at_least, SIMPLEJPEG), expected)
-    assert np.array_equal(decode_pixels(data, POLICY, at_least, PILLOW), expected)
+    quick = replace(POLICY, jpeg=SIMPLEJPEG)
+    assert np.array_equal(decode_pixels(data, quick, at_least), expected)
+    assert np.array_equal(decode_pixels(data, POLICY, at_least), expected)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -823,9 +825,9 @@ def test_both_decoders_turn_a_picture_upright(orientation: int) -> None:
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
     data = stored_with("JPEG", picture, orientation)
     for exif in ("apply", "ignore"):
-        policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels)
+        policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels, SIMPLEJPEG)
         expected = np.asarray(decode(data, policy))
-        assert np.array_equal(decode_pixels(data, policy, None, SIMPLEJPEG), expected)
+        assert np.array_equal(decode_pixels(data, policy, None), expected)
 
 
 def test_a_jpeg_that_is_not_sound_is_what_pillow_says_it_is() -> None:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from featx import loader as loader_module
 from featx.data.base import FolderSource
-from featx.decode import PILLOW, ImagePolicy, decode
+from featx.decode import ImagePolicy, decode
 from featx.errors import RunError
 from featx.loader import PREFETCH_BATCHES, Loader
 from featx.preprocess import Preprocess
@@ -79,7 +79,7 @@ def make_loader(
     preprocess: Preprocess = PREPROCESS,
     policy: ImagePolicy = POLICY,
 ) -> Loader:
-    return Loader(source, source.listing(), preprocess, policy, reference, batch_size, PILLOW)
+    return Loader(source, source.listing(), preprocess, policy, reference, batch_size)
 
 
 def parts_of(num_rows: int, part_rows: int) -> list[Part]:

@@ -99,10 +99,9 @@ def _first_picture(
     """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
     from featx.loader import Loader
 
-    policy = ImagePolicy.from_config(config.data)
+    policy = replace(ImagePolicy.from_config(config.data), jpeg=jpeg_decoder())
     reference = uses_reference(config, backbone)
-    jpeg = jpeg_decoder()
-    with Loader(source, listing, backbone.preprocess, policy, reference, 1, jpeg) as loader:
+    with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])
             if len(images):

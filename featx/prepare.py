@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from featx.loader import Loader
 
 PART_SECONDS = 60.0
-"""About this much work a part, within PART_BYTES: what a kill can cost."""
+"""At most about this much work a part, within PART_BYTES: what a kill can cost."""
+
+SHORT_PART_SECONDS, SHORT_PARTS = 4.0, 256
+"""A run that is done in so many shorter parts has its first rows, and loses least, with those."""
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 
@@ -111,8 +114,15 @@ class Purpose(Protocol):
     def begun(self, names: set[str]) -> Begun | None:
         """What was decided for these layers, None where nothing was begun."""
 
-    def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:
+    def part_limits(
+        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
         """Rows of a part at the most, and the seconds of work that it should take.
+
+        Args:
+            engine: bound.
+            specs: what a row holds.
+            work_s: seconds that the model takes for all rows.
 
         Raises:
             FeatxError: what is asked cannot be done with these layers.
@@ -148,10 +158,13 @@ class StorePurpose:
         """What the first run of the store decided, and the one that makes these layers."""
         return _begun(self._stored, names)
 
-    def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:
-        """A part is built in memory."""
+    def part_limits(
+        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
+        """A part is built in memory; a folder of very many parts is slow to resume."""
         row_bytes = sum(spec.row_bytes for spec in specs)
-        return PART_BYTES / max(1, row_bytes), PART_SECONDS
+        seconds = min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
+        return PART_BYTES / max(1, row_bytes), seconds
 
 
 def uses_reference(config: Config, backbone: Any) -> bool:
@@ -232,7 +245,8 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
         specs = engine.specs(chosen)
-        part_rows = resolver.part_rows(*purpose.part_limits(engine, specs))
+        work_s = resolver.seconds_per_image * len(listing)
+        part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
         settings = _fingerprint(config, engine, specs, policy, listing, part_rows, reference)
         header = StoreHeader(
             fingerprint={**settings, **purpose.settings},

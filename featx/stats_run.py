@@ -89,7 +89,9 @@ class StatsPurpose:
         resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
         return Begun(resolved, self._begun["part_rows"], "the statistics were")
 
-    def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:
+    def part_limits(
+        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
         """A minute of work, more where writing and merging the matrices would take much of it.
 
         Raises:

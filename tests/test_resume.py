@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_store import dataset_digests, temporary_files
+from made_store import dataset_digests, make_spec, temporary_files
 from tiny_model import COMMAND, KEYS, MODEL, Tiny, extract, write_pictures
 
 import featx
 from featx.errors import StoreMismatchError
+from featx.keys import from_keywords, from_omegaconf
 from featx.loop import GRACE_S, Interrupted
+from featx.prepare import StorePurpose
+from featx.store.layout import PART_BYTES
 from featx.store.session import StoreSession
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
@@ -409,3 +412,12 @@ def test_stopped_at_random_moments_again_and_again(
 
 def test_the_command_and_python_begin_the_same_store() -> None:
     assert {part.split("=")[0].split(".")[0] for part in COMMAND} == set(KEYS)
+
+
+@pytest.mark.parametrize(("work_s", "seconds"), [(30, 4), (2560, 10), (10**6, 60)])
+def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
+    work_s: float, seconds: float
+) -> None:
+    purpose = StorePurpose(from_omegaconf(from_keywords(KEYS)))
+    most_rows, found = purpose.part_limits(None, [make_spec("a", (1024,))], work_s)
+    assert (most_rows, found) == (PART_BYTES / 4096, seconds)

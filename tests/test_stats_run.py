@@ -119,7 +119,7 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
 
     def seconds(dim: int, **stats: str) -> float:
         purpose = stats_run.StatsPurpose(config(stats=stats))
-        return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))])[1]
+        return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))], 1e6)[1]
 
     assert seconds(2048) == seconds(4096) == 60
     assert seconds(16384) == 8 * 16384**2 / stats_run.COMMIT_BYTES_PER_S / stats_run.COMMIT_SHARE

@@ -149,11 +149,11 @@ def test_a_reader_raises_errors_of_featx_only(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_many_bytes_of_metadata(tmp_path: Path, target: str) -> None:
-    check_flips(tmp_path, target, "none", num_meta=400, num_data=100)
+    check_flips(tmp_path, target, "none", num_meta=200, num_data=60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["parts/part-000001.h5", "features.h5"])
 @pytest.mark.parametrize("codec", ["lzf", "gzip", "zstd", "blosc2"])
 def test_many_bytes_of_compressed_stores(tmp_path: Path, codec: str, target: str) -> None:
-    check_flips(tmp_path, target, codec, num_meta=100, num_data=1000)
+    check_flips(tmp_path, target, codec, num_meta=50, num_data=150)

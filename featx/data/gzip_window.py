@@ -65,7 +65,7 @@ class GzipWindow:
         if offset < self._start:
             self._begin()
         while self._end < offset + length:
-            block = self._file.read(_BLOCK)
+            block = self._next_block()
             if not block:
                 break
             self._end += len(block)
@@ -78,12 +78,31 @@ class GzipWindow:
             self._drop_before(min(offset, self._end - WINDOW_BYTES))
         return self._kept(offset, length)
 
+    def _next_block(self) -> bytes:
+        """About _BLOCK bytes; all that can be had before damage, which is raised by the next."""
+        pieces: list[bytes] = []
+        size = 0
+        while size < _BLOCK and self._damage is None:
+            try:
+                piece = self._file.read1(_BLOCK)
+            except DAMAGE as error:
+                self._damage = error
+                break
+            if not piece:
+                break
+            pieces.append(piece)
+            size += len(piece)
+        if not pieces and self._damage is not None:
+            raise self._damage
+        return b"".join(pieces)
+
     def _begin(self) -> None:
         self.opened += 1
         raw = io.BufferedReader(_Raw(self._raw_read, self._raw_size), _REMOTE_BLOCK)
         self._file = gzip.GzipFile(fileobj=raw, mode="rb")
         self._blocks: deque[bytes] = deque()
         self._start = self._end = 0
+        self._damage: Exception | None = None
 
     def _drop_before(self, offset: int) -> None:
         while self._blocks and self._start + len(self._blocks[0]) <= offset:

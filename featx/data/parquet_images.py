@@ -44,7 +44,8 @@ class ImageColumn:
     ) -> None:
         from pyarrow import parquet
 
-        self._parquet = parquet.ParquetFile(file)
+        # Checksums of pages are compared where the writer kept any.
+        self._parquet = parquet.ParquetFile(file, page_checksum_verification=True)
         self._column = column
         self._keys, self._rows = keys, rows
         self._lock = threading.Lock()
@@ -84,7 +85,10 @@ class ImageColumn:
             if group is None:
                 try:
                     group = self._parquet.read_row_group(number, columns=[self._column])
-                except pa.ArrowException as error:
+                except (pa.ArrowException, OSError) as error:
+                    # Damage is an OSError as well, but without the number of a system's error.
+                    if getattr(error, "errno", None) is not None:
+                        raise
                     raise ImageFault(
                         Status.DECODE_ERROR,
                         f"row group {number} is damaged: {str(error)[:150]}",

@@ -189,7 +189,9 @@ def _remote(root: str) -> list[Shard]:
     except (DataError, MissingExtraError):
         raise
     except FileNotFoundError as error:
-        raise DataError(f"data.root={root}: {error} is not there.") from error
+        # fsspec's word for every answer of a web server that is not the file.
+        why = f" ({error.__cause__})" if error.__cause__ else ""
+        raise DataError(f"data.root={root}: {error} is not there{why}.") from error
     except Exception as error:
         raise DataError(
             f"data.root={root} cannot be listed: {type(error).__name__}: {error}."

@@ -60,7 +60,7 @@ _OF_REDUCTIONS = {
 _ROOTS = {
     "folder": "data.root=DIR, the folder of your images",
     "webdataset": "data.root=SHARDS: a folder of tars, one tar, or a pattern such as "
-    "'train-{000..012}.tar'",
+    "'data.root=\"train-{000..012}.tar\"'",
     "table": "data.root=FILE, the .csv or .parquet file",
     "hdf5": "data.root=FILE, the HDF5 file",
     "torchvision": "data.root=DIR, the folder that torchvision downloaded to",

@@ -188,7 +188,7 @@ def test_what_is_no_data_set_is_said() -> None:
 @pytest.mark.usefixtures("in_tmp_path")
 def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(photos: Path) -> None:
     paths = sorted(photos.rglob("*.png"))
-    reference = extract(photos, dtype="float32")
+    reference = extract(photos, dtype="float32", pack=False)
 
     def item(row: int) -> Any:
         if row == 4:
@@ -197,7 +197,7 @@ def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(phot
             return image.convert("RGB"), paths[row].parent.name
 
     keys = [os.fspath(path.relative_to(photos)) for path in paths]
-    store = extract(Given(21, item, keys=keys), out="mine", dtype="float32")
+    store = extract(Given(21, item, keys=keys), out="mine", dtype="float32", pack=False)
     assert store.keys.tolist() == reference.keys.tolist()
     assert store.classes == reference.classes
     rest = np.flatnonzero(store.ok)
@@ -216,7 +216,7 @@ def test_the_same_object_goes_on_and_another_one_is_refused(
     extract(data, pack=False)
     (Path("store") / "parts" / "part-000002.h5").unlink()
     computed.clear()
-    store = extract(data)
+    store = extract(data, pack=False)
     assert store.complete
     assert [row for _, row in computed] == [8]
     with pytest.raises(StoreMismatchError, match="other labels"):
@@ -225,7 +225,7 @@ def test_the_same_object_goes_on_and_another_one_is_refused(
         extract(data[:20])
     with pytest.raises(StoreMismatchError, match="1 new images"):
         extract([*data, (paths[0], 0)])
-    assert len(extract([*data, (paths[0], 0)], grow=True)) == 22
+    assert len(extract([*data, (paths[0], 0)], grow=True, pack=False)) == 22
     with pytest.raises(DataError, match="can be opened from there only"):
         run_job("verify", store="store", verify={"sample": 2})
 
@@ -247,9 +247,9 @@ class OwnSource:
 
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_source_of_ones_own(photos: Path) -> None:
-    reference = extract(photos)
+    reference = extract(photos, pack=False)
     own = OwnSource(photos)
-    store = extract(own, out="own")
+    store = extract(own, out="own", pack=False)
     assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
     keys = own.listing().keys
     for changed, message in (
@@ -267,7 +267,7 @@ def test_a_source_of_ones_own(photos: Path) -> None:
 @pytest.mark.usefixtures("in_tmp_path")
 def test_other_keys_of_the_group_go_beside_the_object(photos: Path) -> None:
     data = sorted(photos.rglob("*.png"))
-    store = extract({"source": data, "limit": 5})
+    store = extract({"source": data, "limit": 5}, pack=False)
     assert len(store) == 5
     with pytest.raises(ConfigError, match=r"data\.root has no effect with a data set given"):
         extract({"source": data, "root": "photos"})

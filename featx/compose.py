@@ -108,9 +108,12 @@ def explain(error: Exception) -> ConfigError:
             f"unknown key {key!r}.{nearest(key, keys)} python -m featx --help lists every key."
         )
     if (override := getattr(error, "override", None)) is not None:
+        example = "'layers=[layer4,avgpool]'"
+        if "{" in override:
+            example = "'data.root=\"train-{000..012}.tar\"' with both kinds of quotes"
         return ConfigError(
             f"cannot read {override!r}: {chain[0].splitlines()[0]}. Quote what the shell or Hydra "
-            "would take apart, for example 'layers=[layer4,avgpool]'."
+            f"would take apart, for example {example}."
         )
     full_key = re.search(r"full_key: (\S+)", text)
     where = f"{full_key.group(1)}: " if full_key else ""

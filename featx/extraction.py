@@ -27,7 +27,7 @@ from featx.store import layout
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
-from featx.types import Batch, Failure, Part
+from featx.types import Batch, Failure, Part, Source
 
 
 def run_extraction(
@@ -35,6 +35,7 @@ def run_extraction(
     config_yaml: str,
     known_rows_only: bool = False,
     finish: Callable[[Prepared, StoreSession], None] | None = None,
+    source: Source | None = None,
 ) -> dict[str, Any]:
     """Begin or go on with the store of a config until it is whole; says what happens on stderr.
 
@@ -43,6 +44,7 @@ def run_extraction(
         config_yaml: as the user gave it, for the store.
         known_rows_only: leave pictures alone that the store does not know.
         finish: called once the store is whole, while the model is still at hand.
+        source: the data set, where it is an object from Python; None opens the config's.
 
     Returns:
         the summary, as in summary.json.
@@ -55,7 +57,7 @@ def run_extraction(
     if config.tensorboard:
         require_tensorboard()
     with contextlib.ExitStack() as stack:
-        purpose = StorePurpose(config, known_rows_only)
+        purpose = StorePurpose(config, known_rows_only, source)
         prepared = stack.enter_context(prepare(config, config_yaml, purpose))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))

@@ -14,7 +14,7 @@ from featx import config as featx_config
 from featx import options as featx_options
 from featx.config import Config
 from featx.errors import ConfigError, nearest
-from featx.options import DATA_KINDS
+from featx.options import PACKAGED_DATA, DataConfig
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -114,7 +114,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     if isinstance(reduce := values.get("reduce"), str):
         values["reduce"] = {"name": reduce}
     if isinstance(data := values.get("data"), str | Path):
-        packaged = data in DATA_KINDS and data != "folder"
+        packaged = data in PACKAGED_DATA
         values["data"] = {"name": data} if packaged else {"name": "folder", "root": str(data)}
     if "out" in values:
         values["out"] = str(values["out"])
@@ -123,6 +123,26 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
+
+
+def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | None]:
+    """The keys without the data set that Python gave as an object, and that object or None.
+
+    `data=dataset` is short for `data={"source": dataset}`, as `data="photos"` is for
+    `data={"name": "folder", "root": "photos"}`; what travels on is `data={"name": "python"}`.
+    """
+    values = dict(values)
+    data = values.get("data")
+    if data is None or isinstance(data, str | Path | DataConfig):
+        return values, None
+    if not isinstance(data, Mapping):
+        data = {"source": data}
+    if (given := data.get("source")) is None:
+        return values, None
+    if other := {"name", "root"} & set(data):
+        raise ConfigError(f"data.{min(other)} has no effect with a data set given as an object.")
+    values["data"] = {"name": "python", **{k: v for k, v in data.items() if k != "source"}}
+    return values, given
 
 
 def from_saved(text: str) -> Config:

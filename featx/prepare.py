@@ -23,7 +23,7 @@ from featx.options import GRADIENTS, ReduceConfig
 from featx.store import codecs
 from featx.store.joining import growth_refused, refuse_difference
 from featx.store.layout import PART_BYTES, Grid
-from featx.store.listing import in_stored_order, listing_identity, read_listing
+from featx.store.listing import in_stored_order, listing_identity, marks_digest, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest
 from featx.store.session import missing_parts
 from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
@@ -135,20 +135,24 @@ class StorePurpose:
     Args:
         config: checked.
         known_rows_only: leave images alone that the store does not know.
+        source: the data set, where it is an object from Python; None opens the config's.
     """
 
-    def __init__(self, config: Config, known_rows_only: bool = False) -> None:
+    def __init__(
+        self, config: Config, known_rows_only: bool = False, source: Source | None = None
+    ) -> None:
         out = Path(config.out).expanduser()
         check_out(out)
         self.dtype = config.dtype
         self.settings = {"dtype": config.dtype, "codec": config.codec}
         self._config = config
         self._known_rows_only = known_rows_only
+        self._source = source
         self._stored = None if config.overwrite else load_manifest(out)[0]
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows of the store first, and then what is new."""
-        return list_images(self._config, self._stored, self._known_rows_only)
+        return list_images(self._config, self._stored, self._known_rows_only, self._source)
 
     def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
         """The layers that the store lacks or has not finished; all, where it has them all."""
@@ -173,7 +177,10 @@ def uses_reference(config: Config, backbone: Any) -> bool:
 
 
 def list_images(
-    config: Config, stored: Manifest | None = None, known_rows_only: bool = False
+    config: Config,
+    stored: Manifest | None = None,
+    known_rows_only: bool = False,
+    source: Source | None = None,
 ) -> tuple[Source, Listing]:
     """The data set of a config and its rows, `data.limit` applied, in the store's order.
 
@@ -181,12 +188,14 @@ def list_images(
         config: checked.
         stored: the store that is gone on with.
         known_rows_only: leave images alone that the store does not know.
+        source: the data set, where it is an object from Python; None opens the config's.
 
     Raises:
         DataError: it is not there, or empty.
-        StoreMismatchError: rows of the store are not in it any more, or new ones unasked for.
+        StoreMismatchError: rows of the store are not in it any more, their images were changed,
+            or new ones are there unasked for.
     """
-    source = open_source(config.data)
+    source = open_source(config.data) if source is None else source
     listing = source.listing()
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:
@@ -194,12 +203,25 @@ def list_images(
         before = read_listing(root, stored.num_rows, stored.listing_identity)
         if before is not None:
             listing = in_stored_order(root, before, listing)
+            _refuse_changed_images(root, stored, listing)
             if known_rows_only:
-                return source, before
+                return source, replace(before, marks=listing.head(len(before)).marks)
         new_rows = len(listing) - stored.num_rows
         if new_rows > 0 and not config.grow:
             raise StoreMismatchError(growth_refused(root, new_rows))
     return source, listing
+
+
+def _refuse_changed_images(root: Path, stored: Manifest, listing: Listing) -> None:
+    """Raise StoreMismatchError where the images of the store's rows are known to be others."""
+    before = stored.runs[-1].header.fingerprint.get("data.marks")
+    now = marks_digest(listing, stored.num_rows)
+    if before is not None and now is not None and before != now:
+        raise StoreMismatchError(
+            f"{root} was begun with other images: the data set has the same keys, but what it says "
+            "of the images (their sizes, samples of their bytes) has changed. Put the data set "
+            "back, choose out=DIR for a new store, or overwrite=true to delete this one."
+        )
 
 
 @contextlib.contextmanager
@@ -373,6 +395,8 @@ def _fingerprint(
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,
         "listing": listing_identity(listing),
+        # Sources that know nothing of their images beside the keys have no such line.
+        **({} if listing.marks is None else {"data.marks": marks_digest(listing)}),
         "device": engine.device.type,
         **engine.compute.as_dict(),
         "part_rows": part_rows,

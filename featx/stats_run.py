@@ -57,7 +57,7 @@ class StatsPurpose:
 
     dtype = "float32"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, source: Source | None = None) -> None:
         self.layers: list[StatsLayer] = []
         self.axes: dict[str, int] = {}
         self.settings: dict[str, Any] = {
@@ -68,13 +68,14 @@ class StatsPurpose:
         if config.takes_gradients:
             self.settings["target"] = config.target
         self._config = config
+        self._source = source
         out = Path(config.out).expanduser()
         check_out(out)
         self._begun = None if config.overwrite else begun_settings(out)
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows as the data set lists them; a store in the same folder has its own order."""
-        return list_images(self._config)
+        return list_images(self._config, source=self._source)
 
     def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
         """All layers: one file holds them together."""
@@ -118,12 +119,13 @@ class StatsPurpose:
         return StatsLayer(spec, self._config.stats.kind, positions)
 
 
-def run_stats(config: Config, config_yaml: str) -> dict[str, Any]:
+def run_stats(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
     """Begin or go on with the statistics of a config until they are whole.
 
     Args:
         config: checked, with job=stats.
         config_yaml: as the user gave it, for the file.
+        source: the data set, where it is an object from Python; None opens the config's.
 
     Returns:
         rows, failures, file, layers with their spread, frechet {layer: distance} where another
@@ -136,7 +138,7 @@ def run_stats(config: Config, config_yaml: str) -> dict[str, Any]:
     out = Path(config.out).expanduser()
     other = None if config.stats.against is None else Statistics(config.stats.against)
     with contextlib.ExitStack() as stack:
-        purpose = StatsPurpose(config)
+        purpose = StatsPurpose(config, source)
         prepared = stack.enter_context(prepare(config, config_yaml, purpose))
         if other is not None:
             _check_against(other, purpose, prepared)

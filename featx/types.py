@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -54,21 +54,26 @@ class Listing:
         labels: (N,) int64, the index into classes, -1 where there is none.
         classes: C names.
         skipped: what was seen and left out, reason -> count.
+        marks: (N,) int64, a number for each row that is another one where its image is, as far as
+            the source knows without reading it (its size, ...); None where it knows nothing.
     """
 
     keys: npt.NDArray[np.bytes_]
     labels: npt.NDArray[np.int64]
     classes: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
+    marks: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def head(self, count: int) -> Listing:
         """The first rows only; classes keep their numbers."""
-        return Listing(self.keys[:count], self.labels[:count], self.classes, self.skipped)
+        marks = None if self.marks is None else self.marks[:count]
+        return Listing(self.keys[:count], self.labels[:count], self.classes, self.skipped, marks)
 
 
+@runtime_checkable
 class Source(Protocol):
     """A kind of data set: it lists and reads, nothing else."""
 

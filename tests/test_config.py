@@ -70,7 +70,10 @@ def test_allowed_failures_is_a_share_or_a_number() -> None:
 
 
 def test_a_key_without_effect_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="data=folder only"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.root has an effect with data=folder or .* only; now data=textiles",
+    ):
         DataConfig(name="textiles", root="photos")
     with pytest.raises(ConfigError, match="model=custom only"):
         ModelConfig(args={"depth": 20})

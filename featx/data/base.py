@@ -6,12 +6,14 @@ import errno
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from featx.data.labels import of_any_kind
 from featx.errors import DataError
 from featx.types import ImageFault, Listing, Status
 
@@ -28,15 +30,58 @@ _OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno
 """What opening one file may fail with that says nothing of the disk."""
 
 
+def endings(extensions: Iterable[str] | None) -> frozenset[bytes]:
+    """The key data.extensions as endings of names, in small letters with their dot."""
+    if extensions is None:
+        return EXTENSIONS
+    return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
+
+
+def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> Listing:
+    """A listing whose classes are folders, with other names or numbers for them.
+
+    Args:
+        listing: as `FolderSource` gives it.
+        names: folder -> the name or number of its class; several may share one.
+        where: the names stand, for messages.
+
+    Raises:
+        DataError: a folder is missing there, or a number is no class index.
+    """
+    unknown = [name for name in listing.classes if name not in names]
+    if unknown:
+        shown = ", ".join(unknown[:5])
+        raise DataError(
+            f"{where} has no class for {len(unknown)} folders of the data set, such as {shown}."
+        )
+    values, classes = of_any_kind([names[name] for name in listing.classes], where)
+    table = np.append(values, -1)  # -1, an image in no folder, picks the last entry
+    return replace(listing, labels=table[listing.labels], classes=classes)
+
+
 class FolderSource:
-    """All images below a folder, at any depth; the first sub-folder is the label.
+    """All images below a folder; the first sub-folder is the label.
 
     Keys are paths relative to the folder, with extension, as the bytes the file system gives.
+
+    Args:
+        root: the folder.
+        follow_links: list and read what lies outside of it, where links lead there.
+        extensions: endings of the names that count, in small letters.
+        depth: folders between the root and an image at the most, None for any number.
     """
 
-    def __init__(self, root: Path, follow_links: bool = False) -> None:
+    def __init__(
+        self,
+        root: Path,
+        follow_links: bool = False,
+        extensions: frozenset[bytes] = EXTENSIONS,
+        depth: int | None = None,
+    ) -> None:
         self.root = root
         self._follow_links = follow_links
+        self._extensions = extensions
+        self._depth = depth
         self._root_bytes = os.path.abspath(os.fsencode(root))  # noqa: PTH100 - bytes paths
         self._real_root = os.path.realpath(self._root_bytes)
         self._identity: tuple[int, int] | None = None
@@ -48,6 +93,7 @@ class FolderSource:
             raise DataError(
                 f"data.root={self.root} {what} (taken from {Path.cwd()}). "
                 "Give the folder that holds your images or their class folders."
+                f"{_kind_of(self.root)}"
             )
         info = self.root.stat()
         self._identity = info.st_dev, info.st_ino
@@ -55,10 +101,11 @@ class FolderSource:
         keys = sorted(self._walk())
         if not keys:
             left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
-            endings = " ".join(sorted(e.decode() for e in EXTENSIONS))
+            named = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
+            depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
-                f"no images below {self.root}: looked at every depth for names ending in "
-                f"{endings}. Left out: {left_out or 'nothing'}."
+                f"no images below {self.root}: looked at {depth} for names ending in "
+                f"{named}. Left out: {left_out or 'nothing'}."
             )
         names = sorted({key.split(b"/", 1)[0] for key in keys if b"/" in key})
         number = {name: i for i, name in enumerate(names)}
@@ -93,6 +140,21 @@ class FolderSource:
                 return file.read()
         finally:
             os.close(descriptor)
+
+    def read_inside(self, path: bytes) -> bytes:
+        """As `read`, for a path that was not listed: links out of the folder are not followed.
+
+        Raises:
+            ImageFault: also where the path leads out of the folder, unless that was asked for.
+        """
+        if not self._follow_links:
+            real = os.path.realpath(os.path.join(self._root_bytes, path))
+            if not self._is_inside(real):
+                raise ImageFault(
+                    Status.MISSING,
+                    "leads out of the folder (data.follow_links=true follows it)",
+                )
+        return self.read(path)
 
     def _check_root(self) -> None:
         """Raise OSError where the whole folder is gone: that is no fault of the image."""
@@ -140,15 +202,32 @@ class FolderSource:
         key = folder.prefix + entry.name
         mode = _mode(entry)
         if mode == stat.S_IFDIR:
+            if self._depth is not None and folder.prefix.count(b"/") >= self._depth:
+                return "folders below data.depth"
             real = real or os.path.join(folder.real, entry.name)
             return _Folder(entry.path, real, key + b"/", above)
-        if os.path.splitext(entry.name)[1].lower() not in EXTENSIONS:  # noqa: PTH122 - bytes
+        if os.path.splitext(entry.name)[1].lower() not in self._extensions:  # noqa: PTH122 - bytes
             return "other names"
         # A link that leads nowhere is listed under its name; its row says 'missing'.
         return key if mode in (stat.S_IFREG, 0) else "not a regular file"
 
     def _is_inside(self, target: bytes) -> bool:
         return os.path.commonpath((target, self._real_root)) == self._real_root
+
+
+_OTHER_KINDS = {
+    "webdataset": (".tar", ".tgz", ".gz"),
+    "table": (".csv", ".tsv", ".parquet"),
+    "hdf5": (".h5", ".hdf5"),
+}
+
+
+def _kind_of(path: Path) -> str:
+    """Which kind of data a file is, where its name tells, as the end of a message."""
+    for kind, suffixes in _OTHER_KINDS.items():
+        if path.is_file() and path.suffix.lower() in suffixes:
+            return f" Such a file is read with data={kind}."
+    return ""
 
 
 class _Folder(NamedTuple):

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
+from featx.data import source_of
 from featx.extraction import run_extraction, store_exit_code
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
+from featx.keys import from_keywords, from_omegaconf, saved_yaml, without_object
 from featx.progress import describe_end, say
 from featx.store.reader import FeatureStore
 
@@ -20,7 +21,9 @@ def extract(**keys: Any) -> FeatureStore:
     Args:
         keys: every key of the command (`featx --help`). Short forms: `model` a name, `data` a
             folder or the name of a packaged data set, `reduce` a name; each also takes a mapping,
-            such as `model={"name": "resnet50", "weights": None}`.
+            such as `model={"name": "resnet50", "weights": None}`. `data` also takes a map-style
+            data set of your own or a `Source` (docs/data.md), beside other keys of the group as
+            `data={"source": dataset, "limit": 100}`.
 
     Returns:
         The store, open for reading. Failed images are rows of NaN with their status; see
@@ -29,9 +32,11 @@ def extract(**keys: Any) -> FeatureStore:
     Raises:
         FeatxError: whatever the command would report with exit code 1 or 2.
     """
+    keys, given = without_object(keys)
     node = from_keywords(keys)
     config = from_omegaconf(node)
-    summary = run_extraction(config, saved_yaml(node))
+    source = None if given is None else source_of(given)
+    summary = run_extraction(config, saved_yaml(node), source=source)
     say(describe_end(summary, config.out))
     return FeatureStore(Path(config.out).expanduser())
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
+from featx.data import source_of
+from featx.keys import from_keywords, from_omegaconf, saved_yaml, without_object
 from featx.loop import exit_code
 from featx.progress import facts, say, table
 from featx.stats_file import Statistics
@@ -30,9 +31,12 @@ def stats(**keys: Any) -> Statistics:
     Raises:
         FeatxError: whatever the command would report with exit code 1 or 2.
     """
+    keys, given = without_object(keys)
     node = from_keywords(keys)
     node.job.name = "stats"
-    summary = run_stats(from_omegaconf(node), saved_yaml(node))
+    config = from_omegaconf(node)
+    source = None if given is None else source_of(given)
+    summary = run_stats(config, saved_yaml(node), source)
     say(_text(summary))
     return Statistics(summary["file"])
 

@@ -12,7 +12,10 @@ from featx.fingerprint import differences
 from featx.store import layout
 from featx.store.manifest import Manifest, Run
 
-_OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", "listing")
+_OF_THE_ROWS = ("listing", "data.marks")
+"""What a fingerprint says of the rows; a run that adds rows has another one."""
+
+_OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)
 """Settings that may differ between the runs of a store, beside the lines layer.<name>."""
 
 
@@ -70,8 +73,9 @@ def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool
     # The very layers of some runs: nothing of one of them may differ but the rows it grew by.
     alike = [run for run in before.runs if run.names == asked.names]
     if alike and not grows:
-        latest = before.runs[-1].header.fingerprint.get("listing")
-        stored = [{**_all_of(run), **_of_layers(run, known), "listing": latest} for run in alike]
+        latest = before.runs[-1].header.fingerprint
+        rows = {key: latest.get(key) for key in _OF_THE_ROWS}
+        stored = [{**_all_of(run), **_of_layers(run, known), **rows} for run in alike]
         now = {**_all_of(asked), **of_layers}
         if all(differences(one, now) for one in stored):
             refuse_difference(root, stored[-1], now)
@@ -82,7 +86,7 @@ def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool
         for name in known
         for key, value in _of_layers(before.holder(name), [name]).items()
     }
-    keys = () if grows else ("listing",)
+    keys = () if grows else _OF_THE_ROWS
     refuse_difference(
         root,
         {**_common(latest_run, keys), **stored_layers},
@@ -94,7 +98,7 @@ def _all_of(run: Run) -> dict[str, Any]:
     settings = run.header.fingerprint
     return {
         **settings,
-        "listing": settings.get("listing"),
+        **{key: settings.get(key) for key in _OF_THE_ROWS},
         "layers": sorted(settings.get("layers", [])),
         "part_rows": run.grid.part_rows,
         "codec": run.codec,

@@ -34,6 +34,14 @@ def listing_identity(listing: Listing) -> str:
     return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
 
 
+def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
+    """sha256 over the marks of the first rows, all when not given; None where there are none."""
+    if listing.marks is None:
+        return None
+    marks = np.ascontiguousarray(listing.marks[:num_rows].astype("<i8", copy=False))
+    return hashlib.sha256(marks.data).hexdigest()
+
+
 def listing_file(listing: Listing) -> memoryview:
     """samples.h5 as bytes: /key, /label and /classes of all rows."""
     buffer = io.BytesIO()
@@ -200,6 +208,7 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
         np.concatenate([stored.labels, labels[new]]),
         classes,
         found.skipped,
+        None if found.marks is None else np.concatenate([found.marks[place], found.marks[new]]),
     )
 
 

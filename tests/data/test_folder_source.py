@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from featx.data import open_source
 from featx.data.base import EXTENSIONS, MAX_FILE_BYTES, FolderSource
-from featx.errors import DataError
+from featx.errors import ConfigError, DataError
 from featx.options import DataConfig
-from featx.types import ImageFault, Status
+from featx.types import ImageFault, Source, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
 NOBODY = 65534
@@ -614,3 +614,91 @@ def test_follow_links_comes_from_the_config(tmp_path: Path) -> None:
     for follow, count in ((False, 1), (True, 2)):
         source = open_source(DataConfig(name="folder", root=root, follow_links=follow))
         assert len(source.listing()) == count
+
+
+# What counts, how deep, and under which class
+
+
+def folder(root: Path, **keys: object) -> Source:
+    return open_source(DataConfig(name="folder", root=str(root), **keys))
+
+
+def test_extensions_name_what_counts(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg", "b.PNG", "c.img", "d.tar.jpg", "img")
+    source = folder(tmp_path, extensions=["PNG", ".img"])
+    assert source.listing().keys.tolist() == [b"b.PNG", b"c.img"]
+    assert source.listing().skipped == {"other names": 3}
+    with pytest.raises(DataError, match=r"looked at every depth for names ending in \.gif\. Left"):
+        folder(tmp_path, extensions=["gif"]).listing()
+    with pytest.raises(ConfigError, match=r"data\.extensions is empty"):
+        folder(tmp_path, extensions=[])
+
+
+def test_depth_bounds_how_far_down_images_are_looked_for(tmp_path: Path) -> None:
+    write(tmp_path, "0.jpg", "a/1.jpg", "a/b/2.jpg", "a/b/c/3.jpg", "d/e/f/g/4.jpg")
+    found = [len(folder(tmp_path, depth=depth).listing()) for depth in (0, 1, 2, 3, 4, None)]
+    assert found == [1, 2, 3, 4, 5, 5]
+    listing = folder(tmp_path, depth=1).listing()
+    assert listing.skipped == {"folders below data.depth": 2}
+    assert listing.classes == ("a",)
+    with pytest.raises(ConfigError, match=r"data\.depth=-1"):
+        folder(tmp_path, depth=-1)
+    with pytest.raises(DataError, match="looked at a depth up to 0"):
+        folder(tmp_path / "d", depth=0).listing()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "classes", "labels"),
+    [
+        (
+            "c.json",
+            '{"n1": "tench", "n2": "shark", "n3": "tench"}',
+            ("shark", "tench"),
+            [1, 0, 1, -1],
+        ),
+        ("c.json", '{"n1": 2, "n2": 0, "n3": 2, "gone": 9}', ("0", "1", "2"), [2, 0, 2, -1]),
+        ("c.csv", 'n1,"tench, big"\nn2,0\nn3,0\n', ("0", "tench, big"), [1, 0, 0, -1]),
+        ("c.csv", "n1,1\r\nn2,0\r\n\r\nn3,1\r\n", ("0", "1"), [1, 0, 1, -1]),
+    ],
+)
+def test_a_file_names_the_classes(
+    tmp_path: Path, name: str, text: str, classes: tuple[str, ...], labels: list[int]
+) -> None:
+    write(tmp_path / "p", "n1/a.jpg", "n2/x/b.jpg", "n3/c.jpg", "z.jpg")
+    (tmp_path / name).write_text(text)
+    source = folder(tmp_path / "p", classes=str(tmp_path / name))
+    listing = source.listing()
+    assert (listing.classes, listing.labels.tolist()) == (classes, labels)
+    assert listing.labels.dtype == np.int64
+    assert source.read(b"n1/a.jpg") == b"picture"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.json", '{"n1": "x"}', "has no class for 1 folders of the data set, such as n2"),
+        ("c.json", '["n1"]', "expected one object"),
+        ("c.json", '{"n1": [1], "n2": 2}', "expected one object"),
+        ("c.json", "{", "is no JSON"),
+        ("c.json", '{"n1": 1, "n2": 2, "n1": 3}', "two classes for the folder n1"),
+        ("c.json", '{"n1": 1, "n2": "x"}', "found labels of kind name, number"),
+        ("c.csv", "n1,x\nn2\n", "'n2' has 1 columns; expected two"),
+        ("c.csv", "n1,x\nn1,y\nn2,y\n", "two classes for the folder n1"),
+        ("none.csv", None, "cannot be read as text"),
+    ],
+)
+def test_a_file_of_classes_that_does_not_fit_is_an_error(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    write(tmp_path / "p", "n1/a.jpg", "n2/b.jpg")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path / "p", classes=str(tmp_path / name)).listing()
+
+
+def test_a_file_of_another_kind_says_which(tmp_path: Path) -> None:
+    for name, kind in (("a.tar", "webdataset"), ("a.csv", "table"), ("a.h5", "hdf5")):
+        write(tmp_path, name)
+        with pytest.raises(DataError, match=f"is a file, not a folder.* with data={kind}"):
+            folder(tmp_path / name).listing()

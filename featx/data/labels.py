@@ -1,0 +1,106 @@
+"""Labels as data sets have them, numbers or names, -> what a listing holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import DataError
+
+MAX_CLASS = 1_000_000
+"""Numbers above this are no class indices."""
+
+Labels = tuple[npt.NDArray[np.int64], tuple[str, ...]]
+"""(N,) int64 with -1 where there is none, and the names of the classes."""
+
+
+def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
+    """Whole numbers stay as they are; the name of a class is its number.
+
+    Args:
+        values: (N,), -1 where there is no label.
+        where: they stand, for messages.
+
+    Raises:
+        DataError: one of them cannot be the index of a class.
+    """
+    wrong = (values < -1) | (values > MAX_CLASS)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise DataError(
+            f"{where}: {int(values[row])} in row {row} is no class index (0 to {MAX_CLASS}, -1 for "
+            "none). Numbers that are names can be given as text."
+        )
+    top = int(values.max(initial=-1))
+    return values.astype(np.int64), tuple(str(number) for number in range(top + 1))
+
+
+def from_names(values: Iterable[str | None]) -> Labels:
+    """Names become classes in bytewise order; None and the empty name are no label."""
+    known: dict[str, int] = {}
+    codes = np.fromiter((known.setdefault(v or "", len(known)) for v in values), dtype=np.int64)
+    return renumbered(np.array(list(known), dtype=object), codes)
+
+
+def renumbered(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
+    """Numbers into a list of names -> numbers into the sorted names that are in use.
+
+    Args:
+        names: (C,) str; those that are empty stand for no label.
+        codes: (N,) into names, -1 for no label.
+    """
+    used = sorted({names[i] for i in np.unique(codes[codes >= 0]) if names[i]}, key=os.fsencode)
+    place = {name: i for i, name in enumerate(used)}
+    table = np.array([*(place.get(name, -1) for name in names), -1], dtype=np.int64)
+    return table[codes], tuple(used)
+
+
+def named(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> Labels:
+    """Numbers whose classes have names already.
+
+    Raises:
+        DataError: there is no such class.
+    """
+    labels, _ = from_numbers(values, where)
+    if len(labels) and labels.max() >= len(names):
+        row = int(labels.argmax())
+        raise DataError(f"{where}: {int(labels[row])} in row {row}, of {len(names)} classes.")
+    return labels, tuple(str(name) for name in names)
+
+
+def of_any_kind(values: Sequence[object], where: str) -> Labels:
+    """Labels of which nothing is known beforehand: whole numbers, names, or none.
+
+    Raises:
+        DataError: they are of another kind, or of several.
+    """
+    kinds = {_kind(value) for value in values}
+    if kinds <= {"none"}:
+        return np.full(len(values), -1, dtype=np.int64), ()
+    if kinds <= {"number", "none"}:
+        numbers = [-1 if value is None else int(value) for value in values]  # type: ignore[call-overload]
+        return from_numbers(np.array(numbers, dtype=np.int64), where)
+    if kinds <= {"name", "none"}:
+        return from_names([None if value is None else str(value) for value in values])
+    raise DataError(
+        f"{where}: found labels of kind {', '.join(sorted(kinds - {'none'}))}; expected whole "
+        "numbers or names throughout, None where there is no label."
+    )
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return "name"
+    if isinstance(value, bool | np.bool_):
+        return "number"
+    try:
+        whole = int(value) == value  # type: ignore[call-overload]
+        has_index = hasattr(value, "__index__")
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return type(value).__name__
+    return "number" if whole and has_index else type(value).__name__

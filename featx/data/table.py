@@ -1,0 +1,314 @@
+"""data=table: a CSV or Parquet file with a column of paths, or of image bytes, and one of labels.
+
+Image bytes are read from Parquet a row group at a time, as Hugging Face's data sets have them: a
+struct of `bytes` and `path`, or binary values alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.data.base import FolderSource
+from featx.data.labels import Labels, from_numbers, named, renumbered
+from featx.data.numbered import numbered_keys
+from featx.data.parquet_images import ImageColumn, footer_marks
+from featx.data.places import doubles
+from featx.errors import DataError, MissingExtraError, nearest
+from featx.options import DataConfig
+from featx.types import Listing, Source
+
+_SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
+"""Paths that may lead out of the folder, or to no file at all."""
+
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+def open_source(config: DataConfig) -> Source:
+    """The table data.root.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError('data=table needs pyarrow: pip install "featx[table]".') from error
+    assert config.root is not None
+    return TableSource(Path(config.root).expanduser(), config)
+
+
+class TableSource:
+    """Rows of a table, in bytewise order of their keys.
+
+    A key is the path as the table has it; of image bytes their path where each row has one of its
+    own, else 'row-000123', the place in the table.
+
+    Args:
+        file: .csv, .tsv (also with .gz behind) or .parquet.
+        config: for the columns, the folder of the paths, and the policy of links.
+    """
+
+    def __init__(self, file: Path, config: DataConfig) -> None:
+        self._file = file
+        self._path_column = config.path_column
+        self._label_column = config.label_column
+        self._follow_links = config.follow_links
+        self._root = Path(config.images).expanduser() if config.images else file.parent
+        self._folder = FolderSource(self._root, config.follow_links)
+        self._images: ImageColumn | None = None
+
+    def listing(self) -> Listing:
+        import pyarrow as pa
+
+        try:
+            return self._listing()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.root={self._file} cannot be read: {error}.") from error
+
+    def read(self, key: bytes) -> bytes:
+        if self._images is not None:
+            return self._images.read(key)
+        return self._folder.read_inside(key)
+
+    def _listing(self) -> Listing:
+        import pyarrow as pa
+
+        if not self._file.is_file():
+            raise DataError(
+                f"data.root={self._file} is no file (taken from {Path.cwd()}); expected .csv, .tsv "
+                "or .parquet."
+            )
+        table = _Parquet(self._file) if _is_parquet(self._file) else _Csv(self._file)
+        column = self._chosen(table.names)
+        label_column = self._chosen_label(table.names)
+        if column == label_column:
+            raise DataError(f"{self._file}: {column} is the column of paths and of labels.")
+        kind = table.kind(column)
+        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        if is_text:
+            keys = self._paths(table.column(column))
+        elif isinstance(table, _Parquet):
+            keys = self._keys_of_images(table, column, kind)
+        else:
+            raise DataError(f"{self._file}: column {column} is {kind}; expected paths.")
+        labels, classes = self._labels(table, label_column, len(keys))
+        order = np.arange(len(keys))
+        if not (keys[1:] > keys[:-1]).all():
+            order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        if twice := doubles(keys):
+            shown = ", ".join(os.fsdecode(key) for key in twice)
+            raise DataError(
+                f"{self._file}: {column} has some paths more than once: {shown}. A key stands for "
+                "one row."
+            )
+        marks = None
+        if not is_text:
+            self._images = ImageColumn(self._file, column, keys, order)
+            marks = footer_marks(self._file, column)[order]
+        return Listing(keys, labels[order], classes, {}, marks)
+
+    def _chosen(self, names: list[str]) -> str:
+        """The column of paths or images."""
+        if self._path_column is not None:
+            return _known(self._file, "data.path_column", self._path_column, names)
+        for name in ("path", "image"):
+            if name in names:
+                return name
+        raise DataError(
+            f"{self._file} has no column path or image but {', '.join(names)}; say which with "
+            "data.path_column=NAME."
+        )
+
+    def _chosen_label(self, names: list[str]) -> str | None:
+        if self._label_column is None:
+            return "label" if "label" in names else None
+        if not self._label_column:
+            return None
+        return _known(self._file, "data.label_column", self._label_column, names)
+
+    def _paths(self, column: Any) -> npt.NDArray[np.bytes_]:
+        import pyarrow.compute as pc
+
+        if not len(column):
+            raise DataError(f"{self._file} has no rows.")
+        empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
+        if (row := pc.index(empty, True).as_py()) >= 0:
+            raise DataError(f"{self._file}: row {row} has no path.")
+        # Byte for byte: a path that is no UTF-8 never comes this far, Arrow refuses it.
+        for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
+            self._check_path(path)
+        return _as_keys(column)
+
+    def _check_path(self, path: str) -> None:
+        if "\0" in path or re.search(r"^[a-z0-9]+://", path):
+            raise DataError(f"{self._file}: {path!r} is no path of a file.")
+        whole = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
+        inside = os.path.abspath(self._root)  # noqa: PTH100
+        if not self._follow_links and os.path.commonpath((whole, inside)) != inside:
+            raise DataError(
+                f"{self._file}: {path!r} leads out of {self._root}. data.images=DIR says where "
+                "paths start from; data.follow_links=true allows any place."
+            )
+
+    def _keys_of_images(self, table: _Parquet, column: str, kind: Any) -> npt.NDArray[np.bytes_]:
+        """Paths beside the bytes where each row has its own, else numbers."""
+        import pyarrow as pa
+
+        fields = {f.name: f.type for f in kind} if pa.types.is_struct(kind) else {"bytes": kind}
+        binary = fields.get("bytes")
+        if binary is None or not (pa.types.is_binary(binary) or pa.types.is_large_binary(binary)):
+            raise DataError(
+                f"{self._file}: column {column} is {kind}; expected paths, image bytes, or a "
+                "struct of bytes and path."
+            )
+        if not table.num_rows:
+            raise DataError(f"{self._file} has no rows.")
+        path = fields.get("path")
+        if path is not None and pa.types.is_string(path):
+            paths = table.column(f"{column}.path")
+            if not paths.null_count:
+                keys = _as_keys(paths)
+                if len(np.unique(keys)) == len(keys) and (keys != b"").all():
+                    return keys
+        return numbered_keys(table.num_rows, "row-")
+
+    def _labels(self, table: _Parquet | _Csv, name: str | None, count: int) -> Labels:
+        import pyarrow as pa
+
+        if name is None:
+            return np.full(count, -1, dtype=np.int64), ()
+        column = table.labels(name)
+        kind = column.type
+        where = f"{self._file}, column {name}"
+        if pa.types.is_integer(kind):
+            numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
+            if names := table.class_names(name):
+                return named(numbers, names, where)
+            return from_numbers(numbers, where)
+        if pa.types.is_boolean(kind):
+            column, kind = column.cast(pa.string()), pa.string()
+        if pa.types.is_null(kind):
+            return np.full(count, -1, dtype=np.int64), ()
+        if pa.types.is_dictionary(kind):
+            column, kind = column.cast(kind.value_type), kind.value_type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(
+                f"{where} is {kind}; expected text or whole numbers. Without labels: "
+                "data.label_column= (empty)."
+            )
+        encoded = column.combine_chunks().dictionary_encode()
+        if isinstance(encoded, pa.ChunkedArray):
+            encoded = encoded.combine_chunks()
+        codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
+        return renumbered(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
+
+
+class _Csv:
+    """Columns of a CSV file; each is read when it is asked for."""
+
+    def __init__(self, file: Path) -> None:
+        from pyarrow import csv
+
+        self._file = file
+        plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
+        separator = _SEPARATORS.get(plain.suffix.lower())
+        if separator is None:
+            raise DataError(
+                f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
+            )
+        self._parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        with csv.open_csv(file, parse_options=self._parse) as reader:
+            self.names: list[str] = reader.schema.names
+        if len(set(self.names)) < len(self.names):
+            raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
+
+    def kind(self, name: str) -> Any:
+        """Everything is text until it is read as labels."""
+        import pyarrow as pa
+
+        return pa.string()
+
+    def column(self, name: str) -> Any:
+        """A column as text."""
+        import pyarrow as pa
+        from pyarrow import csv
+
+        options = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
+        return csv.read_csv(self._file, parse_options=self._parse, convert_options=options)[name]
+
+    def labels(self, name: str) -> Any:
+        """A column as whole numbers where all of it is, else as text; empty is null."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        text = self.column(name)
+        text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
+        numbers = pc.all(pc.match_substring_regex(text, r"^-?\d{1,18}$")).as_py()
+        return text.cast(pa.int64()) if numbers else text
+
+    def class_names(self, name: str) -> list[str] | None:
+        return None
+
+
+class _Parquet:
+    """Columns of a Parquet file."""
+
+    def __init__(self, file: Path) -> None:
+        from pyarrow import parquet
+
+        self._parquet = parquet.ParquetFile(file)
+        self.names: list[str] = self._parquet.schema_arrow.names
+        self.num_rows: int = self._parquet.metadata.num_rows
+
+    def kind(self, name: str) -> Any:
+        return self._parquet.schema_arrow.field(name).type
+
+    def column(self, name: str) -> Any:
+        """A column, or with a dot a field of a struct; nothing else is read."""
+        import pyarrow.compute as pc
+
+        outer, _, inner = name.partition(".") if name not in self.names else (name, "", "")
+        column = self._parquet.read(columns=[name])[outer]
+        return pc.struct_field(column, inner) if inner else column
+
+    def labels(self, name: str) -> Any:
+        """A column in the type that it has."""
+        return self.column(name)
+
+    def class_names(self, name: str) -> list[str] | None:
+        """The names that Hugging Face's data sets keep for whole numbers."""
+        about = (self._parquet.schema_arrow.metadata or {}).get(b"huggingface")
+        try:
+            names = json.loads(about)["info"]["features"][name]["names"] if about else None
+        except (ValueError, LookupError, TypeError):
+            return None
+        return names if isinstance(names, list) else None
+
+
+def _is_parquet(file: Path) -> bool:
+    with file.open("rb") as opened:
+        return opened.read(4) == b"PAR1"
+
+
+def _as_keys(column: Any) -> npt.NDArray[np.bytes_]:
+    """A column of text as (N,) bytes, a piece at a time."""
+    pieces = [
+        np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
+        for chunk in column.chunks
+        for batch in (chunk.slice(start, 1 << 16) for start in range(0, len(chunk), 1 << 16))
+    ]
+    return np.concatenate(pieces)
+
+
+def _known(file: Path, key: str, name: str, names: list[str]) -> str:
+    if name not in names:
+        raise DataError(f"{key}={name}: {file} has {', '.join(names)}.{nearest(name, names)}")
+    return name

@@ -1,0 +1,182 @@
+"""The headers of a tar, one after the other, without extracting anything.
+
+Python's tarfile ends in silence where it meets a damaged header, keeps every member in memory, and
+reads extended headers of whatever size they claim; a listing that must not lose a row needs a
+reader that says where it stopped and why. Formats: POSIX ustar and pax, GNU, and v7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+BLOCK = 512
+_MAX_EXTENDED = 1 << 20
+"""Bytes of an extended header: a name of a megabyte is none."""
+
+_REGULAR = b"\0", b"0", b"7"
+_WITHOUT_DATA = b"1", b"2", b"3", b"4", b"5", b"6"
+_ZEROS = bytes(BLOCK)
+
+
+class Member(NamedTuple):
+    """One entry of a tar.
+
+    Attributes:
+        name: as it stands there.
+        offset, size: of its bytes in the (decompressed) tar.
+        regular: a plain file, no link, device or sparse file.
+    """
+
+    name: bytes
+    offset: int
+    size: int
+    regular: bool
+
+
+class CutOffError(Exception):
+    """The tar ends before its end mark, or goes on with something that is no header.
+
+    Attributes:
+        at: offset of the first byte that is not accounted for.
+        cut: the member that is there in part, or None.
+    """
+
+    def __init__(self, message: str, at: int, cut: Member | None = None) -> None:
+        super().__init__(message)
+        self.at = at
+        self.cut = cut
+
+
+Read = Callable[[int, int], bytes]
+"""(offset, length) -> the bytes there, fewer only at the end. Called with rising offsets."""
+
+
+def members(read: Read) -> Iterator[Member]:
+    """All members but folders, in the order of the tar.
+
+    Raises:
+        CutOffError: after the last member that is whole.
+    """
+    at, name, size = 0, None, None
+    while True:
+        start = at
+        header = read(at, BLOCK)
+        if header == _ZEROS:
+            _check_end(read, at + BLOCK)
+            return
+        if len(header) < BLOCK:
+            what = "without its end mark" if not header else "in the middle of a header"
+            raise CutOffError(f"it ends at byte {at + len(header)} {what}", at)
+        if not _sum_is_right(header):
+            raise CutOffError(f"the header at byte {at} is damaged", at)
+        kind = header[156:157]
+        own_size = _number(header[124:136], at)
+        at += BLOCK
+        if kind in (b"L", b"K", b"x", b"X", b"g"):
+            text = _extended(read, at, own_size)
+            at += _padded(own_size)
+            if kind == b"L":
+                name = text.split(b"\0", 1)[0]
+            elif kind in (b"x", b"X"):
+                records = _pax(text, start)
+                name = records.get(b"path", name)
+                size = int(records[b"size"]) if b"size" in records else size
+                if any(key.startswith(b"GNU.sparse") for key in records):
+                    kind = b"sparse"
+            if kind != b"sparse":
+                continue
+            # A sparse file in pax form: the next header is its own; it is no regular file.
+            header = read(at, BLOCK)
+            if len(header) < BLOCK or not _sum_is_right(header):
+                raise CutOffError(f"the header at byte {at} is damaged", at)
+            own_size = _number(header[124:136], at)
+            at += BLOCK
+        if kind == b"S":
+            at = _after_sparse_map(read, header, at)
+        length = own_size if size is None else size
+        length = 0 if kind in _WITHOUT_DATA else length
+        full = name if name is not None else _name(header)
+        member = Member(full, at, length, kind in _REGULAR)
+        if length and len(read(at + length - 1, 1)) < 1:
+            raise CutOffError(f"it ends in the middle of {member.name!r}", start, member)
+        if kind != b"5" and not full.endswith(b"/"):
+            yield member
+        at += _padded(length)
+        name = size = None
+
+
+def _check_end(read: Read, at: int) -> None:
+    """Behind the end mark only zeros may stand: other tars joined to this one would be missed."""
+    while block := read(at, 1 << 16):
+        if block.count(0) != len(block):
+            raise CutOffError(f"it goes on behind its end mark at byte {at}", at)
+        at += len(block)
+
+
+def _sum_is_right(header: bytes) -> bool:
+    """The checksum counts its own field as spaces; some writers sum signed bytes."""
+    try:
+        stored = int(header[148:156].split(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        return False
+    rest = header[:148] + header[156:]
+    unsigned = 256 + sum(rest)
+    return stored in (unsigned, unsigned - 256 * sum(byte > 127 for byte in rest))
+
+
+def _number(field: bytes, at: int) -> int:
+    """Octal digits, or a binary number where the first bit is set."""
+    if field[0] & 0x80:
+        return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:])
+    try:
+        return int(field.split(b"\0")[0].strip() or b"0", 8)
+    except ValueError as error:
+        raise CutOffError(f"the header at byte {at} has a size that is no number", at) from error
+
+
+def _name(header: bytes) -> bytes:
+    name = header[:100].split(b"\0", 1)[0]
+    prefix = header[345:500].split(b"\0", 1)[0]
+    # GNU's own format keeps times where POSIX has the beginning of a long name.
+    return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
+
+
+def _extended(read: Read, at: int, size: int) -> bytes:
+    if size > _MAX_EXTENDED:
+        raise CutOffError(f"the header at byte {at - BLOCK} claims a name of {size} bytes", at)
+    text = read(at, size)
+    if len(text) < size:
+        raise CutOffError("it ends in the middle of a header", at - BLOCK)
+    return text
+
+
+def _pax(text: bytes, at: int) -> dict[bytes, bytes]:
+    """Records 'length key=value\\n', whose length counts all of it."""
+    records = {}
+    while text.strip(b"\0"):
+        digits, _, rest = text.partition(b" ")
+        length = int(digits) if digits.isdigit() and len(digits) < 8 else 0
+        key, equals, value = rest[: length - len(digits) - 1].partition(b"=")
+        if not equals or not value.endswith(b"\n") or length > len(text):
+            raise CutOffError(f"the extended header at byte {at} is damaged", at)
+        records[key] = value[:-1]
+        text = text[length:]
+    if not records.get(b"size", b"0").isdigit():
+        raise CutOffError(f"the extended header at byte {at} is damaged", at)
+    return records
+
+
+def _after_sparse_map(read: Read, header: bytes, at: int) -> int:
+    """Where the data of an old GNU sparse file begins."""
+    more = header[482]
+    while more:
+        block = read(at, BLOCK)
+        if len(block) < BLOCK:
+            raise CutOffError("it ends in the middle of a header", at)
+        more, at = block[504], at + BLOCK
+    return at
+
+
+def _padded(size: int) -> int:
+    return -(-size // BLOCK) * BLOCK

@@ -18,7 +18,9 @@ from made_shards import write_tar
 from PIL import Image
 from tiny_model import COMMAND, extract, run_job, write_pictures
 
+from featx.data import open_source
 from featx.errors import StoreMismatchError
+from featx.options import DataConfig
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -116,6 +118,10 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
     names = [store.classes[label] for label in store.labels]
     assert names == [key[:3] for key in pictures]
+    # A worker that was told its keys reads without listing first.
+    unlisted = open_source(DataConfig(**data))
+    if name != "hdf5":  # whose pictures are pixels
+        assert [unlisted.read(key.encode()) for key in store.keys] == list(pictures.values())
     # What is missing is done again, and nothing else.
     (Path("store") / "parts" / "part-000001.h5").unlink()
     (Path("store") / "parts" / "part-000004.h5").unlink()

@@ -44,6 +44,7 @@ class GzipWindow:
         self._lock = threading.Lock()
         self.opened = 0
         """How often the file was begun."""
+        self._damage: Exception | None = None
         self._begin()
 
     def read(self, offset: int, length: int) -> bytes:
@@ -102,7 +103,7 @@ class GzipWindow:
         self._file = gzip.GzipFile(fileobj=raw, mode="rb")
         self._blocks: deque[bytes] = deque()
         self._start = self._end = 0
-        self._damage: Exception | None = None
+        self._damage = None
 
     def _drop_before(self, offset: int) -> None:
         while self._blocks and self._start + len(self._blocks[0]) <= offset:

@@ -71,7 +71,7 @@ class MapSource:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._keys: npt.NDArray[np.bytes_] | None = None
         self._rows: npt.NDArray[np.int64] | None = None
         self._labels: list[object] | None = None
@@ -83,15 +83,17 @@ class MapSource:
         keys = self._keys_of(count)
         labels, classes = self._labels_of(count)
         order = np.argsort(keys, kind="stable")
-        self._keys, self._rows = keys[order], order
+        self._keys = keys[order]
         if twice := doubles(self._keys):
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(f"dataset.keys has some more than once: {shown}. Rows need their own.")
+        self._rows = order
         return Listing(self._keys, labels[order], classes)
 
     def read(self, key: bytes) -> bytes:
-        if self._keys is None or self._rows is None:
-            self.listing()
+        with self._lock:
+            if self._rows is None:
+                self.listing()
         assert self._keys is not None
         assert self._rows is not None
         row = int(self._rows[place_of(self._keys, key)])

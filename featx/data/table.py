@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,23 @@ class TableSource:
         self._root = Path(config.images).expanduser() if config.images else file.parent
         self._folder = FolderSource(self._root, config.follow_links)
         self._images: ImageColumn | None = None
+        self._listed = False
+        self._lock = threading.Lock()
 
     def listing(self) -> Listing:
         import pyarrow as pa
 
         try:
-            return self._listing()
+            listing = self._listing()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             raise DataError(f"data.root={self._file} cannot be read: {error}.") from error
+        self._listed = True
+        return listing
 
     def read(self, key: bytes) -> bytes:
+        with self._lock:
+            if not self._listed:
+                self.listing()
         if self._images is not None:
             return self._images.read(key)
         return self._folder.read_inside(key)

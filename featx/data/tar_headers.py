@@ -120,9 +120,11 @@ def _sum_is_right(header: bytes) -> bool:
         stored = int(header[148:156].split(b"\0")[0].strip() or b"0", 8)
     except ValueError:
         return False
+    unsigned = sum(header) - sum(header[148:156]) + 256
+    if stored == unsigned:
+        return True
     rest = header[:148] + header[156:]
-    unsigned = 256 + sum(rest)
-    return stored in (unsigned, unsigned - 256 * sum(byte > 127 for byte in rest))
+    return stored == unsigned - 256 * sum(byte > 127 for byte in rest)
 
 
 def _number(field: bytes, at: int) -> int:

@@ -67,7 +67,7 @@ class ShardSource:
         self._keys = np.empty(0, dtype="S1")
         self._places = np.empty((3, 0), dtype=np.int64)
         self._windows: OrderedDict[int, GzipWindow] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def listing(self) -> Listing:
         self._shards = find_shards(self._root, self._follow_links)
@@ -95,8 +95,9 @@ class ShardSource:
         return Listing(keys, labels, classes, dict(skipped), self._places[2])
 
     def read(self, key: bytes) -> bytes:
-        if not len(self._keys):
-            self.listing()
+        with self._lock:
+            if not len(self._keys):
+                self.listing()
         row = place_of(self._keys, key)
         number, offset, size = (int(column[row]) for column in self._places)
         shard, index = self._shards[number], self._indexes[number]

@@ -118,6 +118,41 @@ class Progress:
             )
 
 
+class CopyProgress:
+    """Bytes of features that were copied, their speed and the time left."""
+
+    def __init__(self) -> None:
+        self._total = self._done = 0
+        self._begun = self._told = time.perf_counter()
+        self._bar = tqdm(
+            unit="B", unit_scale=True, unit_divisor=1024, disable=not sys.stderr.isatty()
+        )
+
+    def __enter__(self) -> CopyProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin(self, total: int) -> None:
+        """So many bytes will be copied, about."""
+        self._total = total
+        self._bar.reset(total)
+
+    def step(self, num_bytes: int) -> None:
+        """So many more are done."""
+        self._done += num_bytes
+        self._bar.update(num_bytes)
+        now = time.perf_counter()
+        if self._bar.disable and now - self._told > PLAIN_INTERVAL_S:
+            self._told = now
+            rate = self._done / (now - self._begun)
+            complain(
+                f"{size_text(self._done)} of {size_text(self._total)}, {size_text(rate)}/s, "
+                f"{time_text(max(0, self._total - self._done) / rate)} left"
+            )
+
+
 def describe_run(prepared: Any) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     config, listing, header = prepared.config, prepared.listing, prepared.header

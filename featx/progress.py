@@ -118,39 +118,49 @@ class Progress:
             )
 
 
-class CopyProgress:
-    """Bytes of features that were copied, their speed and the time left."""
+class CountProgress:
+    """How much of something is done, its speed and the time left.
 
-    def __init__(self) -> None:
+    Args:
+        unit: what is counted: "B" for bytes, else a plural, such as "rows".
+    """
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
         self._total = self._done = 0
         self._begun = self._told = time.perf_counter()
         self._bar = tqdm(
-            unit="B", unit_scale=True, unit_divisor=1024, disable=not sys.stderr.isatty()
+            unit=unit,
+            unit_scale=unit == "B",
+            unit_divisor=1024,
+            disable=not sys.stderr.isatty(),
         )
 
-    def __enter__(self) -> CopyProgress:
+    def __enter__(self) -> CountProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
     def begin(self, total: int) -> None:
-        """So many bytes will be copied, about."""
+        """So much will be done, about."""
         self._total = total
         self._bar.reset(total)
 
-    def step(self, num_bytes: int) -> None:
-        """So many more are done."""
-        self._done += num_bytes
-        self._bar.update(num_bytes)
+    def step(self, count: int) -> None:
+        """So much more is done."""
+        self._done += count
+        self._bar.update(count)
         now = time.perf_counter()
         if self._bar.disable and now - self._told > PLAIN_INTERVAL_S:
             self._told = now
             rate = self._done / (now - self._begun)
-            complain(
-                f"{size_text(self._done)} of {size_text(self._total)}, {size_text(rate)}/s, "
-                f"{time_text(max(0, self._total - self._done) / rate)} left"
-            )
+            left = time_text(max(0, self._total - self._done) / rate)
+            done, total, speed = map(self._text, (self._done, self._total, rate))
+            complain(f"{done} of {total}, {speed}/s, {left} left")
+
+    def _text(self, count: float) -> str:
+        return size_text(count) if self._unit == "B" else f"{count:.0f} {self._unit}"
 
 
 def describe_run(prepared: Any) -> list[tuple[str, str]]:

@@ -19,7 +19,7 @@ from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError
 from featx.export.base import File, Format
 from featx.export.selection import Selection
 from featx.fingerprint import differences
-from featx.progress import CopyProgress, complain, facts, size_text
+from featx.progress import CountProgress, complain, facts, size_text
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.matching import matching_layers
@@ -69,7 +69,7 @@ def run_export(config: Config) -> dict[str, Any]:
         raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
     layers = matching_layers(store, config.layer)
     disk = Disk(out)
-    with CopyProgress() as progress:
+    with CountProgress("B") as progress:
         chosen = Selection(store, layers, rows, progress.step)
         module = importlib.import_module(f"featx.export.{name}")
         written: Format = getattr(module, _CLASSES[name])(chosen, config)
@@ -78,7 +78,7 @@ def run_export(config: Config) -> dict[str, Any]:
             return _write_all(disk, written, progress)
 
 
-def _write_all(disk: Disk, written: Format, progress: CopyProgress) -> dict[str, Any]:
+def _write_all(disk: Disk, written: Format, progress: CountProgress) -> dict[str, Any]:
     """Write what is missing; the caller holds the folder."""
     begun = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()

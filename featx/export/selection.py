@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import StoreError
+from featx.store.lost import refuse_lost_rows
 from featx.store.reader import FeatureStore
 from featx.types import Status
 
@@ -55,8 +55,7 @@ class Selection:
     @cached_property
     def keys(self) -> npt.NDArray[np.bytes_]:
         """(n,) the keys, as the file system gives them."""
-        keys = self.store.key_bytes[self.rows]
-        return keys.astype(f"S{keys.dtype.itemsize}")  # without what h5py adds to its types
+        return self.store.key_bytes[self.rows]
 
     def key_texts(self, start: int, stop: int) -> list[str]:
         """The keys of some rows for formats that hold UTF-8 only; other bytes are spelled \\xff."""
@@ -123,13 +122,7 @@ class Selection:
         asked: Any = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
         values = np.ascontiguousarray(self.store[layer][asked])
         ok = self.status[start:stop] == Status.OK
-        # A store whose parts went reads as NaN where it has none; an ok row never holds NaN.
-        lost = ok & np.isnan(values.reshape(len(rows), -1)[:, 0])
-        if lost.any():
-            raise StoreError(
-                f"{self.store.root} has lost row {int(rows[lost][0])} of {layer} since it was "
-                "opened. The command that made the store computes it again."
-            )
+        refuse_lost_rows(self.store, layer, rows[ok], values[ok] if not ok.all() else values)
         return values
 
     @cached_property

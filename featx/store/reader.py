@@ -207,8 +207,8 @@ class FeatureStore:
     @cached_property
     def key_bytes(self) -> npt.NDArray[np.bytes_]:
         """(N,) fixed-length bytes: the keys as the file system gives them."""
-        keys: npt.NDArray[np.bytes_] = self._column(layout.KEY, "S")
-        return keys
+        keys = self._column(layout.KEY, "S")
+        return keys.view(f"S{keys.dtype.itemsize}")  # without what h5py adds to its types
 
     @cached_property
     def _key_order(self) -> npt.NDArray[np.int64] | None:

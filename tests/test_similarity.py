@@ -167,13 +167,13 @@ class TestDuplicates:
         assert 0 < len(expected) < 80
 
     def test_chains_become_one_group_whatever_their_order(self) -> None:
-        angles = np.random.default_rng(1).permutation(60) * 0.01
+        angles = np.random.default_rng(1).permutation(60) * 0.05
         flat = np.stack([np.cos(angles), np.sin(angles)], 1)
         run = make_run(60, 16, {"flat": (2,)})
         store = write(with_features(run, flat=flat))
-        reach = float(np.cos(0.0101))
+        reach = float(np.cos(0.0501))
         assert [len(group) for group in duplicate_groups(store, "flat", reach, "cpu")] == [60]
-        assert duplicate_groups(store, "flat", float(np.cos(0.0099)), "cpu") == []
+        assert duplicate_groups(store, "flat", float(np.cos(0.0499)), "cpu") == []
 
     def test_equal_rows_reach_a_threshold_of_one(self) -> None:
         run = make_run(40, 16)

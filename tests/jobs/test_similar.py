@@ -99,7 +99,7 @@ def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str
     assert [row["key"] for row in rows] == store.keys[[4, 11, 5, 20]].tolist()
     assert {row["cosine_to_first"] for row in rows} == {"1.000000"}
     ask(json=True, duplicates=0.99999)
-    assert json.loads(capsys.readouterr().out)["groups_of_several_classes"] == 2
+    assert json.loads(capsys.readouterr().out)["groups_of_several_classes"] == 1
 
 
 def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from featx.errors import FeatxError
 if TYPE_CHECKING:
     from featx.captured import capture
     from featx.distance import frechet_distance
+    from featx.jobs.export import export_store
     from featx.jobs.extract import extract
     from featx.jobs.stats import stats
     from featx.stats_file import Statistics, open_stats
@@ -26,6 +27,7 @@ __all__ = [
     "Statistics",
     "__version__",
     "capture",
+    "export_store",
     "extract",
     "frechet_distance",
     "open",
@@ -39,6 +41,7 @@ _HOME = {
     "capture": "featx.captured",
     "extract": "featx.jobs.extract",
     "stats": "featx.jobs.stats",
+    "export_store": "featx.jobs.export",
     "open_stats": "featx.stats_file",
     "Statistics": "featx.stats_file",
     "frechet_distance": "featx.distance",

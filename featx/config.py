@@ -25,9 +25,11 @@ from featx.options import (
     AttributeConfig,
     BenchConfig,
     DataConfig,
+    ExportConfig,
     JobConfig,
     ModelConfig,
     ReduceConfig,
+    SimilarConfig,
     StatsConfig,
     VerifyConfig,
     check_choice,
@@ -46,6 +48,10 @@ _WITHOUT_EFFECT = {
     "bench": (("grow", "overwrite"), "every run begins a store of its own"),
 }
 """job -> keys that it does not look at, and why."""
+
+
+_OF_A_STORE = ("similar", "export")
+"""Jobs that read a store and write something else."""
 
 
 def shipped(name: str) -> Path:
@@ -90,7 +96,8 @@ class Config:
     job: JobConfig = field(default_factory=JobConfig)
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
-    said so), verify or pack (a store that is there), bench (how fast it is here)."""
+    said so), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
+    formats), verify or pack (a store that is there), bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -111,7 +118,8 @@ class Config:
     pictures) or sample (a few that come with featx)."""
     out: str = "runs/${data.name}/${model.name}"
     """The store, a folder, where job=stats puts stats.h5; the same command with the same folder
-    goes on where it stopped."""
+    goes on where it stopped. For job=export and job=similar the folder of their files, when not
+    given one in the store's."""
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
     dtype: str = "float16"
@@ -146,17 +154,26 @@ class Config:
     grow: bool = False
     """Add images that are new in the data set behind the rows of the store, which keep places."""
     overwrite: bool = False
-    """Delete the store in `out` and start anew; with job=stats, the statistics there."""
+    """Delete the store in `out` and start anew; with job=stats the statistics there, with
+    job=export the export."""
     seed: int = 0
-    """Of random weights, and of the rows that verify.sample chooses."""
+    """Of random weights, and of the rows that verify.sample and similar.rows choose."""
     store: str | None = None
-    """The folder or features.h5 that job=verify and job=pack read; null takes `out`."""
+    """The folder or features.h5 that job=verify, job=pack, job=similar and job=export read; null
+    takes `out`, with the last two it has to be given."""
+    layer: Any = None
+    """The layers that job=similar and job=export take: a name, a glob or a list; null takes all.
+    Nearest rows and duplicates are of one layer, which has to be named where there are several."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """What job=verify does beside comparing every chunk with its checksum."""
     attribute: AttributeConfig = field(default_factory=AttributeConfig)
     """What job=attribute computes and draws."""
+    similar: SimilarConfig = field(default_factory=SimilarConfig)
+    """What job=similar looks for; the nearest rows of every row when nothing is given."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """What job=export writes."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """How much job=bench measures: featx, the script a user writes, and each stage alone."""
 
@@ -190,6 +207,17 @@ class Config:
         layer_requests(self)
         self._check_target()
 
+    def out_beside(self, root: Path, name: str) -> Path:
+        """The key `out` of a job that reads a store; when nobody gave it, a folder in the store's.
+
+        Args:
+            root: the store's folder or file.
+            name: of the folder.
+        """
+        if self.out in (_default("out"), f"runs/{self.data.name}/{self.model.name}"):
+            return (root if root.is_dir() else root.parent) / name
+        return Path(self.out).expanduser().absolute()
+
     @property
     def takes_gradients(self) -> bool:
         """Whether any layer's gradient is asked for."""
@@ -218,24 +246,35 @@ class Config:
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
         used = {
-            "job.json": (self.job.json, ("layers", "plan", "stats", "verify", "bench")),
+            "job.json": (
+                self.job.json,
+                ("layers", "plan", "stats", "similar", "export", "verify", "bench"),
+            ),
             "job.show": (self.job.show != "shapes", ("layers",)),
-            "store": (self.store is not None, ("verify", "pack")),
+            "store": (self.store is not None, ("verify", "pack", *_OF_A_STORE)),
+            "layer": (self.layer is not None, _OF_A_STORE),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "profile": (self.profile, ("extract", "stats", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
+            "similar": (self.similar != SimilarConfig(), ("similar",)),
+            "export": (self.export != ExportConfig(), ("export",)),
             "bench": (self.bench != BenchConfig(), ("bench",)),
         }
         for key, (given, jobs) in used.items():
             if given and self.job.name not in jobs:
                 names = " and ".join(f"job={name}" for name in jobs)
-                raise ConfigError(f"{key} has an effect with {names} only.")
+                hint = " What a run captures is named by layers." if key == "layer" else ""
+                raise ConfigError(f"{key} has an effect with {names} only.{hint}")
         keys, why = _WITHOUT_EFFECT.get(self.job.name, ((), ""))
         for key in keys:
             if getattr(self, key) != _default(key):
                 raise ConfigError(f"{key} has no effect with job={self.job.name}: {why}.")
+        if self.job.name in _OF_A_STORE and self.store is None:
+            raise ConfigError(
+                f"job={self.job.name} needs store=DIR, the folder or features.h5 that it reads."
+            )
         if self.grow and self.overwrite:
             raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
 

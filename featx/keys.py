@@ -179,8 +179,8 @@ def saved_yaml(node: DictConfig) -> str:
             if part._is_none() or part._is_missing():
                 return None
             return {
-                str(key): "(redacted)" if _SECRET.search(str(key)) else value(part, key)
-                for key in part
+                str(key): "(redacted)" if found is not None and _SECRET.search(str(key)) else found
+                for key, found in ((key, value(part, key)) for key in part)
             }
         return [value(part, i) for i in range(len(part))]
 

@@ -11,7 +11,18 @@ from typing import Any
 
 from featx.errors import ConfigError, nearest
 
-JOBS = ("extract", "plan", "layers", "stats", "attribute", "verify", "pack", "bench")
+JOBS = (
+    "extract",
+    "plan",
+    "layers",
+    "stats",
+    "attribute",
+    "similar",
+    "export",
+    "verify",
+    "pack",
+    "bench",
+)
 PROJECTIONS = ("pca", "whiten")
 REDUCTIONS = ("none", "flatten", "avg", "max", "gem", "cls", "patch_avg", "grid", *PROJECTIONS)
 PRESETS = ("embedding", "stages", "leaves", "all")
@@ -42,6 +53,17 @@ DATA_KINDS = (
     "python",
 )
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
+EXPORTS = (
+    "npy",
+    "parquet",
+    "safetensors",
+    "zarr",
+    "webdataset",
+    "projector",
+    "huggingface",
+)
+IN_SHARDS = ("parquet", "safetensors", "webdataset", "huggingface")
+METRICS = ("cosine", "euclidean")
 VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 MAX_PICTURES = 1 << 14
@@ -94,7 +116,8 @@ class JobConfig:
     name: str = "extract"
     """Taken from the key `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan, stats, verify, bench)."""
+    """Print the job's result as JSON (layers, plan, stats, similar, export, verify,
+    bench)."""
     show: str = "shapes"
     """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
     (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
@@ -414,6 +437,90 @@ class AttributeConfig:
         if method in BY_CAPTUM:
             settings["baseline"] = self.baseline or "mean"
         return settings
+
+
+@dataclass
+class ExportConfig:
+    """What job=export writes."""
+
+    format: str = "npy"
+    """npy (one array a layer), parquet, safetensors, zarr, webdataset (pictures and features),
+    projector (TensorBoard's vectors.tsv and metadata.tsv) or huggingface (a data set on disk)."""
+    ok_only: bool = False
+    """Leave failed rows out; else they are there with their status, and their features are NaN."""
+    incomplete: bool = False
+    """Export a store that is not complete, with NaN and status 255 where rows are not there yet."""
+    shard_gib: float | None = None
+    """Size of one file of parquet, safetensors, webdataset and huggingface, at the most; 1 when not
+    given. Of webdataset it is estimated."""
+
+    def __post_init__(self) -> None:
+        check_choice("export.format", self.format, EXPORTS)
+        if self.shard_gib is not None:
+            if self.format not in IN_SHARDS:
+                raise ConfigError(
+                    f"export.shard_gib has an effect with export.format={' or '.join(IN_SHARDS)} "
+                    f"only, now {self.format}."
+                )
+            if not 0 < self.shard_gib < math.inf:
+                raise ConfigError(f"export.shard_gib={self.shard_gib}: expected more than 0.")
+
+    @property
+    def shard_bytes(self) -> int:
+        """The key `shard_gib` in bytes."""
+        return int((1.0 if self.shard_gib is None else self.shard_gib) * (1 << 30))
+
+
+@dataclass
+class SimilarConfig:
+    """What job=similar looks for: the nearest rows of every row where nothing else is asked."""
+
+    key: str | None = None
+    """A picture, by its key: only its own nearest rows are looked for, and printed."""
+    k: int | None = None
+    """How many nearest rows, 10 when not given."""
+    metric: str | None = None
+    """Of nearest rows: cosine (when not given) or euclidean."""
+    duplicates: float | None = None
+    """Groups of rows that reach this cosine, such as 0.98, one with the next."""
+    cka: bool = False
+    """Linear CKA and RSA between the layers."""
+    other: str | None = None
+    """A second store, for cka: its layers against those of the first, rows matched by key."""
+    rows: int | None = None
+    """So many random rows for cka, 2000 when not given; all where there are no more."""
+
+    def __post_init__(self) -> None:
+        kinds = {"key": self.key is not None, "duplicates": self.duplicates is not None}
+        kinds["cka"] = self.cka
+        asked = [name for name, given in kinds.items() if given]
+        if len(asked) > 1:
+            names = " and ".join(f"similar.{name}" for name in asked)
+            raise ConfigError(f"{names} are different questions; ask one at a time.")
+        kind = asked[0] if asked else ""
+        owners = {
+            "k": ("", "key"),
+            "metric": ("", "key"),
+            "other": ("cka",),
+            "rows": ("cka",),
+        }
+        for key, known in owners.items():
+            if getattr(self, key) is not None and kind not in known:
+                where = "similar.cka=true only" if known == ("cka",) else "nearest rows only"
+                raise ConfigError(
+                    f"similar.{key} has an effect with {where}"
+                    + (f", not with similar.{kind}." if kind else ".")
+                )
+        if self.metric is not None:
+            check_choice("similar.metric", self.metric, METRICS)
+        if self.k is not None and self.k < 1:
+            raise ConfigError(f"similar.k={self.k}: expected at least 1.")
+        if self.rows is not None and self.rows < 4:
+            raise ConfigError(f"similar.rows={self.rows}: expected at least 4.")
+        if self.duplicates is not None and not 0 < self.duplicates <= 1:
+            raise ConfigError(
+                f"similar.duplicates={self.duplicates}: expected a cosine above 0, up to 1."
+            )
 
 
 @dataclass

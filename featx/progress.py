@@ -118,6 +118,51 @@ class Progress:
             )
 
 
+class CountProgress:
+    """How much of something is done, its speed and the time left.
+
+    Args:
+        unit: what is counted: "B" for bytes, else a plural, such as "rows".
+    """
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._total = self._done = 0
+        self._begun = self._told = time.perf_counter()
+        self._bar = tqdm(
+            unit=unit,
+            unit_scale=unit == "B",
+            unit_divisor=1024,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> CountProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin(self, total: int) -> None:
+        """So much will be done, about."""
+        self._total = total
+        self._bar.reset(total)
+
+    def step(self, count: int) -> None:
+        """So much more is done."""
+        self._done += count
+        self._bar.update(count)
+        now = time.perf_counter()
+        if self._bar.disable and now - self._told > PLAIN_INTERVAL_S:
+            self._told = now
+            rate = self._done / (now - self._begun)
+            left = time_text(max(0, self._total - self._done) / rate)
+            done, total, speed = map(self._text, (self._done, self._total, rate))
+            complain(f"{done} of {total}, {speed}/s, {left} left")
+
+    def _text(self, count: float) -> str:
+        return size_text(count) if self._unit == "B" else f"{count:.0f} {self._unit}"
+
+
 def describe_run(prepared: Any) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     config, listing, header = prepared.config, prepared.listing, prepared.header

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from featx.errors import ConfigError, LayerError, nearest
+from featx.globs import glob_to_regex
 from featx.options import CAPTURES, PRESETS, ReduceConfig
 from featx.stages import find_stages
 from featx.traces import Call, Path, Tap, Trace, element_name
@@ -346,13 +347,6 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
     for name in sorted(fired, key=lambda name: order[trace.names[name]]):
         yield named_tap(_with_capture(name, capture), trace)
-
-
-def glob_to_regex(glob: str) -> str:
-    """A glob over dotted names: * within one part, ** across parts, ? one character."""
-    parts = {"**": r".*", "*": r"[^.]*", "?": r"[^.]"}
-    pieces = re.split(r"(\*\*|\*|\?)", glob)
-    return "".join(parts.get(piece, re.escape(piece)) for piece in pieces)
 
 
 def _split(request: str, names: Mapping[str, str]) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler, Subset
 
 from featx.errors import StoreError
 from featx.store.array import LayerArray
+from featx.store.lost import refuse_lost_rows
 from featx.store.reader import FeatureStore
 
 BLOCK_BYTES = 256 << 10
@@ -96,16 +97,9 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
             StoreError: they are no longer there, or another run has changed the store.
         """
         read = self._features[rows] if self._blocks is None else self._blocks.read(rows)
-        # A store whose files went looks for them anew, and what is not there then reads as NaN.
         if self.store.attrs.get("fingerprint") != self._fingerprint:
             raise StoreError(f"another run has changed {self.store.root}; open it again.")
-        if read.size:
-            gone = np.isnan(read.reshape(len(rows), -1)[:, 0])
-            if gone.any():
-                raise StoreError(
-                    f"{self.store.root} has lost row {int(rows[gone][0])} of {self.layer} since it "
-                    "was opened. The command that made the store computes it again."
-                )
+        refuse_lost_rows(self.store, self.layer, rows, read)
         return read
 
 

@@ -38,6 +38,11 @@ class LayerArray:
     def nbytes(self) -> int:
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
+    @property
+    def chunk_rows(self) -> int:
+        """Rows that lie in one chunk of the file: slices along its borders read no chunk twice."""
+        return self._store._chunk_rows(self.name)
+
     def __len__(self) -> int:
         return self.shape[0]
 

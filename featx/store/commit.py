@@ -19,7 +19,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
 
@@ -130,6 +130,55 @@ class Disk:
             self.sync_folder(path.parent)
         except FeatxError:
             raise  # the block's own verdict: a StoreError is an OSError too
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    @contextlib.contextmanager
+    def streamed(self, path: Path) -> Iterator[BinaryIO]:
+        """A file of any size, written piece by piece, in place of `path` when the block ends well.
+
+        Raises:
+            RunError: the disk is full or fails; what had the name is still there.
+        """
+        try:
+            with self._temporary(path) as temporary:
+                with temporary.open("xb") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
+            self.sync_folder(path.parent)
+        except FeatxError:
+            raise  # the block's own verdict, as in `reserved`
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    @contextlib.contextmanager
+    def filled_folder(self, path: Path) -> Iterator[Path]:
+        """A folder that others fill, under its final name when the block ends well.
+
+        Yields:
+            where to fill it.
+
+        Raises:
+            RunError: the disk is full or fails, or the name is taken by a folder with files.
+        """
+        temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
+        try:
+            try:
+                temporary.mkdir()
+                yield temporary
+                for folder, _, names in os.walk(temporary, topdown=False):
+                    for name in names:
+                        with (Path(folder) / name).open("rb") as file:
+                            os.fsync(file.fileno())
+                    self.sync_folder(Path(folder))
+                temporary.rename(path)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self.sync_folder(path.parent)
+        except FeatxError:
+            raise
         except OSError as error:
             raise _failed(path, error) from error
 

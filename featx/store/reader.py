@@ -58,7 +58,7 @@ class FeatureStore:
     def refresh(self) -> FeatureStore:
         """Look again which rows and layers are there; for a run that still goes on."""
         self._handles = Handles()
-        for name in ("keys", "labels", "status", "failures", "_key_bytes", "_key_order"):
+        for name in ("keys", "labels", "status", "failures", "key_bytes", "_key_order"):
             self.__dict__.pop(name, None)
         self._find()
         return self
@@ -109,7 +109,7 @@ class FeatureStore:
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
         """(N,) str: the path of each image below data.root; unusual bytes as os.fsdecode gives."""
-        decoded = [os.fsdecode(key) for key in self._key_bytes.tolist()]
+        decoded = [os.fsdecode(key) for key in self.key_bytes.tolist()]
         return np.array(decoded, dtype=np.str_)
 
     @cached_property
@@ -186,9 +186,9 @@ class FeatureStore:
         """
         wanted = os.fsencode(key)
         order = self._key_order
-        at = int(np.searchsorted(self._key_bytes, np.bytes_(wanted), sorter=order))
+        at = int(np.searchsorted(self.key_bytes, np.bytes_(wanted), sorter=order))
         rows = np.arange(len(self)) if order is None else order
-        if at < len(self) and bytes(self._key_bytes[rows[at]]) == wanted:
+        if at < len(self) and bytes(self.key_bytes[rows[at]]) == wanted:
             return int(rows[at])
         nearby = self.keys[rows[max(0, at - 500) : at + 500]].tolist()
         raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
@@ -205,14 +205,15 @@ class FeatureStore:
         return features, self.labels[rows]
 
     @cached_property
-    def _key_bytes(self) -> npt.NDArray[np.bytes_]:
-        keys: npt.NDArray[np.bytes_] = self._column(layout.KEY, "S")
-        return keys
+    def key_bytes(self) -> npt.NDArray[np.bytes_]:
+        """(N,) fixed-length bytes: the keys as the file system gives them."""
+        keys = self._column(layout.KEY, "S")
+        return keys.view(f"S{keys.dtype.itemsize}")  # without what h5py adds to its types
 
     @cached_property
     def _key_order(self) -> npt.NDArray[np.int64] | None:
         """The rows in order of their keys, or None where they are: only growing changes that."""
-        keys = self._key_bytes
+        keys = self.key_bytes
         return None if (keys[1:] > keys[:-1]).all() else np.argsort(keys, kind="stable")
 
     def _column(self, name: str, kind: str) -> npt.NDArray[Any]:
@@ -341,6 +342,19 @@ class FeatureStore:
         if inside:
             with self._open_rows(segment, layer) as chunks:
                 chunks.read(rows[:inside] - segment.start, out, places[:inside])
+
+    def _chunk_rows(self, layer: str) -> int:
+        """Rows of a chunk in the first file of a layer."""
+
+        def read() -> int:
+            segments, _ = self._segments_of(layer)
+            if not segments:
+                return max(1, len(self))
+            with self._open(segments[0]) as opened:
+                chunks = opened.dataset(f"{layout.FEATURES}/{layer}").chunks
+            return int(chunks[0]) if chunks else max(1, len(self))
+
+        return self._again_if_packed(read)
 
     @contextlib.contextmanager
     def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkRows]:

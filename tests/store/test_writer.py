@@ -83,7 +83,7 @@ def assert_holds(store: FeatureStore, run: MadeRun) -> None:
         assert (array.shape, array.dtype) == (expected.shape, expected.dtype)
         assert array[:].tobytes() == expected.tobytes()
     assert store.status.tolist() == run.status().tolist()
-    assert store._key_bytes.tolist() == run.listing.keys.tolist()
+    assert store.key_bytes.tolist() == run.listing.keys.tolist()
     assert store.labels.tolist() == run.listing.labels.tolist()
     assert store.classes == run.listing.classes
     found = [(f["row"], f["status"], f["error"], f["message"]) for f in store.failures]

@@ -1,0 +1,124 @@
+"""export.format=huggingface: what `datasets.load_from_disk` opens, written without a cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from featx.errors import ConfigError, MissingExtraError
+from featx.export.base import File, Format, missing_extra
+from featx.fingerprint import digest
+
+_COLUMNS = ("key", "row", "label", "status")
+_OTHER_ROW_BYTES = 128
+
+
+class HuggingFace(Format):
+    """data-00000-of-0000N.arrow with dataset_info.json and state.json, as `save_to_disk` makes.
+
+    `datasets` itself would write everything twice, to its cache and to the folder.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        try:
+            import datasets  # noqa: F401
+        except ImportError as error:
+            what = "export.format=huggingface"
+            raise MissingExtraError(missing_extra("datasets", "huggingface", what)) from error
+        if taken := set(_COLUMNS) & set(self.selection.layers):
+            raise ConfigError(f"layers named {taken} have the names of columns of the listing.")
+
+    def files(self) -> list[File]:
+        row_bytes = self.selection.row_bytes() + _OTHER_ROW_BYTES
+        shards = self.shards("data", "arrow", row_bytes, self._write)
+        texts = {
+            "dataset_info.json": self._info(),
+            "state.json": self._state([shard.name for shard in shards]),
+        }
+        for name, text in texts.items():
+
+            def save(file: BinaryIO, text: str = text) -> None:
+                file.write(text.encode())
+
+            shards.append(File(name, save, 0, len(self.selection)))
+        return shards
+
+    def _features(self) -> Any:
+        """The columns as `datasets` describes them; rows of a map are lists of lists."""
+        from datasets import ClassLabel, Features, List, Value
+
+        chosen = self.selection
+        columns: dict[str, Any] = {"key": Value("string"), "row": Value("int64")}
+        names = chosen.classes
+        columns["label"] = ClassLabel(names=names) if names else Value("int64")
+        columns["status"] = Value("uint8")
+        for name in chosen.layers:
+            kind: Any = Value(str(chosen.dtype(name)))
+            for size in reversed(chosen.row_shape(name)):
+                kind = List(kind, length=size)
+            columns[name] = kind
+        return Features(columns)
+
+    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        import pyarrow as pa
+
+        chosen = self.selection
+        schema = self._features().arrow_schema
+        with pa.ipc.new_stream(file, schema) as writer:
+            for first, last, values in chosen.blocks(start, stop):
+                columns = [
+                    pa.array(chosen.key_texts(first, last), pa.string()),
+                    pa.array(chosen.rows[first:last]),
+                    pa.array(chosen.labels[first:last]),
+                    pa.array(chosen.status[first:last]),
+                ]
+                for name, rows in values.items():
+                    columns.append(_nested(rows, schema.field(name).type))
+                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+    def _info(self) -> str:
+        about = self.selection.about
+        description = f"{', '.join(self.selection.layers)} of {about['model']}, {about['weights']}"
+        info = {
+            "citation": "",
+            "description": description,
+            "features": self._features().to_dict(),
+            "homepage": "",
+            "license": "",
+        }
+        return json.dumps(info, indent=2)
+
+    def _state(self, shards: list[str]) -> str:
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": name} for name in shards],
+            "_fingerprint": digest(self.selection.identity)[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        return json.dumps(state, indent=2, sort_keys=True)
+
+    def opening(self, out: Path) -> str:
+        return (
+            "from datasets import load_from_disk\n"
+            f'rows = load_from_disk("{out}").with_format("numpy")\n'
+            f'rows[:10]["{self.selection.layers[0]}"], rows[:10]["label"]'
+        )
+
+
+def _nested(rows: Any, kind: Any) -> Any:
+    """(m, ...) as fixed-size lists of fixed-size lists."""
+    import pyarrow as pa
+
+    kinds = []
+    while pa.types.is_fixed_size_list(kind):
+        kinds.append(kind)
+        kind = kind.value_type
+    array = pa.array(rows.reshape(-1))
+    for outer in reversed(kinds):
+        array = pa.FixedSizeListArray.from_arrays(array, type=outer)
+    return array

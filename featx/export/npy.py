@@ -1,0 +1,57 @@
+"""export.format=npy: one plain array a layer, which numpy maps into memory, and the listing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from featx.export.base import File, Format
+
+
+class Npy(Format):
+    """features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy, classes.json."""
+
+    def files(self) -> list[File]:
+        chosen, n = self.selection, len(self.selection)
+        found = [self._layer(name) for name in chosen.layers]
+        columns = {
+            "keys": chosen.keys,
+            "labels": chosen.labels,
+            "status": chosen.status,
+            "rows": chosen.rows,
+        }
+        for name, column in columns.items():
+
+            def save(file: BinaryIO, column: Any = column) -> None:
+                np.lib.format.write_array(file, column, allow_pickle=False)
+
+            found.append(File(f"{name}.npy", save, 0, n))
+        text = json.dumps(chosen.classes, ensure_ascii=False).encode()
+        found.append(File("classes.json", lambda file: file.write(text), 0, n))
+        return found
+
+    def _layer(self, name: str) -> File:
+        chosen, n = self.selection, len(self.selection)
+
+        def write(file: BinaryIO) -> None:
+            header = {
+                "descr": np.lib.format.dtype_to_descr(chosen.dtype(name)),
+                "fortran_order": False,
+                "shape": (n, *chosen.row_shape(name)),
+            }
+            np.lib.format.write_array_header_2_0(file, header)
+            for _, _, values in chosen.blocks(0, n, [name]):
+                file.write(values[name].data)
+
+        return File(f"features/{name}.npy", write, 0, n)
+
+    def opening(self, out: Path) -> str:
+        layer = self.selection.layers[0]
+        return (
+            "import numpy as np\n"
+            f'X = np.load("{out}/features/{layer}.npy", mmap_mode="r")\n'
+            f'keys, y = np.load("{out}/keys.npy"), np.load("{out}/labels.npy")'
+        )

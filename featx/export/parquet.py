@@ -1,0 +1,84 @@
+"""export.format=parquet: a column a layer, one fixed-size list a row, with key, label and class."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from featx.errors import ConfigError, MissingExtraError
+from featx.export.base import File, Format, missing_extra
+from featx.export.selection import about_text
+
+COLUMNS = ("key", "row", "label", "class", "status")
+"""Beside the layers."""
+
+OTHER_ROW_BYTES = 128
+"""About what a row takes beside its features."""
+
+
+class Parquet(Format):
+    """data/features-00000-of-0000N.parquet; a map is one long list, its shape in the metadata."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        try:
+            import pyarrow.parquet  # noqa: F401
+        except ImportError as error:
+            what = "export.format=parquet"
+            raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
+        if taken := set(COLUMNS) & set(self.selection.layers):
+            raise ConfigError(f"layers named {taken} have the names of columns of the listing.")
+
+    def files(self) -> list[File]:
+        row_bytes = self.selection.row_bytes() + OTHER_ROW_BYTES
+        return self.shards("data/features", "parquet", row_bytes, self._write)
+
+    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        schema = self._schema()
+        # Dictionaries are for values that come again, which those of features seldom do.
+        options = {"use_dictionary": ["class", "label", "status"], "compression": "snappy"}
+        with parquet.ParquetWriter(file, schema, **options) as writer:
+            for first, last, values in self.selection.blocks(start, stop):
+                lists = [
+                    pa.FixedSizeListArray.from_arrays(
+                        pa.array(rows.reshape(-1)), type=schema.field(name).type
+                    )
+                    for name, rows in values.items()
+                ]
+                table = pa.Table.from_arrays([*self._listing(first, last), *lists], schema=schema)
+                writer.write_table(table, row_group_size=last - first)
+
+    def _listing(self, start: int, stop: int) -> list[Any]:
+        import pyarrow as pa
+
+        chosen = self.selection
+        return [
+            pa.array(chosen.key_texts(start, stop), pa.string()),
+            pa.array(chosen.rows[start:stop]),
+            pa.array(chosen.labels[start:stop]),
+            pa.array(chosen.class_texts(start, stop), pa.string()),
+            pa.array(chosen.status[start:stop]),
+        ]
+
+    def _schema(self) -> Any:
+        import pyarrow as pa
+
+        types = (pa.string(), pa.int64(), pa.int64(), pa.string(), pa.uint8())
+        fields = [pa.field(name, kind) for name, kind in zip(COLUMNS, types, strict=True)]
+        for name in self.selection.layers:
+            shape = self.selection.row_shape(name)
+            kind = pa.list_(pa.from_numpy_dtype(self.selection.dtype(name)), math.prod(shape))
+            fields.append(pa.field(name, kind, metadata={"shape": json.dumps(shape)}))
+        return pa.schema(fields, metadata={"featx": about_text(self.selection)})
+
+    def opening(self, out: Path) -> str:
+        return (
+            "import pandas as pd\n"
+            f'table = pd.read_parquet("{out}/data")      # also polars, duckdb, pyarrow\n'
+            f'X = np.stack(table["{self.selection.layers[0]}"])'
+        )

@@ -1,0 +1,27 @@
+"""The pictures of a store's rows, from where its own config says they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from featx.errors import ConfigError, StoreError
+from featx.keys import from_saved
+from featx.options import DataConfig
+from featx.store.reader import FeatureStore
+
+
+def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
+    """The data set that a store was made of.
+
+    Args:
+        store: which keeps the config it was made with.
+        asked: of the command now; a data.root given there is taken.
+
+    Raises:
+        StoreError: the store keeps no config that this featx can read.
+    """
+    try:
+        data = from_saved(str(store.attrs.get("config", ""))).data
+    except ConfigError as error:
+        raise StoreError(f"{store.root} does not say where its pictures are: {error}") from error
+    return data if asked.root is None else replace(data, name="folder", root=asked.root)

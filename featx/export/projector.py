@@ -1,0 +1,63 @@
+"""export.format=projector: vectors.tsv and metadata.tsv for TensorBoard's stand-alone projector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from featx.errors import ConfigError
+from featx.export.base import File, Format
+from featx.projector import metadata_text, vectors_text
+from featx.types import Status
+
+_TEXT_BYTES = 12
+"""About what one number takes as text."""
+
+
+class Projector(Format):
+    """vectors-<layer>.tsv for each layer, and one metadata.tsv with label, key and row."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        chosen = self.selection
+        maps = [name for name in chosen.layers if len(chosen.row_shape(name)) != 1]
+        if maps:
+            raise ConfigError(
+                f"the projector shows vectors; {', '.join(maps)} hold maps. Name the layers you "
+                "want with layer=[...], or extract these with reduce=avg."
+            )
+        if (chosen.status != Status.OK).any():
+            raise ConfigError(
+                "the projector has no place for rows without features; leave them out with "
+                "export.ok_only=true."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        numbers = sum(self.selection.row_shape(name)[0] for name in self.selection.layers)
+        return len(self.selection) * numbers * _TEXT_BYTES
+
+    def files(self) -> list[File]:
+        n = len(self.selection)
+        found = [
+            File(f"vectors-{name}.tsv", self._vectors(name), 0, n) for name in self.selection.layers
+        ]
+        return [*found, File("metadata.tsv", self._metadata, 0, n)]
+
+    def _vectors(self, name: str) -> Any:
+        def write(file: BinaryIO) -> None:
+            chosen = self.selection
+            at_once = max(1, chosen.block_rows([name]) // _TEXT_BYTES)
+            for _, _, values in chosen.blocks(0, len(chosen), [name], at_once):
+                file.write(vectors_text(values[name].astype("float32")))
+
+        return write
+
+    def _metadata(self, file: BinaryIO) -> None:
+        file.write(metadata_text(self.selection.store, self.selection.rows))
+
+    def opening(self, out: Path) -> str:
+        return (
+            "Load vectors-<layer>.tsv and metadata.tsv at projector.tensorflow.org (they stay in "
+            "your browser)\nor in any copy of TensorBoard's stand-alone projector."
+        )

@@ -1,0 +1,285 @@
+"""job=export itself: what is missing of an export is written, file by file.
+
+A file appears under its name when it is whole, and is then noted in the export's own record; what
+the record does not name is written anew. So the same command goes on where it was killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import time
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from featx.config import Config
+from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError
+from featx.export.base import File, Format
+from featx.export.selection import Selection
+from featx.fingerprint import differences
+from featx.progress import CountProgress, complain, facts, size_text
+from featx.store import layout
+from featx.store.commit import TEMPORARY, Disk, exclusive_lock
+from featx.store.matching import matching_layers
+from featx.store.reader import FeatureStore
+from featx.types import Status
+
+RECORD = "_export.json"
+"""What an export is of; readers of Parquet folders leave names with an underscore alone."""
+
+_CLASSES = {
+    "npy": "Npy",
+    "parquet": "Parquet",
+    "safetensors": "Safetensors",
+    "zarr": "Zarr",
+    "webdataset": "WebDataset",
+    "projector": "Projector",
+    "huggingface": "HuggingFace",
+}
+
+
+def run_export(config: Config) -> dict[str, Any]:
+    """Begin or go on with an export until it is whole.
+
+    Args:
+        config: checked, of job=export.
+
+    Returns:
+        folder, format, layers, rows, failures, files, bytes, seconds, already (whether it was
+        whole before), opening (lines that open it).
+
+    Raises:
+        FeatxError: the store, the format or the folder does not fit, or the disk failed.
+    """
+    assert config.store is not None, "the config was checked"
+    store = FeatureStore(config.store)
+    if not store.complete and not config.export.incomplete:
+        raise StoreError(
+            f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
+            "there. Finish it with the command that began it, or export what is there with "
+            "export.incomplete=true."
+        )
+    name = config.export.format
+    out = config.out_beside(store.root, f"export-{name}")
+    _refuse_other_folders(out)
+    rows = np.flatnonzero(store.ok) if config.export.ok_only else np.arange(len(store))
+    if not len(rows):
+        raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
+    layers = matching_layers(store, config.layer)
+    disk = Disk(out)
+    with CountProgress("B") as progress:
+        chosen = Selection(store, layers, rows, progress.step)
+        module = importlib.import_module(f"featx.export.{name}")
+        written: Format = getattr(module, _CLASSES[name])(chosen, config)
+        disk.make_folder(out)
+        with exclusive_lock(out / layout.LOCK):
+            return _write_all(disk, written, progress)
+
+
+def _write_all(disk: Disk, written: Format, progress: CountProgress) -> dict[str, Any]:
+    """Write what is missing; the caller holds the folder."""
+    begun = time.perf_counter()
+    chosen, config, files = written.selection, written.config, written.files()
+    _clear(disk, config.overwrite)
+    record = _Record(disk, chosen, config, files)
+    missing = record.missing()
+    if missing:
+        share = sum(map(len, missing)) / max(1, sum(map(len, files)))
+        _check_room(disk, share * written.num_bytes)
+        progress.begin(int(share * len(chosen) * chosen.row_bytes()))
+        _warn_of_odd_keys(chosen)
+    for file in missing:
+        _write(disk, file)
+        record.note(file)
+    record.close()
+    failed = int((chosen.status != Status.OK).sum())
+    return {
+        "folder": str(disk.root),
+        "format": config.export.format,
+        "layers": list(chosen.layers),
+        "rows": len(chosen),
+        "failures": failed,
+        "files": len(files),
+        "bytes": sum(record.sizes.values()),
+        "seconds": time.perf_counter() - begun,
+        "already": not missing,
+        "opening": written.opening(disk.root),
+    }
+
+
+def _refuse_other_folders(out: Path) -> None:
+    """Raise where a folder holds anything but an export: among a store's files, or anybody's."""
+    if any((out / name).exists() for name in (layout.DESCRIPTOR, layout.PACKED)):
+        raise ConfigError(f"out={out} is the folder of a store; give the export one of its own.")
+    if out.is_dir() and not (out / RECORD).exists():
+        # A name that begins with a dot is nobody's data: our lock, a desktop's notes.
+        others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
+        if others:
+            raise StoreError(
+                f"{out} holds {others[0]} and is no export. Choose another out=DIR, or an empty "
+                "one."
+            )
+
+
+def _clear(disk: Disk, overwrite: bool) -> None:
+    """Delete leftovers, and with overwrite the files of the export that is there."""
+    for leftover in list(disk.root.rglob(f"{TEMPORARY}*")):
+        disk.remove(leftover)
+    record = disk.root / RECORD
+    if overwrite and record.exists():
+        for name in _read(record)["planned"]:
+            disk.remove(_inside(disk.root, name))
+        disk.remove(record)
+
+
+class _Record:
+    """The file that says what an export is of, and which of its files are whole.
+
+    Attributes:
+        sizes: name -> bytes of the files that are whole.
+    """
+
+    def __init__(self, disk: Disk, chosen: Selection, config: Config, files: list[File]) -> None:
+        self.sizes: dict[str, int] = {}
+        self._disk, self._files = disk, files
+        self._path = disk.root / RECORD
+        identity = {
+            "format": config.export.format,
+            **chosen.identity,
+            "files": {file.name: [file.start, file.stop] for file in files},
+        }
+        # As JSON gives it back, so that tuples and ints compare.
+        self._identity = json.loads(json.dumps(identity))
+        self._about = chosen.about
+        if self._path.exists():
+            self._take_over()
+
+    def _take_over(self) -> None:
+        before = _read(self._path)
+        changed = differences(before["identity"], self._identity)
+        if changed:
+            lines = [f"  {key}: {_short(old)}, now {_short(new)}" for key, old, new in changed]
+            raise StoreMismatchError(
+                f"{self._disk.root} holds an export of something else:\n"
+                + "\n".join(lines)
+                + "\nChoose another out=DIR, or write it anew with overwrite=true."
+            )
+        for name, size in before["whole"].items():
+            if size == _size(_inside(self._disk.root, name)):
+                self.sizes[name] = size
+
+    def missing(self) -> list[File]:
+        """The files that are not whole, in order."""
+        found = [file for file in self._files if file.name not in self.sizes]
+        if found:
+            self._save(complete=False)
+        return found
+
+    def note(self, file: File) -> None:
+        """A file is whole."""
+        self.sizes[file.name] = _size(self._disk.root / file.name)
+        self._save(complete=False)
+
+    def close(self) -> None:
+        """All files are whole."""
+        self._save(complete=True)
+
+    def _save(self, complete: bool) -> None:
+        found = {
+            "complete": complete,
+            "identity": self._identity,
+            "planned": [file.name for file in self._files],
+            "whole": self.sizes,
+            "about": self._about,
+        }
+        self._disk.replace(self._path, json.dumps(found, indent=2).encode())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        known = isinstance(found["identity"], dict) and isinstance(found["whole"], dict)
+        if not known or not isinstance(found["planned"], list):
+            raise ValueError("it has other entries")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise StoreError(
+            f"{path} cannot be read: {error}. It says what this export is of; choose another "
+            "out=DIR, or delete the folder."
+        ) from error
+    return found
+
+
+def _inside(root: Path, name: object) -> Path:
+    """A file that the record names. Raises StoreError where it would lie outside the export."""
+    parts = PurePosixPath(str(name)).parts
+    if not parts or ".." in parts or str(name).startswith("/"):
+        raise StoreError(f"{root / RECORD} names a file that is not below it: {name!r}.")
+    return root / str(name)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files of a folder; -1 where there is none."""
+    if path.is_dir():
+        return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _write(disk: Disk, file: File) -> None:
+    path = disk.root / file.name
+    if not path.parent.is_dir():
+        disk.make_folder(path.parent)
+    if file.is_folder:
+        disk.remove(path)  # whole, but not noted before the process was killed
+        with disk.filled_folder(path) as folder:
+            file.write(folder)
+        return
+    with disk.streamed(path) as stream:
+        file.write(stream)
+
+
+def _check_room(disk: Disk, needed: float) -> None:
+    """Raise RunError where the disk has no room for what is missing, as far as that is known."""
+    free = disk.free_bytes()
+    if free < needed:
+        raise RunError(
+            f"{disk.root} needs about {size_text(needed)} and {size_text(free)} are free. Make "
+            "room, or choose another out=DIR."
+        )
+
+
+def _warn_of_odd_keys(chosen: Selection) -> None:
+    odd = 0
+    for key in chosen.keys.tolist():
+        try:
+            key.decode()
+        except UnicodeDecodeError:
+            odd += 1
+    if odd:
+        complain(
+            f"warning: {odd} keys are not UTF-8. npy and safetensors keep their bytes; where a "
+            "format holds text, such bytes are spelled as \\xff."
+        )
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 100 else f"{text[:100]} ..."
+
+
+def describe_export(summary: dict[str, Any]) -> str:
+    """What was written, and lines that open it."""
+    failed = summary["failures"]
+    rows = [
+        ("format", summary["format"]),
+        ("layers", ", ".join(summary["layers"])),
+        ("rows", f"{summary['rows']}" + (f", {failed} of them failed: NaN" if failed else "")),
+        ("files", f"{summary['files']}, {size_text(summary['bytes'])}"),
+        (
+            "seconds",
+            "all of it was there" if summary["already"] else f"{summary['seconds']:.1f}",
+        ),
+        ("folder", summary["folder"]),
+    ]
+    return f"{facts(rows)}\n\n{summary['opening']}"

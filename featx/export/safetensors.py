@@ -1,0 +1,84 @@
+"""export.format=safetensors: shards of rows, a tensor a layer, mapped without being copied.
+
+The file is a length (8 bytes), a JSON header and the tensors one after the other, so it is written
+here block by block; the library's own `save_file` wants all of a shard in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import ConfigError
+from featx.export.base import File, Format
+from featx.export.selection import about_text
+
+_NAMES = {"float16": "F16", "float32": "F32", "int64": "I64", "uint8": "U8"}
+
+
+class Safetensors(Format):
+    """features-00000-of-0000N.safetensors: the layers, row, label, status, and key as bytes."""
+
+    def files(self) -> list[File]:
+        if taken := {"row", "label", "status", "key"} & set(self.selection.layers):
+            raise ConfigError(f"layers named {taken} have the names of columns of the listing.")
+        row_bytes = self.selection.row_bytes() + 17 + self.selection.keys.dtype.itemsize
+        return self.shards("features", "safetensors", row_bytes, self._write)
+
+    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        chosen = self.selection
+        before: dict[str, npt.NDArray[Any]] = {
+            "row": chosen.rows[start:stop],
+            "label": chosen.labels[start:stop],
+        }
+        # The larger the numbers, the further in front: so each tensor begins at a multiple of them.
+        layers = sorted(chosen.layers, key=lambda name: -chosen.dtype(name).itemsize)
+        keys = np.ascontiguousarray(chosen.keys[start:stop])
+        after: dict[str, npt.NDArray[Any]] = {
+            "status": chosen.status[start:stop],
+            "key": keys.view(np.uint8).reshape(stop - start, keys.dtype.itemsize),
+        }
+        shapes = {name: (values.dtype, values.shape) for name, values in before.items()}
+        for name in layers:
+            shapes[name] = chosen.dtype(name), (stop - start, *chosen.row_shape(name))
+        shapes |= {name: (values.dtype, values.shape) for name, values in after.items()}
+        file.write(_header(shapes, {"featx": about_text(chosen)}))
+        for values in before.values():
+            file.write(np.ascontiguousarray(values).data)
+        for name in layers:
+            for _, _, found in chosen.blocks(start, stop, [name]):
+                file.write(found[name].data)
+        for values in after.values():
+            file.write(np.ascontiguousarray(values).data)
+
+    def opening(self, out: Path) -> str:
+        first = self.files()[0].name
+        return (
+            "from safetensors.numpy import load_file\n"
+            f'shard = load_file("{out}/{first}")\n'
+            f'X, y = shard["{self.selection.layers[0]}"], shard["label"]'
+        )
+
+
+def _header(
+    shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: dict[str, str]
+) -> bytes:
+    """The length and the header of tensors that follow one another."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, shape) in shapes.items():
+        size = math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": _NAMES[dtype.name],
+            "shape": shape,
+            "data_offsets": [at, at + size],
+        }
+        at += size
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

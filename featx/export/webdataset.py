@@ -1,0 +1,133 @@
+"""export.format=webdataset: tar shards of each picture's bytes, its features, class and key."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from featx.data import open_source
+from featx.errors import ConfigError, DataError
+from featx.export.base import File, Format
+from featx.export.pictures import data_of_store
+from featx.export.selection import Selection, as_utf8
+from featx.types import ImageFault, Status
+
+_SAMPLED = 64
+"""Pictures whose sizes say how many rows a shard takes."""
+
+_HEADERS = 512 * 6
+"""About what the headers and the padding of a row take in a tar file."""
+
+
+class WebDataset(Format):
+    """shards-00000-of-0000N.tar; a sample is 000000042.jpg, .<layer>.npy, .cls and .json.
+
+    Names are rows of the store: webdataset divides a name at its first dot and takes neighbours
+    with the same stem for one sample, which keys with dots or the same stem would break. The key
+    stands in the .json.
+    """
+
+    def __init__(self, selection: Selection, *arguments: Any) -> None:
+        super().__init__(selection, *arguments)
+        lowered = [name.lower() for name in selection.layers]
+        if len(set(lowered)) < len(lowered):
+            raise ConfigError(
+                "webdataset reads endings in lower case, and some layers differ by case only: "
+                f"{', '.join(selection.layers)}. Name those you want: layer=[...]."
+            )
+        self._source = open_source(data_of_store(selection.store, self.config.data))
+        self._picture_bytes = self._mean_bytes()
+
+    @property
+    def num_bytes(self) -> int:
+        return int(len(self.selection) * self._row_bytes)
+
+    def files(self) -> list[File]:
+        return self.shards("shards", "tar", self._row_bytes, self._write)
+
+    @property
+    def _row_bytes(self) -> float:
+        return self.selection.row_bytes() + self._picture_bytes + _HEADERS
+
+    def _mean_bytes(self) -> float:
+        """Of some pictures, evenly chosen: all of them are not read before they are written."""
+        n = len(self.selection)
+        places = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
+        sizes = [len(self._picture(place) or b"") for place in places.tolist()]
+        return float(np.mean(sizes)) if sizes else 0.0
+
+    def _picture(self, place: int) -> bytes | None:
+        """The encoded bytes; None of a failed row whose picture cannot be had either.
+
+        Raises:
+            DataError: a row is ok, and its picture is not there any more.
+        """
+        key = bytes(self.selection.keys[place])
+        try:
+            return self._source.read(key)
+        except (ImageFault, OSError) as error:
+            failed = self.selection.status[place] != Status.OK
+            if failed and isinstance(error, ImageFault):
+                return None
+            raise DataError(
+                f"{os.fsdecode(key)} is a row of the store, and its picture cannot be read now: "
+                f"{error}. If the pictures lie elsewhere, say where: data=folder data.root=DIR."
+            ) from error
+
+    def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        chosen = self.selection
+        with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
+            for first, last, values in chosen.blocks(start, stop):
+                classes = chosen.class_texts(first, last)
+                for place in range(first, last):
+                    row = int(chosen.rows[place])
+                    key = os.fsdecode(bytes(chosen.keys[place]))
+                    label = int(chosen.labels[place])
+                    if (picture := self._picture(place)) is not None:
+                        _add(tar, f"{row:09d}{_ending(key)}", picture)
+                    for name, found in values.items():
+                        _add(tar, f"{row:09d}.{name}.npy", _as_npy(found[place - first]))
+                    _add(tar, f"{row:09d}.cls", str(label).encode())
+                    about = {
+                        "key": as_utf8(key),
+                        "row": row,
+                        "label": label,
+                        "class": classes[place - first],
+                        "status": int(chosen.status[place]),
+                    }
+                    _add(tar, f"{row:09d}.json", json.dumps(about).encode())
+
+    def opening(self, out: Path) -> str:
+        files = self.files()
+        shards = files[0].name
+        if len(files) > 1:
+            shards = f"shards-{{00000..{len(files) - 1:05d}}}-of-{len(files):05d}.tar"
+        return (
+            "import webdataset as wds\n"
+            f'rows = wds.WebDataset("{out}/{shards}", shardshuffle=False).decode("pil")\n'
+            f'for sample in rows: sample["{self.selection.layers[0].lower()}.npy"], sample["cls"]'
+        )
+
+
+def _ending(key: str) -> str:
+    """The ending of a picture's name, in lower case: .jpg."""
+    return Path(key).suffix.lower()
+
+
+def _as_npy(values: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
+    return buffer.getvalue()
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """A member without a time or an owner, so that the same rows give the same bytes."""
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    tar.addfile(member, io.BytesIO(data))

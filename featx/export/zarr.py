@@ -1,0 +1,71 @@
+"""export.format=zarr: one zarr v3 group, an array a layer, in chunks of the store's rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from featx.errors import MissingExtraError
+from featx.export.base import File, Format, missing_extra
+
+_NAME = "features.zarr"
+_COLUMN_ROWS = 1 << 14
+
+
+class Zarr(Format):
+    """features.zarr: features/<layer>, key, label, status and row; the rest in its attributes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        try:
+            import zarr  # noqa: F401
+        except ImportError as error:
+            raise MissingExtraError(
+                missing_extra("zarr", "export", "export.format=zarr")
+            ) from error
+
+    def files(self) -> list[File]:
+        return [File(_NAME, self._write, 0, len(self.selection), is_folder=True)]
+
+    def _write(self, folder: Path) -> None:
+        import zarr
+
+        chosen, n = self.selection, len(self.selection)
+        group = zarr.open_group(folder, mode="w", zarr_format=3)
+        group.attrs["featx"] = chosen.about
+        for name in chosen.layers:
+            rows = chosen.store[name].chunk_rows
+            shape = chosen.row_shape(name)
+            array = group.create_array(
+                f"features/{name}",
+                shape=(n, *shape),
+                chunks=(max(1, min(rows, n)), *shape),
+                dtype=chosen.dtype(name),
+                fill_value=float("nan"),
+            )
+            # Whole chunks at a time: half of one would be read again to be filled.
+            at_once = max(rows, chosen.block_rows([name]) // rows * rows)
+            for start, stop, values in chosen.blocks(0, n, [name], at_once):
+                array[start:stop] = values[name]
+        columns: dict[str, Any] = {
+            "label": chosen.labels,
+            "status": chosen.status,
+            "row": chosen.rows,
+        }
+        chunks = (max(1, min(_COLUMN_ROWS, n)),)
+        for name, column in columns.items():
+            made = group.create_array(name, shape=(n,), chunks=chunks, dtype=column.dtype)
+            made[:] = column
+        made = group.create_array("key", shape=(n,), chunks=chunks, dtype=str)
+        for start in range(0, n, _COLUMN_ROWS):
+            stop = min(n, start + _COLUMN_ROWS)
+            made[start:stop] = np.array(chosen.key_texts(start, stop), np.dtypes.StringDType())
+
+    def opening(self, out: Path) -> str:
+        return (
+            "import zarr\n"
+            f'group = zarr.open_group("{out}/{_NAME}", mode="r")\n'
+            f'X, y = group["features/{self.selection.layers[0]}"], group["label"][:]'
+        )

@@ -1,0 +1,38 @@
+"""job=export: a store in another format, with its rows, their order and their keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.export.run import describe_export, run_export
+from featx.keys import from_keywords, from_omegaconf
+from featx.progress import say
+
+
+def export_store(**keys: Any) -> Path:
+    """Run job=export from Python: the same keys as the command's, the same files.
+
+        featx.export_store(store="runs/p", export={"format": "parquet"}, out="exports/p")
+
+    Args:
+        keys: `store`, `layer`, `out`, `overwrite`, and `export` as a mapping.
+
+    Returns:
+        The folder of the export.
+
+    Raises:
+        FeatxError: whatever the command would report with exit code 1 or 2.
+    """
+    node = from_keywords(keys)
+    node.job.name = "export"
+    return Path(run_export(from_omegaconf(node))["folder"])
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """The command's job: write the export and say how it is opened; returns the exit code."""
+    summary = run_export(config)
+    say(json.dumps(summary, indent=2) if config.job.json else describe_export(summary))
+    return 0

@@ -1,0 +1,102 @@
+"""Groups of rows that are nearly the same: every pair is looked at, and pairs are joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.devices import choose_device
+from featx.errors import ConfigError
+from featx.similarity import vectors as sizes
+from featx.similarity.vectors import Vectors
+from featx.store.reader import FeatureStore
+
+SLACK = 1e-6
+"""A cosine this much below the threshold reaches it: two equal float32 vectors have about 1."""
+
+AT_ONCE = 2048
+"""Rows of a block, at the most; a block of pairs has its square."""
+
+
+def duplicate_groups(
+    store: FeatureStore,
+    layer: str,
+    threshold: float,
+    device: str = "auto",
+    tell: Callable[[int], None] = lambda rows: None,
+) -> list[npt.NDArray[np.int64]]:
+    """Rows joined by pairs whose cosine reaches a threshold, directly or through others.
+
+    Args:
+        store: open for reading; rows that failed are left out.
+        layer: its name; a map counts as one long vector.
+        threshold: above 0, up to 1. A vector of zeros has no cosine, and is like no other.
+        device: auto, cpu, cuda, ...
+        tell: is told of every block how many rows are done.
+
+    Returns:
+        groups of at least two rows of the store, each increasing, in the order of their first row.
+
+    Raises:
+        ConfigError: the threshold is out of range, or no row is ok.
+        LayerError: no such layer.
+    """
+    if not 0 < threshold <= 1:
+        raise ConfigError(f"duplicates={threshold}: expected a cosine above 0, up to 1.")
+    vectors = Vectors(store, layer, choose_device(device), unit=True)
+    parents = np.arange(len(vectors))
+    step = min(AT_ONCE, vectors.rows_of(sizes.BLOCK_BYTES))
+    for start, block in vectors.blocks(step):
+        for other in range(start, len(vectors), step):
+            against = vectors.block(other, min(len(vectors), other + step))
+            reached = (block @ against.T) >= threshold - SLACK
+            if other == start:
+                reached = reached.triu(1)
+            pairs = reached.nonzero().cpu().numpy()
+            if len(pairs):
+                _join(parents, pairs[:, 0] + start, pairs[:, 1] + other)
+        tell(len(block))
+    roots = _roots(parents, np.arange(len(parents)))
+    order = np.argsort(roots, kind="stable")
+    groups = np.split(order, np.flatnonzero(np.diff(roots[order])) + 1)
+    return [vectors.rows[group] for group in groups if len(group) > 1]
+
+
+def cosines_to_first(
+    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32]:
+    """(n,) cosines of some ok rows to the first of them."""
+    vectors = Vectors(store, layer, torch.device("cpu"), rows=rows, unit=True)
+    first = vectors.block(0, 1)[0]
+    found = [block @ first for _, block in vectors.blocks(vectors.rows_of(sizes.BLOCK_BYTES))]
+    cosines: npt.NDArray[np.float32] = torch.cat(found).clamp(-1, 1).numpy()
+    return cosines
+
+
+def _roots(parents: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The root of each of some places; a root is its own parent."""
+    roots = parents[places]
+    while not np.array_equal(above := parents[roots], roots):
+        roots = above
+    return roots
+
+
+def _join(
+    parents: npt.NDArray[np.int64], a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]
+) -> None:
+    """Give the places of each pair (a[i], b[i]) the same root, the smallest one of all.
+
+    Many pairs at once: the larger root is hung below the smaller one, until none are left apart.
+    """
+    while True:
+        root_a, root_b = _roots(parents, a), _roots(parents, b)
+        apart = root_a != root_b
+        if not apart.any():
+            parents[a] = root_a  # shorter ways for those that come later
+            parents[b] = root_b
+            return
+        a, b, root_a, root_b = a[apart], b[apart], root_a[apart], root_b[apart]
+        np.minimum.at(parents, np.maximum(root_a, root_b), np.minimum(root_a, root_b))

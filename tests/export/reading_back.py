@@ -1,0 +1,151 @@
+"""Each format of job=export read by its own library, into one form that can be compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Table:
+    """What an export holds: key, row, label and status of its rows, and layer -> (n, ...)."""
+
+    keys: list[str]
+    rows: list[int]
+    labels: list[int]
+    status: list[int]
+    layers: dict[str, np.ndarray]
+    classes: list[str | None] | None = None
+    """Name of each row's class, where the format has it."""
+    files: list[str] = field(default_factory=list)
+
+
+def npy(out: Path) -> Table:
+    layers = {p.stem: np.load(p, mmap_mode="r") for p in (out / "features").glob("*.npy")}
+    assert all(isinstance(values, np.memmap) for values in layers.values())
+    columns = {name: np.load(out / f"{name}.npy") for name in ("rows", "labels", "status", "keys")}
+    names = json.loads((out / "classes.json").read_text("utf-8"))
+    return Table(
+        [key.decode("utf-8", "backslashreplace") for key in columns["keys"].tolist()],
+        columns["rows"].tolist(),
+        columns["labels"].tolist(),
+        columns["status"].tolist(),
+        layers,
+        [names[label] if label >= 0 else None for label in columns["labels"].tolist()],
+    )
+
+
+def parquet(out: Path) -> Table:
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(out / "data")
+    listing = ("key", "row", "label", "class", "status")
+    layers = {}
+    for name in table.column_names[len(listing) :]:
+        column = table.column(name).combine_chunks()
+        shape = json.loads(table.schema.field(name).metadata[b"shape"])
+        layers[name] = column.flatten().to_numpy().reshape(len(table), *shape)
+    keys, rows, labels, classes, status = (table.column(name).to_pylist() for name in listing)
+    files = sorted(path.name for path in (out / "data").iterdir())
+    return Table(keys, rows, labels, status, layers, classes, files)
+
+
+def safetensors(out: Path) -> Table:
+    from safetensors import safe_open
+
+    found: dict[str, list[np.ndarray]] = {}
+    files = sorted(out.glob("*.safetensors"))
+    for path in files:
+        with safe_open(path, framework="numpy") as shard:
+            names = json.loads(shard.metadata()["featx"])["classes"]
+            for name in shard.keys():  # noqa: SIM118 - it is no mapping
+                found.setdefault(name, []).append(shard.get_tensor(name))
+    whole = {name: np.concatenate(values) for name, values in found.items()}
+    keys, rows, labels, status = (whole.pop(name) for name in ("key", "row", "label", "status"))
+    texts = [row.tobytes().rstrip(b"\0").decode("utf-8", "backslashreplace") for row in keys]
+    classes = [names[label] if label >= 0 else None for label in labels.tolist()]
+    return Table(
+        texts, rows.tolist(), labels.tolist(), status.tolist(), whole, classes,
+        [path.name for path in files],
+    )  # fmt: skip
+
+
+def zarr(out: Path) -> Table:
+    import zarr
+
+    group = zarr.open_group(out / "features.zarr", mode="r")
+    assert group.metadata.zarr_format == 3
+    names = group.attrs["featx"]["classes"]
+    labels = group["label"][:].tolist()
+    return Table(
+        group["key"][:].tolist(),
+        group["row"][:].tolist(),
+        labels,
+        group["status"][:].tolist(),
+        {name: array[:] for name, array in group["features"].arrays()},
+        [names[label] if label >= 0 else None for label in labels],
+    )
+
+
+def huggingface(out: Path) -> Table:
+    from datasets import load_from_disk
+
+    data = load_from_disk(str(out))
+    listing = ("key", "row", "label", "status")
+    layers: dict[str, Any] = {}
+    for name in data.column_names[len(listing) :]:
+        kind = data.features[name]
+        while hasattr(kind, "feature"):
+            kind = kind.feature
+        layers[name] = data.with_format("numpy", dtype=np.dtype(kind.dtype))[:][name]
+    keys, rows, labels, status = (data[name][:] for name in listing)
+    classes = [data.features["label"].int2str(label) if label >= 0 else None for label in labels]
+    files = sorted(path.name for path in out.glob("*.arrow"))
+    return Table(keys, rows, labels, status, layers, classes, files)
+
+
+def projector(out: Path) -> Table:
+    lines = (out / "metadata.tsv").read_text("utf-8").splitlines()
+    assert lines[0] == "label\tkey\trow"
+    classes, keys, rows = zip(*(line.split("\t") for line in lines[1:]), strict=True)
+    layers = {
+        path.stem.removeprefix("vectors-"): np.loadtxt(path, delimiter="\t", ndmin=2)
+        for path in out.glob("vectors-*.tsv")
+    }
+    shown = [None if name == "(none)" else name for name in classes]
+    return Table(list(keys), [int(row) for row in rows], [], [], layers, shown)
+
+
+def webdataset(out: Path) -> Table:
+    import webdataset as wds
+
+    files = sorted(path.name for path in out.glob("*.tar"))
+    urls = [str(out / name) for name in files]
+    samples = list(wds.WebDataset(urls, shardshuffle=False, empty_check=False).decode())
+    about = [sample["json"] for sample in samples]
+    names = [key for key in samples[0] if key.endswith(".npy")]
+    assert [sample["cls"] for sample in samples] == [row["label"] for row in about]
+    return Table(
+        [row["key"] for row in about],
+        [row["row"] for row in about],
+        [row["label"] for row in about],
+        [row["status"] for row in about],
+        {name[:-4]: np.stack([sample[name] for sample in samples]) for name in names},
+        [row["class"] for row in about],
+        files,
+    )
+
+
+READERS = {
+    "npy": npy,
+    "parquet": parquet,
+    "safetensors": safetensors,
+    "zarr": zarr,
+    "huggingface": huggingface,
+    "projector": projector,
+    "webdataset": webdataset,
+}

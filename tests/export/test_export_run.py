@@ -1,0 +1,380 @@
+"""The bookkeeping of job=export: what was begun is gone on with, what is not ours stays."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import with_path
+from made_store import make_run, temporary_files
+from tiny_model import run_job
+
+import featx
+from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
+from featx.export import selection
+from featx.export.parquet import Parquet
+from featx.store.commit import Disk, exclusive_lock
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+KINDS = ("npy", "parquet", "safetensors", "zarr", "huggingface")
+SMALL = {"shard_gib": 1000 / 2**30}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
+
+
+@pytest.fixture
+def store() -> Path:
+    return make_run(21, 8, failed=[3, 10]).write(Path("store"))
+
+
+def export(kind: str = "npy", out: str = "out", **keys: Any) -> int:
+    options = {"format": kind, **(SMALL if kind in ("parquet", "safetensors") else {})}
+    options |= keys.pop("export", {})
+    return run_job("export", store="store", export=options, out=out, **keys)
+
+
+def digests(folder: str = "out") -> dict[str, str]:
+    """Name -> sha256 of every file but the record, which holds no rows."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(Path(folder).rglob("*"))
+        if path.is_file() and path.name not in ("_export.json", ".lock")
+    }
+
+
+def record(folder: str = "out") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((Path(folder) / "_export.json").read_text())
+    return found
+
+
+class StoppedError(Exception):
+    """A process ends here."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_that_was_stopped_anywhere_ends_as_one_that_was_not(
+    kind: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(kind, out="at-once")
+    expected = digests("at-once")
+    read = selection.Selection._read
+    stops = 0
+    for reads in (0, 3, 6, 9, 12):
+        left = reads
+
+        def stopping(self: Any, *arguments: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise StoppedError
+            return read(self, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(selection.Selection, "_read", stopping)
+            try:
+                export(kind)
+            except StoppedError:
+                stops += 1
+        there = digests()
+        assert there.items() <= expected.items(), "only whole files have their names"
+        assert temporary_files(Path("out")) == []
+    assert stops >= 1
+    export(kind)
+    assert digests() == expected
+    assert record()["complete"]
+
+
+def test_files_that_are_whole_are_not_written_again(
+    store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    export("parquet")
+    files = sorted(Path("out/data").iterdir())
+    assert len(files) >= 3
+    before = {path: path.stat().st_ino for path in files}
+    files[1].unlink()
+    written = []
+    write = Parquet._write
+
+    def noted(self: Any, file: Any, start: int, stop: int) -> None:
+        written.append(start)
+        write(self, file, start, stop)
+
+    monkeypatch.setattr(Parquet, "_write", noted)
+    export("parquet")
+    assert len(written) == 1
+    assert all(path.stat().st_ino == before[path] for path in files if path != files[1])
+    capsys.readouterr()
+    export("parquet")
+    assert len(written) == 1
+    assert "all of it was there" in capsys.readouterr().out
+
+
+def test_what_the_record_does_not_name_is_written_anew(store: Path) -> None:
+    """A file has its name a moment before it is noted; a kill between the two must do no harm."""
+    for kind, name in (("npy", "features/flat.npy"), ("zarr", "features.zarr")):
+        export(kind, out=kind)
+        expected = digests(kind)
+        found = record(kind)
+        del found["whole"][name]
+        (Path(kind) / "_export.json").write_text(json.dumps(found))
+        if kind == "npy":
+            (Path(kind) / name).write_bytes(b"anything")
+        export(kind, out=kind)
+        assert digests(kind) == expected
+
+
+def test_a_file_that_was_cut_is_written_anew(store: Path) -> None:
+    export()
+    expected = digests()
+    os.truncate("out/features/map.npy", 300)
+    export()
+    assert digests() == expected
+
+
+@pytest.mark.parametrize("kind", ["parquet", pytest.param("zarr", marks=pytest.mark.slow)])
+def test_killed_by_sigkill(kind: str, store: Path) -> None:
+    export(kind, out="at-once")
+    code = textwrap.dedent(
+        f"""
+        import time
+        from featx.export import selection
+        from test_export_run import export
+        selection.BLOCK_BYTES = 200
+        read = selection.Selection._read
+        def slow(self, *arguments):
+            time.sleep(0.2)
+            return read(self, *arguments)
+        selection.Selection._read = slow
+        export({kind!r})
+        """
+    )
+    environment = with_path(Path(__file__).parent, Path(__file__).parents[1])
+    child = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    begun = time.monotonic()
+    while not temporary_files(Path("out")) and time.monotonic() - begun < 300:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait(60) == -signal.SIGKILL
+    assert temporary_files(Path("out")), "it was in the middle of a file"
+    assert digests().items() != digests("at-once").items()
+    export(kind)
+    assert temporary_files(Path("out")) == []
+    assert digests() == digests("at-once")
+
+
+def test_an_export_of_something_else_is_refused_and_named(store: Path) -> None:
+    export()
+    before = digests()
+    with pytest.raises(StoreMismatchError, match=r"number of rows: 21, now 19") as refused:
+        export(export={"ok_only": True})
+    assert refused.value.exit_code == 2
+    with pytest.raises(StoreMismatchError, match=r"format: npy, now parquet"):
+        export("parquet")
+    with pytest.raises(StoreMismatchError, match=r"layers: "):
+        export(layer="flat")
+    make_run(21, 8, failed=[3, 10], seed=5).write(Path("another"))
+    with pytest.raises(StoreMismatchError, match="store's fingerprint"):
+        run_job("export", store="another", out="out")
+    make_run(21, 8, failed=[3, 11]).write(Path("third"))
+    with pytest.raises(StoreMismatchError, match="sha256 of rows, keys, labels and status"):
+        run_job("export", store="third", out="out")
+    assert digests() == before
+
+
+def test_overwrite_deletes_the_old_export_and_nothing_else(store: Path) -> None:
+    export()
+    Path("out/notes.txt").write_text("mine")
+    export("parquet", overwrite=True)
+    names = set(digests())
+    assert "notes.txt" in names
+    assert {name.split("/")[0] for name in names} == {"notes.txt", "data"}
+    assert record()["complete"]
+
+
+def test_a_folder_that_is_no_export_is_refused_and_left_alone(store: Path) -> None:
+    Path("out").mkdir()
+    Path("out/holiday.jpg").write_bytes(b"x")
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match=r"holds holiday\.jpg and is no export"):
+            export(overwrite=overwrite)
+    assert [path.name for path in Path("out").iterdir()] == ["holiday.jpg"]
+    with pytest.raises(ConfigError, match="is the folder of a store"):
+        export(out="store", overwrite=True)
+    assert len(featx.open("store")) == 21
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"identity": {}, "whole": [], "planned": []}', "\0"]
+)
+def test_a_record_that_cannot_be_read_is_no_licence_to_delete(store: Path, text: str) -> None:
+    export()
+    Path("out/_export.json").write_text(text)
+    before = digests()
+    for overwrite in (False, True):
+        with pytest.raises(StoreError, match=r"_export\.json cannot be read"):
+            export(overwrite=overwrite)
+    assert digests() == before
+
+
+@pytest.mark.parametrize("name", ["../victim", "/etc/hostname", "a/../../victim", ""])
+def test_a_record_cannot_delete_outside_of_its_folder(store: Path, name: str) -> None:
+    export()
+    Path("victim").write_text("mine")
+    found = record()
+    found["planned"] = [name]
+    Path("out/_export.json").write_text(json.dumps(found))
+    with pytest.raises(StoreError, match="not below it"):
+        export(overwrite=True)
+    assert Path("victim").read_text() == "mine"
+
+
+def test_an_unfinished_store_is_refused_or_says_what_is_there() -> None:
+    make_run(21, 8).write(Path("store"), parts=[1])
+    with pytest.raises(StoreError, match=r"8 of 21 rows.*export\.incomplete=true"):
+        export()
+    assert not Path("out").exists()
+    export(export={"incomplete": True})
+    status = np.load("out/status.npy")
+    assert (status == 255).tolist() == [not 8 <= row < 16 for row in range(21)]
+    values = np.load("out/features/flat.npy")
+    assert (np.isnan(values).all(axis=1) == (status == 255)).all()
+    # More rows came: that is another export, of the same store.
+    make_run(21, 8).finish(Path("store"))
+    with pytest.raises(StoreMismatchError, match="overwrite=true"):
+        export()
+    export(overwrite=True)
+    assert (np.load("out/status.npy") == 0).all()
+
+
+def test_no_row_at_all_is_no_success() -> None:
+    make_run(3, 4, failed=[0, 1, 2]).write(Path("store"))
+    with pytest.raises(StoreError, match="nothing to export"):
+        export(export={"ok_only": True})
+    assert not Path("out").exists()
+
+
+def test_a_second_export_into_one_folder_is_refused(store: Path) -> None:
+    Path("out").mkdir()
+    with (
+        exclusive_lock(Path("out/.lock")),
+        pytest.raises(StoreLockedError, match="another process"),
+    ):
+        export()
+    export()
+
+
+def test_a_full_disk_is_told_before_or_leaves_nothing_half(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(Disk, "free_bytes", lambda _: 100)
+        with pytest.raises(RunError, match=r"needs about .* and 100 B are free"):
+            export()
+    write = Parquet._write
+
+    def fails(self: Any, file: Any, start: int, stop: int) -> None:
+        write(self, file, start, stop)
+        if start:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(Parquet, "_write", fails)
+        with pytest.raises(RunError, match="Make room and give the same command again") as failed:
+            export("parquet", overwrite=True)
+    assert failed.value.exit_code == 1
+    assert len(list(Path("out/data").iterdir())) == 1
+    export("parquet")
+    assert record()["complete"]
+
+
+def test_without_out_it_lies_beside_the_store(store: Path) -> None:
+    assert run_job("export", store="store") == 0
+    assert Path("store/export-npy/features/flat.npy").exists()
+    assert len(featx.open("store")) == 21
+    assert (
+        featx.export_store(store="store/", export={"format": "parquet"})
+        == Path("store/export-parquet").absolute()
+    )
+
+
+def test_the_result_as_json(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_job("export", json=True, store="store", out="out")
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["failures"], found["already"]) == (21, 2, False)
+    assert found["bytes"] == sum(
+        path.stat().st_size
+        for path in Path("out").rglob("*")
+        if path.is_file() and path.name not in ("_export.json", ".lock")
+    )
+
+
+def test_keys_without_effect_are_refused(store: Path) -> None:
+    with pytest.raises(ConfigError, match=r"shard_gib has an effect with .*parquet"):
+        export("zarr", export={"shard_gib": 1})
+    with pytest.raises(ConfigError, match=r"export\.format=csv: expected one of npy"):
+        export("csv")
+    with pytest.raises(ConfigError, match="job=export needs store=DIR"):
+        run_job("export", out="out")
+    with pytest.raises(ConfigError, match="layer has an effect with job=similar and job=export"):
+        run_job("verify", store="store", layer="flat")
+
+
+_MEASURED = """
+import importlib, sys, threading, time
+from featx.export.run import run_export
+from featx.keys import from_keywords, from_omegaconf
+from featx.export import selection
+selection.BLOCK_BYTES = 4 << 20
+
+def anonymous():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) >> 10
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, anonymous())
+        time.sleep(0.002)
+
+peak = 0
+threading.Thread(target=watch, daemon=True).start()
+for kind in sys.argv[1:]:
+    for store in ("small", "large"):
+        node = from_keywords({"store": store, "out": f"{kind}-{store}", "export": {"format": kind}})
+        node.job.name = "export"
+        peak = before = anonymous()
+        run_export(from_omegaconf(node))
+        if store == "large":
+            print(kind, peak - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+def test_memory_does_not_grow_with_the_store() -> None:
+    """192 MiB of features in blocks of 4 MiB; a first export loads what every one loads."""
+    make_run(8, 8, {"x": (16,)}).write(Path("small"))
+    make_run(12288, 4096, {"x": (4096,)}).write(Path("large"))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, *KINDS],
+        stdout=subprocess.PIPE, text=True, check=True, timeout=600,
+    )  # fmt: skip
+    grown = {line.split()[0]: int(line.split()[1]) for line in done.stdout.splitlines()}
+    assert set(grown) == set(KINDS)
+    assert all(mib < 96 for mib in grown.values()), grown

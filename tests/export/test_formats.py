@@ -1,0 +1,317 @@
+"""Every format of job=export gives back the store's rows, read by its own library."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_store import MadeRun, make_run
+from reading_back import READERS
+from tiny_model import extract, run_job, write_picture
+
+import featx
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreError
+from featx.export import selection
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+OF_ANY_STORE = ("npy", "parquet", "safetensors", "zarr", "huggingface")
+SHARDED = ("parquet", "safetensors", "huggingface")
+FAILED = (3, 10, 20)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows or so at a time, so that each format writes several blocks."""
+    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
+
+
+def write_store(dtype: str = "float32", packed: bool = True, **keys: Any) -> MadeRun:
+    run = make_run(21, 8, dtype=dtype, failed=FAILED, **keys)
+    run.write(Path("store"), packed=packed)
+    return run
+
+
+def export(kind: str, **keys: Any) -> Path:
+    options = {"format": kind, **keys.pop("export", {})}
+    assert run_job("export", store="store", export=options, out="out", **keys) == 0
+    return Path("out")
+
+
+def check_rows(kind: str, run: MadeRun, rows: np.ndarray, layers: list[str]) -> None:
+    """The export in `out` holds these rows of a made run, and nothing else."""
+    found = READERS[kind](Path("out"))
+    listing = run.listing
+    names = [listing.classes[i] if i >= 0 else None for i in listing.labels[rows].tolist()]
+    assert found.keys == [key.decode("utf-8", "backslashreplace") for key in listing.keys[rows]]
+    assert found.rows == rows.tolist()
+    assert found.labels == listing.labels[rows].tolist()
+    assert found.status == run.status()[rows].tolist()
+    assert found.classes == names
+    assert sorted(found.layers) == sorted(layers)
+    for name in layers:
+        expected = run.expected(name)[rows]
+        assert found.layers[name].dtype == expected.dtype
+        assert np.array_equal(found.layers[name], expected, equal_nan=True), name
+
+
+@pytest.mark.parametrize("kind", OF_ANY_STORE)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("ok_only", [False, True])
+def test_every_row_comes_back_in_order(kind: str, dtype: str, ok_only: bool) -> None:
+    run = write_store(dtype)
+    export(kind, export={"ok_only": ok_only})
+    rows = np.flatnonzero(run.status() == 0) if ok_only else np.arange(21)
+    assert len(rows) == (18 if ok_only else 21)
+    check_rows(kind, run, rows, ["flat", "map"])
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_shards_hold_what_one_file_would(kind: str) -> None:
+    run = write_store(packed=False)
+    export(kind, export={"shard_gib": 1000 / 2**30})
+    assert 3 <= len(READERS[kind](Path("out")).files) <= 10
+    check_rows(kind, run, np.arange(21), ["flat", "map"])
+
+
+@pytest.mark.parametrize("kind", OF_ANY_STORE)
+def test_a_row_larger_than_a_block_or_a_shard_goes_alone(kind: str) -> None:
+    run = make_run(3, 2, {"map": (40, 3)})
+    run.write(Path("store"))
+    export(kind, export={"shard_gib": 1e-9} if kind in SHARDED else {})
+    check_rows(kind, run, np.arange(3), ["map"])
+
+
+def test_layers_are_named_or_globbed() -> None:
+    run = make_run(9, 4, {"a.b": (2,), "a.c": (3,), "d": (1,)})
+    run.write(Path("store"))
+    export("npy", layer="a.*")
+    check_rows("npy", run, np.arange(9), ["a.b", "a.c"])
+    export("npy", layer=["d", "a.b"], overwrite=True)
+    check_rows("npy", run, np.arange(9), ["a.b", "d"])
+    with pytest.raises(featx.FeatxError, match=r"no layer 'a\.x'.*Nearest: a"):
+        export("npy", layer="a.x", overwrite=True)
+
+
+@pytest.mark.parametrize("kind", OF_ANY_STORE)
+def test_keys_that_are_not_utf8_stay_apart(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(4, 4)
+    keys = np.array([b"a\n b.jpg", b"c/\xc3\xa9.jpg", b"c/\xfe.jpg", b"c/\xff.jpg"])
+    run = replace(run, listing=replace(run.listing, keys=keys))
+    run.write(Path("store"))
+    export(kind)
+    check_rows(kind, run, np.arange(4), ["flat", "map"])
+    assert "2 keys are not UTF-8" in capsys.readouterr().err
+    if kind == "npy":
+        assert np.load("out/keys.npy").tolist() == keys.tolist()
+
+
+def test_bfloat16_comes_as_float32() -> None:
+    photos = Path("photos")
+    for i in range(5):
+        write_picture(photos / f"{i}.png", i)
+    store = extract(photos, dtype="bfloat16")
+    export("npy")
+    assert np.load("out/features/conv.npy").dtype == np.float32
+    assert np.array_equal(np.load("out/features/conv.npy"), store["conv"][:])
+
+
+def test_parquet_is_read_by_pandas_and_duckdb_too() -> None:
+    import duckdb
+    import pandas as pd
+
+    run = write_store("float16")
+    export("parquet", export={"shard_gib": 1000 / 2**30})
+    table = pd.read_parquet("out/data")
+    assert table["key"].tolist() == [key.decode() for key in run.listing.keys.tolist()]
+    assert np.array_equal(np.stack(table["flat"]), run.expected("flat"), equal_nan=True)
+    assert table["class"].isna().tolist() == (run.listing.labels < 0).tolist()
+    asked = "select flat from 'out/data/*.parquet' where status = 0 order by row"
+    rows = np.array([row[0] for row in duckdb.sql(asked).fetchall()])
+    assert np.array_equal(rows, run.expected("flat")[run.status() == 0].astype(np.float32))
+
+
+def test_zarr_has_the_chunks_of_the_store() -> None:
+    import zarr
+
+    run = make_run(17, 8, {"flat": (5,), "wide": (1 << 17,)})
+    run.write(Path("store"), packed=True)
+    store = featx.open("store")
+    export("zarr")
+    group = zarr.open_group("out/features.zarr", mode="r")
+    assert store["wide"].chunk_rows == 2
+    for name in store.layers:
+        assert group[f"features/{name}"].chunks[0] == store[name].chunk_rows
+    check_rows("zarr", run, np.arange(17), ["flat", "wide"])
+
+
+def test_every_format_says_where_its_rows_come_from() -> None:
+    import pyarrow.parquet as pq
+    import zarr
+    from safetensors import safe_open
+
+    run = write_store()
+    told = []
+    for kind in OF_ANY_STORE:
+        out = export(kind, overwrite=True)
+        told.append(json.loads((out / "_export.json").read_text())["about"])
+        if kind == "parquet":
+            file = next((out / "data").iterdir())
+            told.append(json.loads(pq.read_schema(file).metadata[b"featx"]))
+        if kind == "safetensors":
+            with safe_open(next(out.glob("*.safetensors")), framework="numpy") as shard:
+                told.append(json.loads(shard.metadata()["featx"]))
+        if kind == "zarr":
+            told.append(zarr.open_group(out / "features.zarr", mode="r").attrs["featx"])
+    for about in told:
+        assert about["weights_sha256"] == run.header.weights_sha256
+        assert about["model"] == "toy"
+        assert about["classes"] == ["cat", "dög"]
+        assert about["layers"]["map"]["shape"] == [3, 2, 2]
+        assert about["layers"]["map"]["capture"] == "output"
+        assert about["status"]["4"] == "decode error"
+
+
+class TestProjector:
+    def test_vectors_and_their_names(self) -> None:
+        run = write_store()
+        export("projector", layer="flat", export={"ok_only": True})
+        found = READERS["projector"](Path("out"))
+        ok = np.flatnonzero(run.status() == 0)
+        assert found.rows == ok.tolist()
+        assert found.keys == [key.decode() for key in run.listing.keys[ok]]
+        labels = run.listing.labels[ok].tolist()
+        assert found.classes == [run.listing.classes[i] if i >= 0 else None for i in labels]
+        assert np.allclose(found.layers["flat"], run.expected("flat")[ok], rtol=1e-5)
+
+    def test_maps_and_failed_rows_are_refused(self) -> None:
+        write_store()
+        with pytest.raises(ConfigError, match=r"map hold maps.*reduce=avg"):
+            export("projector")
+        with pytest.raises(ConfigError, match=r"export\.ok_only=true"):
+            export("projector", layer="flat")
+        assert not Path("out").exists()
+
+
+# The library itself leaves the files of its readers to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class TestWebDataset:
+    @pytest.fixture
+    def photos(self, tmp_path: Path) -> Path:
+        """Names that share a stem, hold several dots, and one that is no picture."""
+        root = tmp_path / "photos"
+        names = ["cat/a.b.png", "cat/a.c.png", "cat/a.png", "cat/a.PNG", "dog.x/a.png", "e.png"]
+        for seed, name in enumerate(names):
+            write_picture(root / name, seed)
+        (root / "dog.x" / "broken.png").write_bytes(b"no picture")
+        return root
+
+    @pytest.mark.parametrize("ok_only", [False, True])
+    def test_pictures_and_features_belong_together(self, photos: Path, ok_only: bool) -> None:
+        store = extract(photos, layers=["conv", "pool"], max_failures=1)
+        export("webdataset", export={"ok_only": ok_only, "shard_gib": 1e-5})
+        found = READERS["webdataset"](Path("out"))
+        rows = np.flatnonzero(store.ok) if ok_only else np.arange(7)
+        assert len(rows) == (6 if ok_only else 7)
+        assert found.keys == store.keys[rows].tolist()
+        assert found.rows == rows.tolist()
+        assert found.labels == store.labels[rows].tolist()
+        assert found.status == store.status[rows].tolist()
+        for name in ("conv", "pool"):
+            assert np.array_equal(found.layers[name], store[name][rows], equal_nan=True)
+        assert len(found.files) > 1
+        pictures = {}
+        for name in found.files:
+            with tarfile.open(Path("out") / name) as tar:
+                for member in tar.getmembers():
+                    if member.name.endswith(".png"):
+                        file = tar.extractfile(member)
+                        assert file is not None
+                        pictures[int(member.name[:-4])] = file.read()
+        assert pictures == {row: (photos / store.keys[row]).read_bytes() for row in rows}
+
+    def test_webdataset_decodes_the_pictures(self, photos: Path) -> None:
+        import webdataset as wds
+
+        extract(photos, max_failures=1)
+        export("webdataset", export={"ok_only": True})
+        shard = "out/shards-00000-of-00001.tar"
+        data = wds.WebDataset(shard, shardshuffle=False).decode("pil")
+        sizes = [(image.size, conv.shape) for image, conv in data.to_tuple("png", "conv.npy")]
+        assert sizes == [((48, 48), (8, 4, 4))] * 6
+
+    def test_a_failed_row_without_its_picture_stays(self, photos: Path) -> None:
+        extract(photos, max_failures=1)
+        (photos / "dog.x" / "broken.png").unlink()
+        export("webdataset")
+        assert READERS["webdataset"](Path("out")).status == featx.open("store").status.tolist()
+        with tarfile.open("out/shards-00000-of-00001.tar") as tar:
+            names = tar.getnames()
+        broken = featx.open("store").row("dog.x/broken.png")
+        assert f"{broken:09d}.png" not in names
+        assert f"{broken:09d}.json" in names
+
+    def test_an_ok_row_whose_picture_is_gone_stops_the_export(self, photos: Path) -> None:
+        extract(photos, max_failures=1)
+        (photos / "cat" / "a.png").unlink()
+        with pytest.raises(DataError, match=r"cat/a\.png is a row of the store.*data\.root"):
+            export("webdataset")
+        assert not list(Path().glob("out/*.tar"))
+
+    def test_pictures_that_moved_are_found_where_the_command_says(self, photos: Path) -> None:
+        extract(photos, max_failures=1)
+        photos.rename("elsewhere")
+        with pytest.raises(DataError):
+            export("webdataset")
+        export("webdataset", data="elsewhere")
+        assert len(READERS["webdataset"](Path("out")).rows) == 7
+
+    def test_layers_that_differ_by_case_only_are_refused(self, photos: Path) -> None:
+        run = make_run(5, 4, {"Mixed": (2,), "mixed": (2,)})
+        run.write(Path("store"))
+        with pytest.raises(ConfigError, match="differ by case only"):
+            export("webdataset")
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "extra"),
+    [
+        ("parquet", "pyarrow", "export"),
+        ("zarr", "zarr", "export"),
+        ("huggingface", "datasets", "huggingface"),
+    ],
+)
+def test_a_missing_package_names_its_extra(
+    kind: str, package: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store()
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)  # type: ignore[arg-type]
+    with pytest.raises(MissingExtraError, match=rf"featx\[{extra}\]"):
+        export(kind)
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("kind", ["parquet", "safetensors", "huggingface"])
+def test_a_layer_with_the_name_of_a_column_is_refused(kind: str) -> None:
+    make_run(5, 4, {"label": (2,)}).write(Path("store"))
+    with pytest.raises(ConfigError, match="label"):
+        export(kind)
+
+
+def test_a_row_that_is_lost_meanwhile_is_never_written() -> None:
+    run = make_run(9, 4)
+    run.features["map"][5] = np.nan  # ok by its status, as a row is whose part went
+    run.write(Path("store"))
+    with pytest.raises(StoreError, match="has lost row 5 of map"):
+        export("npy")
+    assert Path("out/features/flat.npy").exists()
+    assert not Path("out/features/map.npy").exists()

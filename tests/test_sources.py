@@ -105,8 +105,14 @@ KINDS = {
     "huggingface": Kind(huggingface),
 }
 
+LONG = ("csv", "huggingface")
+"""Whose parts are tested by themselves; scripts/test --all takes them through whole runs."""
 
-@pytest.mark.parametrize("name", KINDS)
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in KINDS],
+)
 def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     name: str, photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
@@ -147,7 +153,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
         extract(data, dtype="float32", pack=False)
 
 
-@pytest.mark.parametrize("name", ["tar", "hdf5"])
+@pytest.mark.parametrize("name", ["tar", pytest.param("hdf5", marks=pytest.mark.slow)])
 def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None:
     pictures = encoded(photos)
     first = dict(list(pictures.items())[:13])

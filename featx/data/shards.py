@@ -240,8 +240,8 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         except ValueError as error:
             raise DataError(
                 f"{url}: the web server does not answer requests for a part of a file (Range), "
-                f"without which rows cannot be read by themselves ({error}). Use another server, "
-                "or copy the shards to a disk."
+                "without which rows cannot be read by themselves. Use another server, or copy the "
+                "shards to a disk."
             ) from error
         except OSError:
             raise

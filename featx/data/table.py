@@ -28,6 +28,9 @@ from featx.types import Listing, Source
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Paths that may lead out of the folder, or to no file at all."""
 
+_WHOLE = r"^-?\d{1,18}$"
+_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -253,14 +256,16 @@ class _Csv:
         return csv.read_csv(self._file, parse_options=self._parse, convert_options=options)[name]
 
     def labels(self, name: str) -> Any:
-        """A column as whole numbers where all of it is, else as text; empty is null."""
+        """A column as numbers where all of it is, else as text; empty is null."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
         text = self.column(name)
         text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
-        numbers = pc.all(pc.match_substring_regex(text, r"^-?\d{1,18}$")).as_py()
-        return text.cast(pa.int64()) if numbers else text
+        for form, kind in ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())):
+            if pc.all(pc.match_substring_regex(text, form)).as_py():
+                return text.cast(kind)
+        return text
 
     def class_names(self, name: str) -> list[str] | None:
         return None

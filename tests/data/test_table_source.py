@@ -65,6 +65,8 @@ def test_numbers_stay_numbers(tmp_path: Path) -> None:
     assert listing.classes == tuple(map(str, range(8)))
     names = table(write(tmp_path / "t.csv", "path,label\na,7\nb,x\n")).listing()
     assert names.classes == ("7", "x")
+    with pytest.raises(DataError, match=r"t\.csv, column label is double; expected text or whole"):
+        table(write(tmp_path / "t.csv", "path,label\na,0\nb,1.5\nc,\nd,1e-3\n")).listing()
     with pytest.raises(DataError, match=r"t\.csv, column label: -5 in row 1 is no class index"):
         table(write(tmp_path / "t.csv", "path,label\na,0\nb,-5\n")).listing()
 

@@ -103,6 +103,18 @@ def test_a_size_beyond_eight_gigabytes_is_understood() -> None:
     assert error.cut.size == 9 << 30
 
 
+def test_checksums_of_signed_bytes_are_right_as_well() -> None:
+    """Old writers summed them so; tarfile takes both."""
+    header = bytearray(tarfile.TarInfo("é.jpg").tobuf(tarfile.GNU_FORMAT))
+    rest = header[:148] + header[156:]
+    for total, right in ((256 + sum(b - 256 * (b > 127) for b in rest), True), (1, False)):
+        header[148:156] = b"%06o\0 " % total
+        if right:
+            assert [m.name for m in found(bytes(header) + bytes(1024))] == ["é.jpg".encode()]
+        else:
+            assert "is damaged" in str(cut_off(bytes(header) + bytes(1024))[1])
+
+
 FILES = {"a.jpg": b"a" * 700, "b.jpg": b"b" * 700, "c.jpg": b"c" * 700}
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from featx.distance import frechet_distance
     from featx.jobs.extract import extract
     from featx.jobs.stats import stats
+    from featx.prediction import predict
     from featx.stats_file import Statistics, open_stats
     from featx.store.reader import FeatureStore, open
 
@@ -30,6 +31,7 @@ __all__ = [
     "frechet_distance",
     "open",
     "open_stats",
+    "predict",
     "stats",
 ]
 
@@ -38,6 +40,7 @@ _HOME = {
     "open": "featx.store.reader",
     "capture": "featx.captured",
     "extract": "featx.jobs.extract",
+    "predict": "featx.prediction",
     "stats": "featx.jobs.stats",
     "open_stats": "featx.stats_file",
     "Statistics": "featx.stats_file",

@@ -27,6 +27,7 @@ from featx.options import (
     DataConfig,
     JobConfig,
     ModelConfig,
+    ProbeConfig,
     ReduceConfig,
     StatsConfig,
     VerifyConfig,
@@ -42,6 +43,14 @@ _WITHOUT_EFFECT = {
     "attribute": (
         ("layers", "capture", "reduce"),
         "attribute.method and attribute.layer say what is computed",
+    ),
+    "probe": (
+        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "predict": (
+        ("layers", "capture", "grow", "overwrite", "precision", "dtype", "codec"),
+        "features are computed as the store's were; `layer` says which head is used",
     ),
     "bench": (("grow", "overwrite"), "every run begins a store of its own"),
 }
@@ -90,7 +99,8 @@ class Config:
     job: JobConfig = field(default_factory=JobConfig)
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
-    said so), verify or pack (a store that is there), bench (how fast it is here)."""
+    said so), probe (what the features of a store can tell of the labels), predict (a probe on new
+    pictures), verify or pack (a store that is there), bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -141,15 +151,20 @@ class Config:
     overwrite: bool = False
     """Delete the store in `out` and start anew; with job=stats, the statistics there."""
     seed: int = 0
-    """Of random weights, and of the rows that verify.sample chooses."""
+    """Of random weights, of the rows that verify.sample chooses, and of a probe's splits."""
     store: str | None = None
-    """The folder or features.h5 that job=verify and job=pack read; null takes `out`."""
+    """The folder or features.h5 that job=verify, pack, probe and predict read; null takes `out`."""
+    layer: Any = None
+    """The layers of a store that job=probe compares, a name or a list, null for all; for
+    job=predict the one whose head is used, null for the best."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """What job=verify does beside comparing every chunk with its checksum."""
     attribute: AttributeConfig = field(default_factory=AttributeConfig)
     """What job=attribute computes and draws."""
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """How job=probe fits a classifier on the features of a store, and tests it."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """How much job=bench measures: featx, the script a user writes, and each stage alone."""
 
@@ -181,6 +196,7 @@ class Config:
                 )
         self._check_jobs()
         layer_requests(self)
+        chosen_layers(self)
         self._check_target()
 
     @property
@@ -211,13 +227,18 @@ class Config:
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
         used = {
-            "job.json": (self.job.json, ("layers", "plan", "stats", "verify", "bench")),
+            "job.json": (
+                self.job.json,
+                ("layers", "plan", "stats", "probe", "predict", "verify", "bench"),
+            ),
             "job.show": (self.job.show != "shapes", ("layers",)),
-            "store": (self.store is not None, ("verify", "pack")),
+            "store": (self.store is not None, ("verify", "pack", "probe", "predict")),
+            "layer": (self.layer is not None, ("probe", "predict")),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
+            "probe": (self.probe != ProbeConfig(), ("probe",)),
             "bench": (self.bench != BenchConfig(), ("bench",)),
         }
         for key, (given, jobs) in used.items():
@@ -265,6 +286,15 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
         for name, reduce in pairs
         for kind in (kinds if ":" not in name else ("output",))
     ]
+
+
+def chosen_layers(config: Config) -> tuple[str, ...]:
+    """The key `layer` as a tuple of names; empty when not given."""
+    asked = config.layer
+    names = () if asked is None else (asked,) if isinstance(asked, str) else tuple(asked)
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ConfigError(f"layer={asked}: expected a name, or a list of different names.")
+    return names
 
 
 def with_statistics_at(config: Config, path: str | None) -> Config:

@@ -293,7 +293,8 @@ class StoreSession:
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
-        for name in (*names, layout.TENSORBOARD, ".hydra", layout.DESCRIPTOR):
+        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS)
+        for name in (*names, *derived, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 
 

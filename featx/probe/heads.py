@@ -16,7 +16,7 @@ from featx.errors import StoreError
 from featx.probe.data import Features
 from featx.store import layout
 
-FORMAT = "1"
+FORMAT = 1
 
 _NAMES = ("weight", "bias", "mean", "scale")
 
@@ -119,9 +119,9 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
         "scale": head.scaler.scale,
     }
     kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    about = {**about, "probabilities": head.probabilities}
-    metadata = {"format": "pt", "featx_head": FORMAT, "featx": json.dumps(about, sort_keys=True)}
-    return bytes(save(kept, metadata=metadata))
+    about = {"featx_head": FORMAT, **about, "probabilities": head.probabilities}
+    # One entry only: safetensors writes several in an order that changes from run to run.
+    return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
 
 def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
@@ -134,11 +134,10 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
 
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("featx_head") != FORMAT:
+            about = json.loads((file.metadata() or {}).get("featx", "{}"))
+            if about.get("featx_head") != FORMAT:
                 raise StoreError(f"{path} is no head that job=probe made, or of another version.")
             tensors = {name: file.get_tensor(name).to(device) for name in _NAMES}
-        about = json.loads(metadata["featx"])
     except FileNotFoundError as error:
         raise StoreError(f"there is no head at {path}: job=probe makes it.") from error
     except (OSError, SafetensorError, KeyError, ValueError) as error:

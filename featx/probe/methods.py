@@ -141,7 +141,8 @@ def _fit_linear(
     in_memory = features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES
     if in_memory:
         x = scaler(features.take(places))
-        found = linear.fit_logistic(x, problem.labels(places), problem.num_classes, l2, start)
+        labels = problem.labels(places)
+        found = linear.fit_logistic(x, labels, problem.num_classes, l2, start, last=True)
         del x
         solver = "lbfgs"
     else:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Subset
 from featx import gradients
 from featx.probe.data import LayerRows
 from featx.probe.heads import Scaler
-from featx.probe.linear import Fit
+from featx.probe.linear import Fit, threads_for
 from featx.torch import BlockShuffleSampler, FeatureDataset
 
 BATCH_ROWS = 256
@@ -97,7 +97,10 @@ def fit_streamed(
     ]
     penalties = torch.tensor(list(strengths), device=device)
     num_steps, step = schedule.epochs * len(loader), 0
-    with gradients.watch(model, clip_norm=schedule.clip_norm, layers=[], keep_steps=100) as log:
+    watched = gradients.watch(model, clip_norm=schedule.clip_norm, layers=[])
+    # All other parts of a probe need no graph and run without.
+    threads = threads_for(BATCH_ROWS * rows.width, device)
+    with torch.enable_grad(), threads, watched as log:
         for _ in range(schedule.epochs):
             for values, numbers in loader:
                 vectors = rows.vectors(values)

@@ -244,7 +244,8 @@ class Config:
         for key, (given, jobs) in used.items():
             if given and self.job.name not in jobs:
                 names = " and ".join(f"job={name}" for name in jobs)
-                raise ConfigError(f"{key} has an effect with {names} only.")
+                hint = " What is extracted is said by layers=." if key == "layer" else ""
+                raise ConfigError(f"{key} has an effect with {names} only.{hint}")
         keys, why = _WITHOUT_EFFECT.get(self.job.name, ((), ""))
         for key in keys:
             if getattr(self, key) != _default(key):

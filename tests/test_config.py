@@ -33,7 +33,9 @@ def test_the_default_store_is_named_for_data_and_model() -> None:
 
 
 def test_an_unknown_key_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'layer'\. Nearest: layers"):
+    with pytest.raises(ConfigError, match=r"unknown key 'layrs'\. Nearest: layers"):
+        config(layrs=["layer4"])
+    with pytest.raises(ConfigError, match="What is extracted is said by layers="):
         config(layer=["layer4"])
     with pytest.raises(ConfigError, match="nane"):
         config(model={"nane": "resnet50"})

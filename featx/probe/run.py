@@ -29,6 +29,7 @@ from featx.probe.data import (
     output_folder,
 )
 from featx.probe.heads import Head, head_bytes, head_path
+from featx.probe.linear import threads_for
 from featx.probe.metrics import Predictions, judged, mean_and_spread
 from featx.probe.splits import Places, Split
 from featx.store import layout
@@ -247,10 +248,10 @@ def probe_layer(
         "repeated_rows": repeated_rows(features, task.splits),
     }
     head = None
-    for method in options.methods:
-        about[method], fitted = _probe_with(problem, method, task)
-        if head is None:
-            head = fitted
+    with threads_for(len(features) * features.width, device):
+        for method in options.methods:
+            about[method], fitted = _probe_with(problem, method, task)
+            head = fitted if head is None else head
     return about, head
 
 

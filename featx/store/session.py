@@ -204,7 +204,8 @@ class StoreSession:
 
     def _clear_leftovers(self) -> None:
         """Delete the temporary files of a process that was killed."""
-        for folder in (self.root, self.root / layout.PARTS, self.root / ".hydra"):
+        names = (layout.PARTS, layout.PROBE_HEADS, ".hydra")
+        for folder in (self.root, *(self.root / name for name in names)):
             for leftover in folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(leftover)
 

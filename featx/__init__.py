@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
     from featx.jobs.stats import stats
+    from featx.prediction import predict
     from featx.stats_file import Statistics, open_stats
     from featx.store.reader import FeatureStore, open
 
@@ -32,6 +33,7 @@ __all__ = [
     "frechet_distance",
     "open",
     "open_stats",
+    "predict",
     "stats",
 ]
 
@@ -40,6 +42,7 @@ _HOME = {
     "open": "featx.store.reader",
     "capture": "featx.captured",
     "extract": "featx.jobs.extract",
+    "predict": "featx.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",
     "open_stats": "featx.stats_file",

@@ -28,6 +28,7 @@ from featx.options import (
     ExportConfig,
     JobConfig,
     ModelConfig,
+    ProbeConfig,
     ReduceConfig,
     SimilarConfig,
     StatsConfig,
@@ -45,12 +46,20 @@ _WITHOUT_EFFECT = {
         ("layers", "capture", "reduce"),
         "attribute.method and attribute.layer say what is computed",
     ),
+    "probe": (
+        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "predict": (
+        ("layers", "capture", "grow", "overwrite", "precision", "dtype", "codec"),
+        "features are computed as the store's were; `layer` says which head is used",
+    ),
     "bench": (("grow", "overwrite"), "every run begins a store of its own"),
 }
 """job -> keys that it does not look at, and why."""
 
 
-_OF_A_STORE = ("similar", "export")
+_OF_A_STORE = ("predict", "similar", "export")
 """Jobs that read a store and write something else."""
 
 
@@ -96,7 +105,8 @@ class Config:
     job: JobConfig = field(default_factory=JobConfig)
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
-    said so), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
+    said so), probe (what the features of a store can tell of the labels), predict (a probe on new
+    pictures), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
     formats), verify or pack (a store that is there), bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
@@ -157,19 +167,23 @@ class Config:
     """Delete the store in `out` and start anew; with job=stats the statistics there, with
     job=export the export."""
     seed: int = 0
-    """Of random weights, and of the rows that verify.sample and similar.rows choose."""
+    """Of random weights, of the rows that verify.sample and similar.rows choose, and of a probe's
+    splits."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, job=pack, job=similar and job=export read; null
-    takes `out`, with the last two it has to be given."""
+    """The folder or features.h5 that job=verify, pack, probe, predict, similar and export read; null
+    takes `out`, with the last three it has to be given."""
     layer: Any = None
-    """The layers that job=similar and job=export take: a name, a glob or a list; null takes all.
-    Nearest rows and duplicates are of one layer, which has to be named where there are several."""
+    """The layers that job=probe, similar and export take: a name, a glob or a list; null takes all.
+    Nearest rows and duplicates are of one layer, which has to be named where there are several. For
+    job=predict the one whose head is used, null for the best."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """What job=verify does beside comparing every chunk with its checksum."""
     attribute: AttributeConfig = field(default_factory=AttributeConfig)
     """What job=attribute computes and draws."""
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """How job=probe fits a classifier on the features of a store, and tests it."""
     similar: SimilarConfig = field(default_factory=SimilarConfig)
     """What job=similar looks for; the nearest rows of every row when nothing is given."""
     export: ExportConfig = field(default_factory=ExportConfig)
@@ -248,16 +262,27 @@ class Config:
         used = {
             "job.json": (
                 self.job.json,
-                ("layers", "plan", "stats", "similar", "export", "verify", "bench"),
+                (
+                    "layers",
+                    "plan",
+                    "stats",
+                    "probe",
+                    "predict",
+                    "similar",
+                    "export",
+                    "verify",
+                    "bench",
+                ),
             ),
             "job.show": (self.job.show != "shapes", ("layers",)),
-            "store": (self.store is not None, ("verify", "pack", *_OF_A_STORE)),
-            "layer": (self.layer is not None, _OF_A_STORE),
+            "store": (self.store is not None, ("verify", "pack", "probe", *_OF_A_STORE)),
+            "layer": (self.layer is not None, ("probe", *_OF_A_STORE)),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "profile": (self.profile, ("extract", "stats", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
+            "probe": (self.probe != ProbeConfig(), ("probe",)),
             "similar": (self.similar != SimilarConfig(), ("similar",)),
             "export": (self.export != ExportConfig(), ("export",)),
             "bench": (self.bench != BenchConfig(), ("bench",)),

@@ -81,7 +81,7 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
             again = replace(before, grow=True)
             if before.job.name != "attribute":  # whose datasets are named by the config alone
                 # The names of the datasets say what is captured.
-                layers = {spec.name: _request(spec, before) for spec in specs}
+                layers = {spec.name: request_of(spec, before) for spec in specs}
                 again = replace(again, layers=layers, capture="output")
             if not inside:
                 continue
@@ -147,7 +147,7 @@ def _layers_at_once(
     return [group for group in groups if group]
 
 
-def _request(spec: LayerSpec, before: Config) -> ReduceConfig:
+def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
     """The reduction that makes this very dataset.
 
     Args:

@@ -275,3 +275,26 @@ def pack_alone(root: Path) -> None:
     """Pack in a child process, under the store's lock."""
     with exclusive_lock(root / layout.LOCK) as lock:
         pack_in_child(root, lock)
+
+
+def make_labelled(
+    features: Mapping[str, np.ndarray],
+    labels: Iterable[int],
+    classes: Iterable[str],
+    failed: Iterable[int] = (),
+) -> MadeRun:
+    """A run whose rows are given, layer by layer, with their labels; keys are 00000.jpg and so on.
+
+    Its header says that the network saw 32 x 32 pixels.
+    """
+    labels = np.array(list(labels), np.int64)
+    shapes = {name: rows.shape[1:] for name, rows in features.items()}
+    run = make_run(len(labels), shapes=shapes, failed=failed)
+    keys = np.array([b"%05d.jpg" % i for i in range(len(labels))])
+    header = replace(run.header, transform="resize 32 bilinear antialias, crop 32x32, mean, std")
+    return replace(
+        run,
+        header=header,
+        listing=Listing(keys, labels, tuple(classes)),
+        features={name: rows.astype(np.float32) for name, rows in features.items()},
+    )

@@ -33,8 +33,8 @@ def test_the_default_store_is_named_for_data_and_model() -> None:
 
 
 def test_an_unknown_key_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown key 'layerz'\. Nearest: .*layers"):
-        config(layerz=["layer4"])
+    with pytest.raises(ConfigError, match=r"unknown key 'layrs'\. Nearest: layers"):
+        config(layrs=["layer4"])
     with pytest.raises(ConfigError, match=r"What a run captures is named by layers"):
         config(layer=["layer4"])
     with pytest.raises(ConfigError, match="nane"):

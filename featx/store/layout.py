@@ -32,6 +32,8 @@ SUMMARY = "summary.json"
 LOCK = ".lock"
 QUARANTINE = "quarantine"
 TENSORBOARD = "tensorboard"
+PROBE = "probe.json"
+PROBE_HEADS = "probe"
 
 FEATURES = "features"
 CHECKSUMS = "checksums"

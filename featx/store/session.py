@@ -204,7 +204,8 @@ class StoreSession:
 
     def _clear_leftovers(self) -> None:
         """Delete the temporary files of a process that was killed."""
-        for folder in (self.root, self.root / layout.PARTS, self.root / ".hydra"):
+        names = (layout.PARTS, layout.PROBE_HEADS, ".hydra")
+        for folder in (self.root, *(self.root / name for name in names)):
             for leftover in folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(leftover)
 
@@ -293,7 +294,8 @@ class StoreSession:
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
-        for name in (*names, layout.TENSORBOARD, ".hydra", layout.DESCRIPTOR):
+        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS)
+        for name in (*names, *derived, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 
 

@@ -1,0 +1,138 @@
+"""job=probe: how well a simple classifier on the features of a store tells its labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.progress import complain, facts, say, table
+from featx.store import layout
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Probe the store, say which layer is best and how sure that is; returns the exit code."""
+    from featx.probe.run import run_probe  # which imports torch
+
+    result = run_probe(config, complain)
+    if config.job.json:
+        say(json.dumps(result, indent=1))
+    else:
+        say(_text(config, result))
+    return 0
+
+
+def _text(config: Config, result: dict[str, Any]) -> str:
+    """The tables after the run, and what to do next."""
+    store = Path(result["store"])
+    folder = store if store.is_dir() else store.parent
+    best, method = result["layer"], result["method"]
+    low, high = result["interval"]
+    test_rows = result["rows"]
+    rows = [
+        ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
+        ("split", _split_text(result["split"])),
+        ("best layer", f"{best}, by {method}'s accuracy on the validation rows"),
+        (
+            "accuracy",
+            f"{result['accuracy']:.4f} on {test_rows} test rows, 95 % interval {low:.4f} to "
+            f"{high:.4f}",
+        ),
+    ]
+    if folds := result.get("folds"):
+        rows.append(("", f"folds: mean {folds['mean']:.4f}, standard deviation {folds['std']:.4f}"))
+    notes = result["notes_on_rows"] + [
+        f"{layer}, {name}: {note}"
+        for layer, about in result["layers"].items()
+        for name in config.probe.methods
+        for note in about[name]["notes"]
+    ]
+    if notes:
+        shown = notes[:12] + ([f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else [])
+        rows.append(("notes", "\n".join(shown)))
+    rows.append(("file", str(folder / layout.PROBE)))
+    if result["head"]:
+        rows.append(("head", str(folder / result["head"]["file"])))
+    parts = [facts(rows), _layers_table(config, result)]
+    if config.probe.all_shots:
+        parts.append(_few_shot_table(config, result))
+    if (worst := _confused(result)) is not None:
+        parts.append(worst)
+    if result["head"]:
+        parts.append(
+            "python -m featx job=predict store="
+            f"{store} data=folder data.root=NEW      # the best layer's head on new pictures"
+        )
+    return "\n\n".join(parts)
+
+
+def _split_text(split: dict[str, Any]) -> str:
+    kind = split["kind"]
+    sizes = (
+        f"{split['fit'][0]} fitted, {split['validation_rows'][0]} for validation, "
+        f"{split['test_rows'][0]} tested"
+    )
+    if kind == "kfold":
+        return f"{split['folds']} folds, each about {sizes}; seed {split['seed']}"
+    return f"{kind}, {sizes}; seed {split['seed']}"
+
+
+_HEADER = (
+    "layer", "method", "features", "chosen", "validation", "accuracy", "95 %\nfrom", "to",
+    "balanced", "top-5", "calibration\nerror", "seconds",
+)  # fmt: skip
+
+
+def _layers_table(config: Config, result: dict[str, Any]) -> str:
+    """Which layer is best: a row for each layer and method, as the store has them."""
+    rows = []
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            found = about[method]
+            name = "k" if method == "knn" else "l2"
+            rows.append(
+                (
+                    layer,
+                    method,
+                    str(about["features"]),
+                    f"{name}={found[name]:g}",
+                    f"{found['validation_accuracy']:.4f}",
+                    f"{found['accuracy']:.4f}",
+                    *(f"{edge:.4f}" for edge in found["interval"]),
+                    f"{found['balanced_accuracy']:.4f}",
+                    _number(found["top5"]),
+                    _number(found["calibration_error"]),
+                    f"{found['seconds']:.1f}",
+                )
+            )
+    return table(_HEADER, rows, left=2)
+
+
+def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
+    rows = []
+    for layer, about in result["layers"].items():
+        for method in config.probe.methods:
+            found = about[method]["few_shot"].values()
+            cells = [f"{each['mean']:.4f} ± {each['std'] or 0:.4f}" for each in found]
+            rows.append((layer, method, *cells))
+    header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
+    return "Few-shot, mean and standard deviation over the draws:\n" + table(header, rows, left=2)
+
+
+def _confused(result: dict[str, Any]) -> str | None:
+    """The three pairs of classes that are taken for each other most."""
+    names, matrix = result["classes"], result["confusion"]
+    pairs = [
+        (count, names[i], names[j])
+        for i, row in enumerate(matrix)
+        for j, count in enumerate(row)
+        if i != j and count
+    ]
+    pairs.sort(key=lambda pair: -pair[0])
+    lines = [f"{count} of {true} taken for {said}" for count, true, said in pairs[:3]]
+    return "Most confused: " + "; ".join(lines) if lines else None
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,1 @@
+"""job=probe: what the features of a store can tell of its labels."""

@@ -1,0 +1,97 @@
+"""k nearest neighbours by cosine, their votes weighted by similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.probe.data import Features
+
+K_GRID = (1, 5, 10, 20, 50, 100, 200)
+"""Numbers of neighbours that are tried, as far as there are so many."""
+
+TEMPERATURE = 0.07
+
+BLOCK_NUMBERS = 1 << 24
+"""Similarities that are held at once."""
+
+
+def vote(
+    features: Features,
+    bank: npt.NDArray[np.int64],
+    y: npt.NDArray[np.int64],
+    num_classes: int,
+    queries: npt.NDArray[np.int64],
+    ks: Sequence[int],
+    temperature: float = TEMPERATURE,
+) -> dict[int, npt.NDArray[np.float64]]:
+    """Share of the votes that each class gets from a query's k most similar rows of the bank.
+
+    A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
+    Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
+    standardised. A query that is in the bank itself is never counted. A row of zeros has cosine 0
+    to all others.
+
+    Args:
+        features: of all places.
+        bank: places that vote.
+        y: (len(features),) class of each place.
+        num_classes: C.
+        queries: places that ask.
+        ks: numbers of neighbours; more than there are means all.
+        temperature: T.
+
+    Returns:
+        k -> (len(queries), C) float64, rows sum to 1.
+    """
+    largest = min(max(ks), len(bank))
+    found: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
+    # As many queries at once as leave room for their similarities to one block of the bank.
+    step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
+    for start in range(0, len(queries), step):
+        asked = queries[start : start + step]
+        cosines, places = _nearest(features, bank, asked, largest)
+        labels = torch.from_numpy(y).to(cosines.device)[places]
+        for k, parts in found.items():
+            top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
+            # The largest is taken off before exp: shares do not change, and nothing overflows.
+            weights = ((top - top[:, :1]) / temperature).exp()
+            weights = torch.where(torch.isfinite(top), weights, 0.0)  # not a neighbour
+            votes = torch.zeros((len(asked), num_classes), dtype=weights.dtype, device=top.device)
+            votes.scatter_add_(1, labels[:, :k], weights)
+            parts.append((votes / votes.sum(1, keepdim=True)).cpu().double())
+    return {k: torch.cat(parts).numpy() for k, parts in found.items()}
+
+
+def _nearest(
+    features: Features,
+    bank: npt.NDArray[np.int64],
+    queries: npt.NDArray[np.int64],
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and places of the most similar rows, (n, count), falling; -inf beyond the last."""
+    asked = torch.nn.functional.normalize(features.take(queries), dim=1)
+    own = torch.from_numpy(queries).to(features.device)
+    best = torch.full((len(queries), 0), -torch.inf, device=features.device)
+    at = torch.zeros((len(queries), 0), dtype=torch.int64, device=features.device)
+    rows = max(1, BLOCK_NUMBERS // len(queries))
+    for start in range(0, len(bank), rows):
+        for places, block in features.blocks(bank[start : start + rows]):
+            there = torch.from_numpy(places).to(features.device)
+            cosines = asked @ torch.nn.functional.normalize(block, dim=1).T
+            cosines[own[:, None] == there[None, :]] = -torch.inf
+            best = torch.cat([best, cosines], 1)
+            at = torch.cat([at, there.expand(len(queries), -1)], 1)
+            best, order = best.topk(min(count, best.shape[1]), dim=1)
+            at = at.gather(1, order)
+    return best, at
+
+
+def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:
+    """The numbers of neighbours to try: the one that is given, or those of the grid that fit."""
+    if k is not None:
+        return (k,)
+    return tuple(k for k in K_GRID if k == 1 or k <= num_bank)

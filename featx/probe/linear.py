@@ -1,0 +1,189 @@
+"""Multinomial logistic regression by L-BFGS, on whichever device holds the matrix."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
+"""Strengths that are tried, from the strongest on: each start is then near its end."""
+
+PATIENCE = 2
+"""Weaker ones are not tried once the validation loss has risen so often in a row."""
+
+TOLERANCE = 1e-4
+"""Largest entry of the gradient at which a fit has converged."""
+
+FINAL_TOLERANCE = 1e-6
+"""The same for the last fit, of a small matrix: in float64, so that it does not depend on where the
+search began. At TOLERANCE a row in a hundred is still taken for another class now and then."""
+
+MAX_ITERATIONS = 1000
+
+SMALL_NUMBERS = 1 << 21
+"""Of a matrix: a product with it is over before a second thread has helped."""
+
+EXACT_NUMBERS = 1 << 23
+"""Of a matrix that the last fit takes in float64."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One minimum of mean cross-entropy + l2/2 |weight|^2 (the bias is free).
+
+    Attributes:
+        weight: (C, D) float32, of standardised features; bias (C,).
+        gradient: its largest entry at the end; None where it was not measured.
+        converged: whether that is at most TOLERANCE; None where it was not measured.
+        iterations: of L-BFGS, or steps of AdamW.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+    gradient: float | None
+    converged: bool | None
+    iterations: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one strength gave on the validation rows."""
+
+    l2: float
+    accuracy: float
+    loss: float
+    fit: Fit
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "l2": self.l2,
+            "accuracy": self.accuracy,
+            "loss": self.loss,
+            "converged": self.fit.converged,
+            "iterations": self.fit.iterations,
+        }
+
+
+def fit_logistic(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    num_classes: int,
+    l2: float,
+    start: Fit | None = None,
+    last: bool = False,
+) -> Fit:
+    """Minimise on a whole matrix.
+
+    The matrix and its products stay float32; losses, probabilities and the search are in float64,
+    where the device has it, so that line searches near the minimum do not fail on rounding.
+
+    Args:
+        x: (n, D) float32, standardised.
+        y: (n,) int64 on the same device.
+        num_classes: C.
+        l2: strength.
+        start: where to begin; zeros when not given.
+        last: of several fits: a small matrix is then taken in float64, up to FINAL_TOLERANCE.
+    """
+    device, count = x.device, len(x)
+    # Apple's GPUs have no float64.
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    exact = last and x.numel() <= EXACT_NUMBERS
+    x = x.to(wide) if exact else x
+    weight = torch.zeros((num_classes, x.shape[1]), dtype=wide, device=device)
+    bias = torch.zeros(num_classes, dtype=wide, device=device)
+    if start is not None:
+        weight.copy_(start.weight)
+        bias.copy_(start.bias)
+    rows = torch.arange(count, device=device)
+
+    def closure() -> torch.Tensor:
+        """The loss; gradients by hand need neither a graph nor a second copy of the logits."""
+        logits = (x @ weight.to(x.dtype).T).to(wide) + bias
+        log_p = logits - logits.logsumexp(1, keepdim=True)
+        loss = -log_p[rows, y].mean() + l2 / 2 * weight.square().sum()
+        residual = log_p.exp_()
+        residual[rows, y] -= 1
+        residual /= count
+        weight.grad = (residual.to(x.dtype).T @ x).to(wide) + l2 * weight
+        bias.grad = residual.sum(0)
+        return loss
+
+    search = torch.optim.LBFGS(
+        [weight, bias],
+        max_iter=MAX_ITERATIONS,
+        max_eval=2 * MAX_ITERATIONS,
+        tolerance_grad=FINAL_TOLERANCE if exact else TOLERANCE,
+        tolerance_change=1e-14,
+        history_size=10,
+        line_search_fn="strong_wolfe",
+    )
+    with threads_for(x.numel(), x.device):
+        search.step(closure)  # type: ignore[no-untyped-call]
+        closure()
+    assert weight.grad is not None
+    assert bias.grad is not None
+    gradient = max(float(weight.grad.abs().max()), float(bias.grad.abs().max()))
+    iterations = int(search.state[weight].get("n_iter", 0))
+    return Fit(weight.float(), bias.float(), gradient, gradient <= TOLERANCE, iterations)
+
+
+@contextlib.contextmanager
+def threads_for(numbers: int, device: torch.device) -> Iterator[None]:
+    """One thread where a matrix of so many numbers gives little to do: beside other busy processes,
+    two that wait for each other after every small operation took 60 times as long."""
+    before = torch.get_num_threads()
+    if device.type == "cpu" and numbers <= SMALL_NUMBERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def sweep(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    num_classes: int,
+    strengths: tuple[float, ...],
+    judge: Callable[[Fit], tuple[float, float]],
+) -> list[Trial]:
+    """Fit each strength, from the one before; stop where it gets worse.
+
+    Args:
+        x, y: rows to fit on.
+        num_classes: C.
+        strengths: falling.
+        judge: a fit -> accuracy and loss on the validation rows.
+    """
+    trials: list[Trial] = []
+    risen = 0
+    for l2 in strengths:
+        fit = fit_logistic(x, y, num_classes, l2, trials[-1].fit if trials else None)
+        accuracy, loss = judge(fit)
+        risen = risen + 1 if trials and loss > trials[-1].loss else 0
+        trials.append(Trial(l2, accuracy, loss, fit))
+        if risen == PATIENCE:
+            break
+    return trials
+
+
+def best_trial(trials: list[Trial]) -> Trial:
+    """The most accurate on the validation rows; of equals the one with the smallest loss."""
+    return max(trials, key=lambda trial: (trial.accuracy, -trial.loss))
+
+
+def accuracy_and_loss(
+    y: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]
+) -> tuple[float, float]:
+    """Accuracy and mean cross-entropy of (n, C) probabilities."""
+    chosen = probabilities[np.arange(len(y)), y]
+    loss = -np.log(np.maximum(chosen, 1e-30)).mean()
+    return float((probabilities.argmax(1) == y).mean()), float(loss)

@@ -1,0 +1,450 @@
+"""A probe of a store from its config to its files: layers, splits, methods, and the numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.config import Config
+from featx.devices import choose_device, exact_cuda, keep_freed_memory
+from featx.errors import ConfigError, DataError, RunError, StoreMismatchError
+from featx.probe import methods, splits
+from featx.probe.data import (
+    Features,
+    Labelled,
+    LayerRows,
+    labelled_rows,
+    layer_rows,
+    matched_by_name,
+    output_folder,
+)
+from featx.probe.heads import Head, head_bytes, head_path
+from featx.probe.linear import threads_for
+from featx.probe.metrics import Predictions, judged, mean_and_spread
+from featx.probe.splits import Places, Split
+from featx.store import layout
+from featx.store.commit import Disk
+from featx.store.manifest import load_manifest
+from featx.store.matching import matching_layers
+from featx.store.reader import FeatureStore
+
+FORMAT = 1
+
+FEW_SHOT = "1 / rows, as scikit-learn's C=1"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is told from what, the same for all layers.
+
+    Attributes:
+        training: rows of the store.
+        testing: rows of another store, None where they are of the same one.
+        y: (n,) class of each place, training rows first.
+        splits: one, or one a fold.
+        about: the split in JSON types.
+        notes: what was left out.
+    """
+
+    training: Labelled
+    testing: Labelled | None
+    y: npt.NDArray[np.int64]
+    splits: list[Split]
+    about: dict[str, Any]
+    notes: list[str]
+
+
+def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Fit and test every probe that a config asks for, and write probe.json and the heads.
+
+    Args:
+        config: checked, with job=probe.
+        tell: is given a line when a layer is done.
+
+    Returns:
+        what probe.json holds (docs/probe.md).
+
+    Raises:
+        FeatxError: the store or the split does not allow it, or a training failed.
+    """
+    begun = time.perf_counter()
+    store = FeatureStore(Path(config.store or config.out))
+    layers = matching_layers(store, config.layer)
+    device = choose_device(config.device)
+    task = make_task(config, store, layers)
+    if device.type == "cpu":
+        keep_freed_memory()
+    found: dict[str, dict[str, Any]] = {}
+    heads: dict[str, Head] = {}
+    for layer in layers:
+        try:
+            with torch.no_grad(), exact_cuda():
+                found[layer], head = probe_layer(config, task, layer, device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise RunError(
+                f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
+                "that it is streamed, or use device=cpu."
+            ) from error
+        if head is not None:
+            heads[layer] = head
+        tell(_line(layer, found[layer], config.probe.methods))
+    result = _result(config, task, found, time.perf_counter() - begun)
+    _write(store, result, heads)
+    return result
+
+
+def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Task:
+    """The rows, their classes and the splits.
+
+    Raises:
+        FeatxError: too few classes or rows, or a split that leaves a side empty.
+    """
+    options, seed = config.probe, config.seed
+    training = labelled_rows(store)
+    if len(training.classes) < 2:
+        raise DataError(
+            f"{store.root} has rows of the class {training.classes[0]!r} only; a probe needs two "
+            "classes or more."
+        )
+    y, notes, testing = training.y, list(training.notes), None
+    alone = int((np.bincount(y) == 1).sum())
+    about: dict[str, Any] = {"kind": options.split, "validation": options.validation}
+    if options.test_store is not None:
+        testing = matched_by_name(
+            labelled_rows(_other_store(store, options.test_store, layers)), training.classes
+        )
+        notes += testing.notes
+        every = np.arange(len(y))
+        y = np.concatenate([y, testing.y])
+        none = np.empty(0, np.int64)
+        found = [
+            splits.given(y, every, none, np.arange(len(every), len(y)), options.validation, seed)
+        ]
+        about |= {"kind": "test_store", "test_store": str(testing.store.root)}
+    elif options.split == "column":
+        found = [_column_split(config, training, notes)]
+        about |= {"split_file": options.split_file}
+    elif options.split == "kfold":
+        folds = options.folds or 5
+        found = splits.kfold(y, folds, options.validation, seed)
+        about |= {"folds": folds}
+    else:
+        share = options.test or 0.2
+        found = [splits.holdout(y, share, options.validation, seed)]
+        about |= {"test": share}
+    if alone and testing is None and options.split != "column":
+        notes.append(f"{alone} classes with a single row are trained on and never tested")
+    for split in found:
+        _check_split(split, y, training.classes)
+    about |= {
+        "seed": seed,
+        "fit": [len(split.fit) for split in found],
+        "validation_rows": [len(split.validation) for split in found],
+        "test_rows": [len(split.test) for split in found],
+    }
+    return Task(training, testing, y, found, about, notes)
+
+
+def _check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str]) -> None:
+    if not len(split.test):
+        raise DataError(
+            "no row is left to test on: every class has a single row. A probe needs more pictures."
+        )
+    if not len(split.validation):
+        raise DataError(
+            "no row is left to choose strengths on: every class has a single row to train on. A "
+            "probe needs more pictures of a class."
+        )
+    if len(np.unique(y[split.fit])) < 2:
+        raise DataError("the training rows are of one class only; a probe needs two or more.")
+    unseen = np.setdiff1d(y[split.test], y[split.train])
+    if len(unseen):
+        names = ", ".join(classes[label] for label in unseen[:5].tolist())
+        raise DataError(
+            f"{len(unseen)} classes are tested and not trained on, such as {names}. Put rows of "
+            "them among the training rows, or leave them out."
+        )
+
+
+def _column_split(config: Config, training: Labelled, notes: list[str]) -> Split:
+    path = Path(config.probe.split_file or "").expanduser()
+    keys = training.store.keys[training.rows]
+    roles, unknown = splits.read_split_file(path, keys.tolist())
+    if unknown:
+        notes.append(f"{unknown} keys of {path} are not among the labelled rows of the store")
+    if unnamed := int((roles == "").sum()):
+        notes.append(f"{unnamed} labelled rows that {path} does not name are left out")
+    sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
+    for role in ("train", "test"):
+        if not len(sides[role]):
+            raise DataError(
+                f"probe.split_file={path} names no labelled row of the store for {role}. Keys are "
+                f"those of the store, such as {keys[0]!r}."
+            )
+    return splits.given(
+        training.y,
+        sides["train"],
+        sides["validation"],
+        sides["test"],
+        config.probe.validation,
+        config.seed,
+    )
+
+
+_SAME = ("weights_sha256", "transform")
+_SAME_OF_A_LAYER = ("layer", "capture", "reduce")
+
+
+def _other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
+    """probe.test_store, whose features have to mean the same."""
+    other = FeatureStore(Path(path))
+    if other.root == store.root or other.attrs["fingerprint"] == store.attrs["fingerprint"]:
+        raise ConfigError(
+            f"probe.test_store={path} is the store that is trained on: its rows would be tested on "
+            "themselves. Use probe.split."
+        )
+    wrong = [
+        f"  {name}: {store.attrs[name]!r} and {other.attrs[name]!r}"
+        for name in _SAME
+        if store.attrs.get(name) != other.attrs.get(name)
+    ]
+    for layer in layers:
+        mine, theirs = store[layer], other[layer]
+        pairs: list[tuple[str, Any, Any]] = [("shape", mine.shape[1:], theirs.shape[1:])]
+        pairs += [(name, mine.attrs.get(name), theirs.attrs.get(name)) for name in _SAME_OF_A_LAYER]
+        wrong += [f"  {layer}, {name}: {a} and {b}" for name, a, b in pairs if a != b]
+    if wrong:
+        raise StoreMismatchError(
+            f"features of {store.root} and {other.root} are not comparable:\n" + "\n".join(wrong)
+        )
+    return other
+
+
+def probe_layer(
+    config: Config, task: Task, layer: str, device: torch.device
+) -> tuple[dict[str, Any], Head | None]:
+    """Every method on one layer: its numbers, and the head of the first method that has one."""
+    options = config.probe
+    parts = [layer_rows(task.training, layer)]
+    if task.testing is not None:
+        parts.append(layer_rows(task.testing, layer))
+    features = Features(parts, device, options.memory_gib * (1 << 30))
+    problem = methods.Problem(features, task.y, len(task.training.classes), options, config.seed)
+    about: dict[str, Any] = {
+        "features": features.width,
+        "reduction": _reduction(parts[0]),
+        "streamed": features.whole is None,
+        "repeated_rows": repeated_rows(features, task.splits),
+    }
+    head = None
+    with threads_for(len(features) * features.width, device):
+        for method in options.methods:
+            about[method], fitted = _probe_with(problem, method, task)
+            head = fitted if head is None else head
+    return about, head
+
+
+def _reduction(rows: LayerRows) -> dict[str, Any]:
+    """What the store keeps of the layer, and what the probe made of that."""
+    attrs = rows.store[rows.layer].attrs
+    return {
+        "layer": str(attrs.get("layer", "")),
+        "capture": str(attrs.get("capture", "")),
+        "stored": str(attrs.get("reduce", "")),
+        "shape": list(rows.store[rows.layer].shape[1:]),
+        "then": rows.reduction,
+        "axes": list(rows.pooled or ()),
+    }
+
+
+def _probe_with(
+    problem: methods.Problem, method: str, task: Task
+) -> tuple[dict[str, Any], Head | None]:
+    begun = time.perf_counter()
+    name = methods.name_of_choice(method)
+    fits = [methods.fit(problem, method, split) for split in task.splits]
+    probabilities = method != "ridge"
+    tested = [
+        Predictions(problem.y[split.test], fitted.scores(split.test), probabilities)
+        for split, fitted in zip(task.splits, fits, strict=True)
+    ]
+    together = Predictions(
+        np.concatenate([each.y for each in tested]),
+        np.concatenate([each.scores for each in tested]),
+        probabilities,
+    )
+    about = judged(together)
+    valid = [fitted.validation for fitted in fits if fitted.validation is not None]
+    about |= {
+        "validation_accuracy": float(np.mean(valid)),
+        name: fits[0].chosen,
+        "sweep": fits[0].sweep,
+        **fits[0].details,
+    }
+    notes = [note for fitted in fits for note in fitted.notes]
+    head, fitted_on = fits[0].head, "train"
+    if len(fits) > 1:
+        chosen = float(statistics.median_low([fitted.chosen for fitted in fits]))
+        about |= {
+            name: chosen,
+            "folds": mean_and_spread([each.accuracy for each in tested]),
+            f"{name}_of_folds": [fitted.chosen for fitted in fits],
+            "sweep": [fitted.sweep for fitted in fits],
+        }
+        if head is not None:
+            every = np.arange(len(task.training.rows))
+            final = methods.fit_as_chosen(problem, method, every, chosen)
+            head, fitted_on, notes = final.head, "all labelled rows", [*notes, *final.notes]
+            about |= final.details
+    if head is not None:
+        about["head_fitted_on"] = fitted_on
+    if problem.options.all_shots:
+        about["few_shot"] = _few_shot(problem, method, task)
+    about["notes"] = list(dict.fromkeys(notes))
+    about["seconds"] = round(time.perf_counter() - begun, 3)
+    return about, head
+
+
+def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
+    """Accuracy with so few rows a class, over several draws; nothing is chosen on other rows."""
+    options = problem.options
+    given = options.k if method == "knn" else options.l2
+    found = {}
+    for shots in options.all_shots:
+        accuracies, rows = [], []
+        for draw in range(options.draws or 5):
+            split = task.splits[draw % len(task.splits)]
+            places = splits.few(problem.y, split.train, shots, draw, problem.seed)
+            chosen = given if given is not None else shots if method == "knn" else 1 / len(places)
+            fitted = methods.fit_as_chosen(problem, method, places, chosen)
+            scores = fitted.scores(split.test)
+            accuracies.append(float((scores.argmax(1) == problem.y[split.test]).mean()))
+            rows.append(len(places))
+        chosen_as = given if given is not None else "shots" if method == "knn" else FEW_SHOT
+        found[str(shots)] = {
+            **mean_and_spread(accuracies),
+            "rows": rows,
+            methods.name_of_choice(method): chosen_as,
+        }
+    return found
+
+
+def repeated_rows(features: Features, found: Sequence[Split]) -> int | None:
+    """Test rows whose vector is, bit for bit, that of a training row; None where it is streamed."""
+    if features.whole is None:
+        return None
+    rows = features.whole.cpu().numpy()
+    digests = np.array([hashlib.blake2b(row, digest_size=16).hexdigest() for row in rows])
+
+    def count(test: Places, train: Places) -> int:
+        return int(np.isin(digests[test], digests[train]).sum())
+
+    return sum(count(split.test, split.train) for split in found)
+
+
+def _result(
+    config: Config, task: Task, found: dict[str, dict[str, Any]], seconds: float
+) -> dict[str, Any]:
+    """What probe.json holds: the best layer first, then all."""
+    store, method = task.training.store, config.probe.methods[0]
+    best = max(found, key=lambda layer: found[layer][method]["validation_accuracy"])
+    notes = list(task.notes)
+    if count := found[best]["repeated_rows"]:
+        notes.append(
+            f"{count} test rows have the very vector of a training row in {best}: the same "
+            "pictures twice?"
+        )
+    return {
+        "featx_probe": FORMAT,
+        "store": str(store.root),
+        "fingerprint": str(store.attrs["fingerprint"]),
+        "model": str(store.attrs["model"]),
+        "weights": str(store.attrs["weights"]),
+        "weights_sha256": str(store.attrs["weights_sha256"]),
+        "transform": str(store.attrs["transform"]),
+        "layer": best,
+        "method": method,
+        **found[best][method],
+        "classes": list(task.training.classes),
+        "rows_labelled": len(task.training.rows),
+        "split": task.about,
+        "chosen_by": "validation_accuracy",
+        "notes_on_rows": notes,
+        "device": config.device,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds_in_all": round(seconds, 3),
+        "layers": found,
+    }
+
+
+def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) -> None:
+    """Heads first, then probe.json, which names them with their checksums."""
+    folder = output_folder(store)
+    disk = Disk(folder)
+    if heads:
+        disk.make_folder(head_path(folder, next(iter(heads))).parent)
+    paths: dict[Path, str] = {}
+    for layer, head in heads.items():
+        path = head_path(folder, layer)
+        if path in paths:
+            raise ConfigError(
+                f"the heads of {paths[path]} and {layer} would have one file, {path}; probe them "
+                "one after the other with layer=."
+            )
+        paths[path] = layer
+        about = result["layers"][layer]
+        method = next(name for name in ("linear", "ridge") if name in about)
+        data = head_bytes(head, _about_head(store, result, layer, method))
+        disk.replace(path, data)
+        about["head"] = {
+            "file": str(path.relative_to(folder)),
+            "method": method,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    result["head"] = result["layers"][result["layer"]].get("head")
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    disk.replace(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
+
+
+def _about_head(
+    store: FeatureStore, result: dict[str, Any], layer: str, method: str
+) -> dict[str, Any]:
+    """What has to be known to use a head, and what it is worth."""
+    about = result["layers"][layer]
+    manifest, _ = load_manifest(output_folder(store))
+    known = manifest is not None and manifest.digest == store.attrs["fingerprint"]
+    run = manifest.holder(layer) if manifest is not None and known else None
+    return {
+        "dataset": layer,
+        "method": method,
+        "l2": about[method]["l2"],
+        "fitted_on": about[method]["head_fitted_on"],
+        "accuracy": about[method]["accuracy"],
+        "reduction": about["reduction"],
+        "classes": result["classes"],
+        **{
+            name: result[name]
+            for name in ("store", "fingerprint", "model", "weights", "weights_sha256", "transform")
+        },
+        # How the layer was extracted, for new pictures; a file merged of others cannot say.
+        "config": run.header.config if run else None,
+        "resolved": dict(run.resolved) if run else None,
+        "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
+    }
+
+
+def _line(layer: str, about: dict[str, Any], names: Sequence[str]) -> str:
+    shown = ", ".join(f"{name} {about[name]['accuracy']:.4f}" for name in names)
+    pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
+    streamed = ", streamed" if about["streamed"] else ""
+    return f"{layer}: {about['features']} features{pooled}{streamed}; {shown}"

@@ -1,0 +1,144 @@
+"""job=predict and featx.predict: the head sees what the store would hold."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny_model import MODEL, extract, run_job, write_picture
+
+import featx
+from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.fixture
+def probed(photos: Path) -> featx.FeatureStore:
+    """A store of 41 pictures with heads of two layers, one of them a map."""
+    for i in range(20):
+        write_picture(photos / ("cat", "dog")[i % 2] / f"more{i}.png", 100 + i)
+    store = extract(photos, layers=["conv", "pool"])
+    assert run_job("probe", store="store", device="cpu", probe={"l2": 0.1}) == 0
+    return store
+
+
+def expected(store: featx.FeatureStore, layer: str) -> np.ndarray:
+    """Softmax of the head on the store's rows, in plain numpy."""
+    head = load_file(f"store/probe/{layer}.safetensors")
+    x = store[layer][:].reshape(len(store), -1).astype(np.float64)
+    scores = (x - head["mean"]) / head["scale"] @ head["weight"].T + head["bias"]
+    scores = np.exp(scores - scores.max(1, keepdims=True))
+    return scores / scores.sum(1, keepdims=True)
+
+
+def predict_job(**keys: Any) -> list[dict[str, str]]:
+    code = keys.pop("code", 0)
+    keys = {"model": MODEL, "out": "new", "device": "cpu", "store": "store", **keys}
+    assert run_job("predict", **keys) == code
+    with Path("new/predictions.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("layer", ["conv", "pool"])
+def test_the_same_pictures_get_what_the_stores_rows_get(
+    probed: featx.FeatureStore, photos: Path, layer: str
+) -> None:
+    rows = predict_job(layer=layer, data=str(photos))
+    scores = expected(probed, layer)
+    assert [row["key"] for row in rows] == probed.keys.tolist()
+    assert {row["status"] for row in rows} == {"ok"}
+    found = np.array([float(row["probability"]) for row in rows])
+    assert found == pytest.approx(scores.max(1), abs=2e-6)
+    assert [row["class"] for row in rows] == [probed.classes[i] for i in scores.argmax(1)]
+
+
+def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos: Path) -> None:
+    files = [photos / key for key in probed.keys[[5, 2, 5]]]
+    found = featx.predict(
+        "store/probe/pool.safetensors", files, device="cpu", model_target="tiny_model:Tiny"
+    )
+    scores = expected(probed, "pool")[[5, 2, 5]]
+    assert found.scores == pytest.approx(scores, abs=1e-5)
+    assert [row.key for row in found] == [str(file) for file in files]
+    assert found.classes == ("cat", "dog")
+    whole = featx.predict(
+        "store/probe/pool.safetensors", photos, device="cpu", model_target="tiny_model:Tiny"
+    )
+    assert len(whole) == len(probed)
+    with pytest.raises(DataError, match="images is empty"):
+        featx.predict("store/probe/pool.safetensors", [], model_target="tiny_model:Tiny")
+
+
+def test_a_picture_that_fails_is_a_row_with_its_reason(
+    probed: featx.FeatureStore, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = Path("fresh")
+    write_picture(new / "good.png", 3)
+    (new / "bad.png").write_bytes(b"no picture")
+    capsys.readouterr()
+    rows = predict_job(data="fresh", code=3)
+    assert [row["key"] for row in rows] == ["bad.png", "good.png"]
+    assert rows[0]["status"] == "unsupported"
+    assert rows[0]["class"] == rows[0]["probability"] == ""
+    assert rows[0]["reason"]
+    assert rows[1]["class"] in ("cat", "dog")
+    said = capsys.readouterr()
+    assert "2, 1 failed" in said.out
+    assert "1 of 2 images failed" in said.err
+
+
+def test_code_that_a_file_names_is_not_imported(probed: featx.FeatureStore, photos: Path) -> None:
+    with pytest.raises(ConfigError, match="featx imports no code because a file names it"):
+        featx.predict("store/probe/pool.safetensors", photos)
+    with pytest.raises(ConfigError, match=r"add model=custom model\.target=tiny_model:Tiny"):
+        predict_job(model="resnet18", data=str(photos))
+
+
+def test_another_model_is_refused(probed: featx.FeatureStore, photos: Path) -> None:
+    path = Path("store/probe/pool.safetensors")
+    data = path.read_bytes()
+    sha = str(probed.attrs["weights_sha256"]).encode()
+    assert data.count(sha) == 1
+    path.write_bytes(data.replace(sha, b"0" * 64))
+    with pytest.raises(StoreMismatchError, match="weights_sha256: the head has '0000"):
+        featx.predict(path, photos, model_target="tiny_model:Tiny")
+    path.write_bytes(data[:-20])
+    with pytest.raises(StoreError, match="cannot be read as a head"):
+        featx.predict(path, photos, model_target="tiny_model:Tiny")
+    path.unlink()
+    with pytest.raises(StoreError, match="there is no head at"):
+        featx.predict(path, photos)
+
+
+def test_what_is_missing_is_told(photos: Path) -> None:
+    extract(photos)
+    with pytest.raises(StoreError, match=r"no probe\.json: python -m featx job=probe"):
+        predict_job(data=str(photos))
+    with pytest.raises(ConfigError, match="needs store=DIR"):
+        predict_job(store=None, data=str(photos))
+    run_job("probe", store="store", probe={"method": "knn"})
+    with pytest.raises(StoreError, match="has no head of conv; it has none"):
+        predict_job(data=str(photos))
+    with pytest.raises(ConfigError, match="the head of one layer"):
+        predict_job(layer=["a", "b"], data=str(photos))
+
+
+def test_pictures_are_read_as_those_of_the_store(probed: featx.FeatureStore, photos: Path) -> None:
+    data = {"name": "folder", "root": str(photos), "exif": "ignore"}
+    with pytest.raises(ConfigError, match=r"data\.exif=ignore"):
+        predict_job(data=data)
+
+
+def test_a_store_begun_anew_has_no_probe_of_the_old_one(
+    probed: featx.FeatureStore, photos: Path
+) -> None:
+    assert json.loads(Path("store/probe.json").read_text())["head"]
+    extract(photos, layers=["conv", "pool"], overwrite=True)
+    assert not Path("store/probe.json").exists()
+    assert not Path("store/probe").exists()

@@ -1,0 +1,282 @@
+"""job=probe on made-up stores: the file, the best layer, every kind of split, and no leaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_store import make_labelled
+from probe_problem import blobs, write_store
+from safetensors.numpy import load_file
+from tiny_model import run_job
+
+from featx.errors import ConfigError, DataError, LayerError, StoreError, StoreMismatchError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+X, Y = blobs(300, signal=0.35)
+
+
+def probe(capsys: pytest.CaptureFixture[str], **keys: Any) -> dict[str, Any]:
+    """What probe.json says, which stdout has to say too."""
+    options = {key: keys.pop(key) for key in list(keys) if key not in ("seed", "layer", "store")}
+    capsys.readouterr()
+    assert (
+        run_job("probe", json=True, **{"store": "store", "device": "cpu", **keys}, probe=options)
+        == 0
+    )
+    result = json.loads(Path(keys.get("store", "store"), "probe.json").read_text())
+    assert json.loads(capsys.readouterr().out) == result
+    return result
+
+
+def head(layer: str = "x") -> dict[str, np.ndarray]:
+    return load_file(f"store/probe/{layer}.safetensors")
+
+
+def test_the_best_layer_is_on_top_and_all_are_below(capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(1).normal(size=X.shape)
+    write_store(Path("store"), Y, noise=noise, good=X, halved=X[:, ::2])
+    found = probe(capsys, method=["linear", "knn", "ridge"])
+    layers = found["layers"]
+    assert set(layers) == {"noise", "good", "halved"}
+    accuracies = {name: about["linear"]["validation_accuracy"] for name, about in layers.items()}
+    assert found["layer"] == max(accuracies, key=lambda name: accuracies[name])
+    assert found["layer"] != "noise"
+    assert layers["noise"]["linear"]["accuracy"] < 0.5 < found["accuracy"]
+    for key in ("accuracy", "confusion", "recall", "interval", "sweep", "l2"):
+        assert found[key] == layers[found["layer"]]["linear"][key]
+    assert found["split"]["test_rows"] == [60]
+    assert found["split"]["fit"] == [192]
+    assert np.sum(found["confusion"]) == 60
+    assert layers["good"]["knn"]["k"] in (1, 5, 10, 20, 50, 100, 200)
+    assert layers["good"]["ridge"]["calibration_error"] is None
+    low, high = found["interval"]
+    assert low < found["accuracy"] < high
+    for name in layers:
+        weights = head(name)
+        width = layers[name]["features"]
+        shapes = {key: value.shape for key, value in weights.items()}
+        expected = {"weight": (3, width), "bias": (3,), "mean": (width,), "scale": (width,)}
+        assert shapes == expected
+
+
+def test_the_best_layer_is_not_chosen_by_its_test_accuracy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One layer knows the labels of test rows only, the other those of training rows only."""
+    write_store(Path("store"), Y, x=X)
+    probe(capsys)
+    from featx.probe.splits import holdout
+
+    split = holdout(Y, 0.2, 0.2, 0)
+    rng = np.random.default_rng(0)
+    train, test = rng.normal(size=(2, 300, 3)).astype(np.float32)
+    train[split.train, Y[split.train]] += 10
+    test[split.test, Y[split.test]] += 10
+    write_store(Path("other"), Y, for_test=test, for_train=train)
+    found = probe(capsys, store="other")
+    assert found["layer"] == "for_train"
+    assert found["validation_accuracy"] == 1.0
+
+
+def test_shuffled_labels_give_chance(capsys: pytest.CaptureFixture[str]) -> None:
+    shuffled = np.random.default_rng(5).permutation(Y)
+    write_store(Path("store"), shuffled, x=X)
+    methods = ["linear", "knn", "ridge"]
+    found = probe(capsys, method=methods, split="kfold")["layers"]["x"]
+    for method in methods:
+        low, high = found[method]["interval"]
+        assert low - 0.05 < 1 / 3 < high + 0.05, method
+
+
+def test_test_rows_change_neither_head_nor_scaler_nor_choice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from featx.probe.splits import holdout
+
+    test = holdout(Y, 0.2, 0.2, 0).test
+    changed = X.copy()
+    changed[test] = changed[test] * 100 - 7
+    write_store(Path("store"), Y, x=X)
+    before, first = probe(capsys, shots=[2]), head()
+    write_store(Path("changed"), Y, x=changed)
+    after = probe(capsys, store="changed", shots=[2])
+    second = load_file("changed/probe/x.safetensors")
+    assert before["accuracy"] != after["accuracy"]
+    assert before["sweep"] == after["sweep"]
+    for name, value in first.items():
+        assert (value == second[name]).all(), name
+    # And training rows do.
+    changed[holdout(Y, 0.2, 0.2, 0).fit] += 1
+    write_store(Path("third"), Y, x=changed)
+    probe(capsys, store="third")
+    assert (load_file("third/probe/x.safetensors")["mean"] != first["mean"]).all()
+
+
+def test_the_same_command_gives_the_same_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+
+    def numbers(**keys: Any) -> dict[str, Any]:
+        found = probe(capsys, method=["linear", "knn"], shots=[3], **keys)
+        for about in found["layers"]["x"].values():
+            if isinstance(about, dict):
+                about.pop("seconds", None)
+        return found["layers"]
+
+    first = numbers()
+    assert numbers() == first
+    assert numbers(seed=1) != first
+
+
+def test_kfold_tests_every_row_and_keeps_a_head_of_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_store(Path("store"), Y, x=X)
+    found = probe(capsys, split="kfold", folds=3)
+    assert found["rows"] == 300
+    assert len(found["folds"]["values"]) == len(found["l2_of_folds"]) == 3
+    assert found["folds"]["mean"] == pytest.approx(found["accuracy"])
+    assert found["head_fitted_on"] == "all labelled rows"
+    assert head()["mean"] == pytest.approx(X.mean(0), rel=1e-4)
+
+
+def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    roles = ["train"] * 150 + ["val"] * 50 + ["test"] * 90
+    lines = [f"{i:05d}.jpg,{role}" for i, role in enumerate(roles)]
+    Path("splits.csv").write_text("\n".join(["key,split", "gone.jpg,train", *lines]))
+    found = probe(capsys, split="column", split_file="splits.csv")
+    assert found["split"]["fit"] == [150]
+    assert found["split"]["validation_rows"] == [50]
+    assert found["rows"] == 90
+    assert found["notes_on_rows"] == [
+        "1 keys of splits.csv are not among the labelled rows of the store",
+        "10 labelled rows that splits.csv does not name are left out",
+    ]
+    assert head()["mean"] == pytest.approx(X[:200].mean(0), rel=1e-4)
+    Path("splits.csv").write_text("key,split\n00000.jpg,train\n")
+    with pytest.raises(DataError, match=r"no labelled row of the store for test.*'00000\.jpg'"):
+        probe(capsys, split="column", split_file="splits.csv")
+    Path("splits.csv").write_text(
+        "key,split\n"
+        + "\n".join(f"{i:05d}.jpg,{'test' if Y[i] == 2 else 'train'}" for i in range(300))
+        + "\n"
+    )
+    with pytest.raises(DataError, match="1 classes are tested and not trained on, such as c2"):
+        probe(capsys, split="column", split_file="splits.csv")
+
+
+def test_another_store_is_tested_with_classes_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    x, y = blobs(90, signal=0.35)
+    renamed = make_labelled({"x": x}, (y + 1) % 3, ["c2", "c0", "c1"])
+    renamed.changed(other=1).write(Path("other"), packed=True)
+    found = probe(capsys, test_store="other")
+    assert found["rows"] == 90
+    assert found["split"]["kind"] == "test_store"
+    assert found["accuracy"] > 0.6
+    assert found["support"] == [30, 30, 30]
+    with pytest.raises(ConfigError, match="its rows would be tested on themselves"):
+        probe(capsys, test_store="store")
+    make_labelled({"x": x[:, :5]}, y, ["a", "b", "c"]).changed(other=2).write(Path("narrow"))
+    with pytest.raises(StoreMismatchError, match=r"x, shape: \(20,\) and \(5,\)"):
+        probe(capsys, test_store="narrow")
+
+
+def test_few_shot_uses_no_more_rows_than_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    found = probe(capsys, method=["linear", "knn", "ridge"], shots=[1, 50], draws=3)
+    for method in ("linear", "knn", "ridge"):
+        one, many = (found["layers"]["x"][method]["few_shot"][n] for n in ("1", "50"))
+        assert one["rows"] == [3, 3, 3]
+        assert many["rows"] == [150, 150, 150]
+        assert len(one["values"]) == 3
+        assert one["mean"] < many["mean"]
+
+
+def test_a_layer_over_the_memory_is_streamed(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    keys: dict[str, Any] = {"method": ["linear", "knn", "ridge"], "learning_rate": 0.01}
+    inside = probe(capsys, **keys)["layers"]["x"]
+    streamed = probe(capsys, memory_gib=0.0, epochs=30, **keys)["layers"]["x"]
+    assert streamed["streamed"]
+    assert streamed["repeated_rows"] is None
+    for method in ("knn", "ridge"):
+        assert streamed[method]["confusion"] == inside[method]["confusion"]
+    assert streamed["linear"]["accuracy"] == pytest.approx(inside["linear"]["accuracy"], abs=0.08)
+
+
+def test_the_same_pictures_on_both_sides_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    twice = np.concatenate([X[:150], X[:150]])
+    write_store(Path("store"), np.concatenate([Y[:150], Y[:150]]), x=twice)
+    found = probe(capsys)
+    assert found["layers"]["x"]["repeated_rows"] > 30
+    assert "the same pictures twice?" in found["notes_on_rows"][0]
+
+
+def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    run_job("probe", store="store", probe={"split": "kfold", "shots": [2]})
+    out = capsys.readouterr().out
+    for text in ("best layer  x", "95 % interval", "folds: mean", "Few-shot", "job=predict"):
+        assert text in out
+
+
+def test_what_cannot_be_probed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    with pytest.raises(LayerError, match="has no layer 'y'; it has x"):
+        probe(capsys, layer=["y"])
+    with pytest.raises(StoreError, match="no store at"):
+        probe(capsys, store="nowhere")
+    make_labelled({"x": X[:4]}, [0, 0, 0, 0], ["a", "b"]).write(Path("one"))
+    with pytest.raises(DataError, match="class 'a' only"):
+        probe(capsys, store="one")
+    make_labelled({"x": X[:4]}, [0, 1, 2, 3], list("abcd")).write(Path("single"))
+    with pytest.raises(DataError, match="every class has a single row"):
+        probe(capsys, store="single")
+    make_labelled({"x": X[:4]}, [0, 0, 1, 1], list("ab")).write(Path("pairs"))
+    with pytest.raises(DataError, match="a single row to train on"):
+        probe(capsys, store="pairs")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "svm"}, "probe.method=svm: expected one of linear, knn, ridge"),
+        ({"method": []}, "expected some of linear, knn, ridge"),
+        ({"split": "random"}, "probe.split=random"),
+        ({"folds": 3}, "probe.folds has an effect with probe.split=kfold only"),
+        ({"split": "kfold", "test": 0.1}, "probe.test has an effect with probe.split=holdout"),
+        ({"test_store": "a", "test": 0.1}, "probe.test has an effect"),
+        ({"test_store": "a", "split": "kfold"}, "give one"),
+        ({"split": "column"}, "needs probe.split_file"),
+        ({"test": 1.5}, "a share between 0 and 1"),
+        ({"validation": 0.0}, "a share between 0 and 1"),
+        ({"k": 5}, "probe.k has an effect with probe.method=knn only"),
+        ({"method": "knn", "l2": 0.1}, "probe.method=linear or ridge only"),
+        ({"method": "knn", "temperature": 0.0}, "a number above 0"),
+        ({"shots": [0]}, "rows a class"),
+        ({"draws": 3}, "probe.draws has an effect with probe.shots only"),
+        ({"split": "kfold", "folds": 1}, "at least 2"),
+        ({"l2": -1.0}, "at least 0"),
+        ({"memory_gib": -1.0}, "0 or more"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        run_job("probe", store="store", probe=options)
+
+
+def test_keys_of_other_jobs_have_no_effect() -> None:
+    with pytest.raises(ConfigError, match="layers has no effect with job=probe"):
+        run_job("probe", store="store", layers=["conv"])
+    with pytest.raises(
+        ConfigError, match="layer has an effect with job=probe and job=predict only"
+    ):
+        run_job("verify", store="store", layer="conv")
+    with pytest.raises(ConfigError, match="probe has an effect with job=probe only"):
+        run_job("verify", store="store", probe={"split": "kfold"})

@@ -1,0 +1,51 @@
+"""Small matrices with labels, as a store and as the probes take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from made_store import make_labelled
+
+from featx.options import ProbeConfig
+from featx.probe.data import Features, labelled_rows, layer_rows
+from featx.probe.methods import Problem
+from featx.store.reader import FeatureStore
+
+
+def blobs(
+    num_rows: int = 300, width: int = 20, num_classes: int = 3, signal: float = 0.6, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Normal clouds that overlap: (n, D) float32 of uneven scales, and (n,) labels."""
+    rng = np.random.default_rng(seed)
+    y = np.arange(num_rows) % num_classes
+    centres = rng.normal(size=(num_classes, width))
+    x = rng.normal(size=(num_rows, width)) + signal * centres[y]
+    return (x * np.geomspace(0.1, 10, width) + 3).astype(np.float32), y
+
+
+def write_store(root: Path, y: np.ndarray, **layers: np.ndarray) -> Path:
+    """A packed store of these layers; classes are c0, c1, ..."""
+    classes = [f"c{i}" for i in range(int(y.max()) + 1)]
+    return make_labelled(layers, y, classes).write(root, packed=True)
+
+
+def features_of(root: Path, x: np.ndarray, y: np.ndarray, memory_bytes: float = 1e9) -> Features:
+    """The rows of a store made of them, in memory or (memory_bytes=0) read in blocks."""
+    if not (root / "store").exists():
+        write_store(root / "store", y, x=x)
+    rows = layer_rows(labelled_rows(FeatureStore(root / "store")), "x")
+    return Features([rows], torch.device("cpu"), memory_bytes)
+
+
+def problem_of(
+    root: Path,
+    x: np.ndarray,
+    y: np.ndarray,
+    options: ProbeConfig | None = None,
+    memory_bytes: float = 1e9,
+) -> Problem:
+    """One layer as the methods take it."""
+    features = features_of(root, x, y, memory_bytes)
+    return Problem(features, y.astype(np.int64), int(y.max()) + 1, options or ProbeConfig(), 0)

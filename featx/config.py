@@ -170,8 +170,8 @@ class Config:
     """Of random weights, of the rows that verify.sample and similar.rows choose, and of a probe's
     splits."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, pack, probe, predict, similar and export read; null
-    takes `out`, with the last three it has to be given."""
+    """The folder or features.h5 that job=verify, pack, probe, predict, similar and export read;
+    null takes `out`, with the last three it has to be given."""
     layer: Any = None
     """The layers that job=probe, similar and export take: a name, a glob or a list; null takes all.
     Nearest rows and duplicates are of one layer, which has to be named where there are several. For

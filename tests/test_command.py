@@ -44,8 +44,8 @@ def datasets(path: Path) -> dict[str, np.ndarray]:
         (["+foo=1"], "unknown key 'foo'"),
         (
             ["job=extrct"],
-            "expected one of attribute, bench, export, extract, layers, pack, plan, predict, probe, "
-            "similar, stats, verify. Nearest: extract",
+            "expected one of attribute, bench, export, extract, layers, pack, plan, predict, "
+            "probe, similar, stats, verify. Nearest: extract",
         ),
         (["model=resnet5O"], "Nearest: resnet50"),
         (["data=folder"], "data.root=DIR"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,3 +325,14 @@ class TestLikeness:
 def test_ranks_are_those_of_scipy() -> None:
     values = np.random.default_rng(0).integers(0, 9, 100).astype(np.float64)
     assert np.array_equal(average_ranks(values), scipy.stats.rankdata(values))
+
+
+def test_the_snippet_of_the_page_runs() -> None:
+    page = Path(__file__).parents[1] / "docs" / "similarity.md"
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    write(make_run(30, 8, {"avgpool": (5,), "layer4": (3, 2, 2)}, failed=[3]), "runs/photos")
+    told: list[tuple[float, ...]] = []
+    found: dict[str, object] = {"print": lambda *values: told.append(values)}
+    exec(snippet, found)
+    measures = found["likeness"].measures  # type: ignore[attr-defined]
+    assert told[0] == pytest.approx([measures[name][0, 1] for name in measures], abs=1e-5)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_model import MODEL, extract, run_job, write_picture
+from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
 
 import featx
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
@@ -18,14 +19,28 @@ from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-@pytest.fixture
-def probed(photos: Path) -> featx.FeatureStore:
-    """A store of 41 pictures with heads of two layers, one of them a map."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 41 pictures, and their store with heads of two layers, one of them a map."""
+    root = tmp_path_factory.mktemp("made")
+    photos = write_pictures(root / "photos")
     for i in range(20):
         write_picture(photos / ("cat", "dog")[i % 2] / f"more{i}.png", 100 + i)
-    store = extract(photos, layers=["conv", "pool"])
-    assert run_job("probe", store="store", device="cpu", probe={"l2": 0.1}) == 0
-    return store
+    extract(photos, layers=["conv", "pool"], out=str(root / "store"))
+    assert run_job("probe", store=str(root / "store"), device="cpu", probe={"l2": 0.1}) == 0
+    return root
+
+
+@pytest.fixture
+def photos(made: Path) -> Path:
+    return made / "photos"
+
+
+@pytest.fixture
+def probed(made: Path, in_tmp_path: None) -> featx.FeatureStore:
+    """The store, copied to where a test may change it."""
+    shutil.copytree(made / "store", "store")
+    return featx.open("store")
 
 
 def expected(store: featx.FeatureStore, layer: str) -> np.ndarray:

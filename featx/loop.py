@@ -95,14 +95,14 @@ class Work(Protocol):
 
 
 def run_parts(
-    prepared: Prepared, work: Work, disk: Disk, events: RunEvents | None = None
+    prepared: Prepared, work: Work, disk: Disk | None = None, events: RunEvents | None = None
 ) -> Figures:
     """Compute and commit what is missing.
 
     Args:
         prepared: the run.
         work: what becomes of its batches.
-        disk: of the folder that gets a trace with profile=true.
+        disk: of the folder that gets a trace with profile=true; None where there is no folder.
         events: is told of every committed part; None where nobody wants to know.
 
     Raises:
@@ -204,9 +204,11 @@ class _Commits:
             self.seconds += time.perf_counter() - begun
 
 
-def _timeline(prepared: Prepared, disk: Disk) -> contextlib.AbstractContextManager[Timeline | None]:
+def _timeline(
+    prepared: Prepared, disk: Disk | None
+) -> contextlib.AbstractContextManager[Timeline | None]:
     """What records the run, with profile=true."""
-    if not prepared.config.profile:
+    if disk is None or not prepared.config.profile:
         return contextlib.nullcontext()
     from featx.timeline import Timeline
 

@@ -317,8 +317,9 @@ class DataConfig:
         for key, owners in _OF_DATA.items():
             if getattr(self, key) != defaults[key] and self.name not in owners:
                 names = " or ".join(f"data={owner}" for owner in owners)
+                first = "; add data=folder" if key == "root" else ""
                 raise ConfigError(
-                    f"data.{key} has an effect with {names} only; now data={self.name}."
+                    f"data.{key} has an effect with {names} only{first} (now data={self.name})."
                 )
         if self.name == "hdf5" and not self.dataset:
             raise ConfigError("data=hdf5 needs data.dataset=/images, the dataset of the images.")

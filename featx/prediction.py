@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from featx.options import DataConfig, ModelConfig
 from featx.prepare import PART_SECONDS, Prepared, list_images, prepare
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
-from featx.recheck import request_of
+from featx.recheck import refuse_unnamed_code, request_of
 from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid
@@ -169,13 +169,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
     before = with_statistics_at(from_saved(about["config"]), config.reduce.stats)
     if before.job.name == "attribute":
         raise ConfigError(f"{path} was fitted on heat maps; job=predict does features only.")
-    model = before.model
-    if model.library == "custom" and config.model.target != model.target:
-        raise ConfigError(
-            f"{path} belongs to model=custom model.target={model.target}. featx imports no code "
-            f"because a file names it: add model=custom model.target={model.target} "
-            "(featx.predict: model_target)."
-        )
+    refuse_unnamed_code(config, before, str(path))
     return replace(
         before,
         job=replace(before.job, name="extract", json=False, show="shapes"),
@@ -189,6 +183,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         overwrite=False,
         grow=False,
         tensorboard=False,
+        profile=False,
     )
 
 
@@ -264,7 +259,9 @@ class _PredictPurpose:
     def begun(self, names: set[str]) -> Begun | None:
         return Begun(self._resolved, None, "the head's store was")
 
-    def part_limits(self, engine: Any, specs: Sequence[LayerSpec]) -> tuple[float, float]:
+    def part_limits(
+        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
         return PART_BYTES / max(1, specs[0].row_bytes), PART_SECONDS
 
 
@@ -313,8 +310,9 @@ class _PredictWork:
         self._taken += batch.count
         return failures
 
-    def commit(self) -> None:
+    def hand_over(self) -> Callable[[], None]:
         self.rows_done = self._taken
+        return _nothing_to_commit
 
     def row(self, number: int, key: str, classes: Sequence[str]) -> Prediction:
         """What came of one image."""
@@ -325,6 +323,10 @@ class _PredictWork:
         best = int(scores.argmax())
         probability = float(scores[best]) if self._head.probabilities else None
         return Prediction(key, classes[best], probability, "ok")
+
+
+def _nothing_to_commit() -> None:
+    """Scores are kept in memory alone."""
 
 
 def head_of_store(store: Path, layer: str | None) -> Path:

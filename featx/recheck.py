@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import Config, layer_requests, with_statistics_at
-from featx.errors import LayerError, StoreError, StoreMismatchError
+from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
 from featx.extraction import compute_rows
 from featx.keys import from_saved
 from featx.options import PROJECTIONS, ReduceConfig
@@ -112,6 +112,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         run: one of them.
     """
     before = from_saved(run.header.config)
+    refuse_unnamed_code(config, before, str(root))
     data = from_saved(manifest.runs[-1].header.config).data
     data = data if config.data.root is None else replace(data, root=config.data.root)
     device = before.device if config.device == "auto" else config.device
@@ -124,7 +125,25 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         overwrite=False,
         grow=False,
         tensorboard=False,
+        profile=False,
     )
+
+
+def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
+    """Raise ConfigError where a saved config names code that the user does not name now.
+
+    Args:
+        config: of the command.
+        before: read from a file, maybe a stranger's.
+        what: the file or the store, for the message.
+    """
+    target = before.model.target
+    if target is not None and config.model.target != target:
+        raise ConfigError(
+            f"{what} was made with model=custom model.target={target}. featx imports no code "
+            "because a file names it: if you trust it, add model=custom "
+            f"model.target={target} (featx.predict: model_target)."
+        )
 
 
 def _holds(run: Run, absent: list[Part], row: int) -> bool:

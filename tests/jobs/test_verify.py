@@ -107,7 +107,11 @@ def test_the_command_prints_json_alone_also_with_repair(
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
-    done = featx("job=verify", "job.json=true", "store=store", "verify.repair=true")
+    command = ("job=verify", "job.json=true", "store=store", "verify.repair=true")
+    refused = featx(*command)
+    assert refused.returncode == 2
+    assert "featx imports no code because a file names it" in refused.stderr
+    done = featx(*command, "model=custom", "model.target=tiny_model:Tiny")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["complete"] is True

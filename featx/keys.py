@@ -26,7 +26,7 @@ def described_keys() -> list[tuple[str, str, str]]:
     The sentence is the string under the field, which only the source holds.
     """
     sentences: dict[tuple[str, str], str] = {}
-    sources = [Path(module.__file__ or "") for module in (featx_options, featx_config)]
+    sources = [*sorted(Path(featx_options.__path__[0]).glob("*.py")), Path(featx_config.__file__)]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
     for node in itertools.chain.from_iterable(tree.body for tree in trees):
         if isinstance(node, ast.ClassDef):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +109,14 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that a test lets fail is asked again without waiting."""
     monkeypatch.setattr("featx.store.commit.RETRY_WAITS_S", ())
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For matrices so small that two threads wait for each other on a busy machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -74,7 +74,7 @@ def test_allowed_failures_is_a_share_or_a_number() -> None:
 def test_a_key_without_effect_is_an_error() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"data\.root has an effect with data=folder or .* only; now data=textiles",
+        match=r"data\.root has an effect with data=folder or .* only; add data=folder",
     ):
         DataConfig(name="textiles", root="photos")
     with pytest.raises(ConfigError, match="model=custom only"):

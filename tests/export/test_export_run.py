@@ -331,7 +331,7 @@ def test_keys_without_effect_are_refused(store: Path) -> None:
         export("csv")
     with pytest.raises(ConfigError, match="job=export needs store=DIR"):
         run_job("export", out="out")
-    with pytest.raises(ConfigError, match="layer has an effect with job=similar and job=export"):
+    with pytest.raises(ConfigError, match="layer has an effect with job=probe"):
         run_job("verify", store="store", layer="flat")
 
 

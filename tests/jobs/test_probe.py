@@ -274,9 +274,7 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 def test_keys_of_other_jobs_have_no_effect() -> None:
     with pytest.raises(ConfigError, match="layers has no effect with job=probe"):
         run_job("probe", store="store", layers=["conv"])
-    with pytest.raises(
-        ConfigError, match="layer has an effect with job=probe and job=predict only"
-    ):
+    with pytest.raises(ConfigError, match="layer has an effect with job=probe and job=predict"):
         run_job("verify", store="store", layer="conv")
     with pytest.raises(ConfigError, match="probe has an effect with job=probe only"):
         run_job("verify", store="store", probe={"split": "kfold"})

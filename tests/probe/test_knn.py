@@ -13,6 +13,8 @@ from sklearn.neighbors import KNeighborsClassifier
 from featx.probe import knn
 from featx.probe.knn import candidates, vote
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_votes_by_hand(tmp_path: Path) -> None:
     """Cosines to (1, 0): 1, 0.6, 0.6, -1, and a row of zeros has 0."""

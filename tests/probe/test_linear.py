@@ -18,6 +18,8 @@ from featx.probe.heads import Scaler, fit_scaler
 from featx.probe.linear import Fit, Trial, best_trial, fit_logistic, sweep
 from featx.probe.splits import holdout
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def scaled(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(StandardScaler().fit_transform(x).astype(np.float32))

@@ -16,6 +16,8 @@ from featx.probe.metrics import (
     wilson,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def made(num_rows: int = 400, num_classes: int = 8) -> tuple[np.ndarray, np.ndarray]:
     """Labels, and probabilities that know something of them; class 7 is never tested."""

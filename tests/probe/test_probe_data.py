@@ -16,6 +16,8 @@ from featx.probe.data import labelled_rows, layer_rows, matched_by_name
 from featx.probe.heads import fit_scaler
 from featx.store.reader import FeatureStore
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_failed_and_unlabelled_rows_are_left_out_and_said(tmp_path: Path) -> None:
     x = np.arange(20.0).reshape(10, 2)

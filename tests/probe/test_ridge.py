@@ -16,6 +16,8 @@ from featx.probe import ridge
 from featx.probe.heads import fit_scaler, scores_of
 from featx.probe.ridge import solve
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def test_by_hand(tmp_path: Path) -> None:
     """One feature, -1 and 1 after scaling; targets (1, 0) and (0, 1), less their mean 1/2.

@@ -10,6 +10,8 @@ import pytest
 from featx.errors import DataError
 from featx.probe.splits import few, given, holdout, kfold, read_split_file
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 UNEVEN = np.repeat([0, 1, 2, 3], [50, 20, 2, 1])
 
 

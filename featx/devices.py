@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -57,6 +58,12 @@ def to_cpu(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
     }
     torch.cuda.current_stream(device).synchronize()
     return copies
+
+
+def may_have_bf16() -> bool:
+    """Whether this CPU may compute in bf16 faster than in fp32: no x86 below AVX-512 does."""
+    below = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT", "NO AVX")
+    return not (below and platform.machine().lower() in ("x86_64", "amd64"))
 
 
 def keep_freed_memory() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from featx.config import Config
+from featx.devices import may_have_bf16
 from featx.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine, row_cosines
 from featx.errors import ConfigError, RunError
 from featx.store import layout
@@ -182,6 +183,9 @@ class Resolver:
             self.choices["precision"] = "fp32 (no image could be read to probe others)"
             return "fp32"
         accelerator = self._engine.device.type != "cpu"
+        if not accelerator and not may_have_bf16():
+            self.choices["precision"] = "fp32 (this CPU has no units for bf16)"
+            return "fp32"
         candidates = ("fp16", "bf16") if accelerator else ("bf16",)
         few = self._images[:_GLANCE_IMAGES]
         self._engine.settle(compute)

@@ -143,6 +143,7 @@ def test_multirun_makes_one_store_a_model(featx: Featx, tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == {"runs"}
 
 
+@pytest.mark.slow
 def test_multirun_goes_on_after_a_job_that_fails(featx: Featx, tmp_path: Path) -> None:
     done = featx(
         "-m", "model=resnet5O,resnet18", "model.weights=null", "precision=fp32",
@@ -206,6 +207,7 @@ def test_a_bad_picture_is_recorded_and_the_exit_code_is_3(
     assert again.returncode == 0
 
 
+@pytest.mark.slow
 def test_another_setting_is_refused_with_both_values(
     featx: Featx, photo_folder: Path, tmp_path: Path
 ) -> None:
@@ -251,7 +253,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 def test_a_stopped_run_goes_on_and_ends_bit_identical(
     featx: Featx, photo_folder: Path, tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
-    common = ("data=folder", f"data.root={photo_folder}", "model=resnet50", "model.weights=null")
+    common = ("data=folder", f"data.root={photo_folder}", "model=resnet18", "model.weights=null")
     common = (*common, "precision=fp32", "part_rows=4", "batch_size=4", "layers=[layer3,avgpool]")
     process = start((*common, "out=stopped"), tmp_path)
     parts = tmp_path / "stopped" / "parts"

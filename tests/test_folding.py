@@ -121,8 +121,15 @@ def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
         assert not engine.supports_folding()
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "channels_last"),
+    [
+        (False, False),
+        (False, True),
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_last: bool) -> None:
     module = with_statistics(Block())
     before = state_sha256(module)

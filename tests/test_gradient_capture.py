@@ -266,6 +266,7 @@ def test_the_config_refuses_what_has_no_effect() -> None:
         Config(capture="grad_input", compile=True)
 
 
+@pytest.mark.slow
 def test_gradients_go_into_the_store_beside_the_activations(
     photo_folder: Path, tmp_path: Path
 ) -> None:

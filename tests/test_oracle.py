@@ -139,7 +139,12 @@ def random_model(name: str) -> dict[str, Any]:
     ("name", "layers", "by_default"),
     [
         ("resnet18", ["layer4", "avgpool", "layer4.1.bn2"], ["layer4", "avgpool"]),
-        ("mobilenet_v2", ["features.17", "features.2", "classifier"], ["features.1", "features.2"]),
+        pytest.param(
+            "mobilenet_v2",
+            ["features.17", "features.2", "classifier"],
+            ["features.1", "features.2"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_torchvision_models_agree_with_the_oracle(

@@ -360,6 +360,7 @@ def test_stopped_while_it_packs(photos: Path) -> None:
     assert_goes_on_to_the_same(photos)
 
 
+@pytest.mark.slow
 def test_killed_after_a_part_and_again_while_it_packs(photos: Path) -> None:
     """The child that packs goes on without a lock, while the next command is at work."""
     with running(command(photos)) as process:

@@ -170,6 +170,7 @@ def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None
             extract(data, dtype="float32", pack=False, grow=True)
 
 
+@pytest.mark.slow
 def test_brace_ranges_on_the_command_line(tmp_path: Path) -> None:
     write_tar(tmp_path / "s-00.tar", encoded(write_pictures(tmp_path / "photos", 5)))
     write_tar(tmp_path / "s-01.tar", encoded(write_pictures(tmp_path / "photos", 5)))

@@ -334,6 +334,7 @@ KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}}
 """The keys of `command` beside KEYS."""
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bytes(photos: Path) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
     with running(command(photos)) as process:

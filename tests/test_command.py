@@ -132,6 +132,7 @@ def test_extract_on_the_sample_pictures(featx: Featx, tmp_path: Path) -> None:
     assert len(summary["runs"]) == 1
 
 
+@pytest.mark.slow
 def test_multirun_makes_one_store_a_model(featx: Featx, tmp_path: Path) -> None:
     done = featx(
         "-m", "model=resnet18,mobilenet_v2", "model.weights=null", "precision=fp32",

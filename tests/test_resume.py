@@ -327,10 +327,8 @@ def assert_goes_on_to_the_same(data: Path, out: str = "store") -> None:
     assert not Path(out, "quarantine").exists()
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_batch_that_takes_long_is_cut_short(
     photos: Path, tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:

@@ -67,7 +67,7 @@ def labelled_rows(store: FeatureStore) -> Labelled:
     if unlabelled := int((store.ok & (store.labels < 0)).sum()):
         notes.append(f"{unlabelled} rows without a label are left out")
     if absent := len(store.classes) - len(present):
-        notes.append(f"{absent} classes without a row are left out")
+        notes.append(f"classes without a row, left out: {absent}")
     names = tuple(store.classes[label] for label in present.tolist())
     return Labelled(store, rows, y.astype(np.int64), names, tuple(notes))
 

@@ -30,7 +30,7 @@ def test_failed_and_unlabelled_rows_are_left_out_and_said(tmp_path: Path) -> Non
     assert found.notes == (
         "1 failed rows are left out",
         "1 rows without a label are left out",
-        "1 classes without a row are left out",
+        "classes without a row, left out: 1",
     )
 
 

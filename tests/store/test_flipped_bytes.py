@@ -134,6 +134,7 @@ def test_a_sample_of_flipped_bytes(tmp_path: Path, target: str) -> None:
     check_flips(tmp_path, target, "none", num_meta=16, num_data=16)
 
 
+@pytest.mark.slow
 def test_a_sample_of_flipped_bytes_in_compressed_chunks(tmp_path: Path) -> None:
     check_flips(tmp_path, "parts/part-000001.h5", "blosc2", num_meta=2, num_data=24)
 

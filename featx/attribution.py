@@ -176,6 +176,10 @@ class Attributor(Engine):
         self._take(compute)
         self._forward = self._attributions
 
+    def supports_folding(self) -> bool:
+        """No: comparing heat maps takes hundreds of passes; a store that folds goes on with it."""
+        return False
+
     def supports_channels_last(self) -> bool:
         with self._cheaply():
             return super().supports_channels_last()

@@ -15,19 +15,22 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
+from featx.hooks import elements
+
 _CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
 """Classes whose forward uses weight and bias as nn.Conv2d does; a standardised weight would not."""
 
 _NORMS = frozenset({"BatchNorm2d", "BatchNormAct2d"})
 """torch's own, and timm's with the activation inside."""
 
+
 Pair = tuple[nn.Conv2d, nn.BatchNorm2d]
 
 
 def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) -> list[Pair]:
-    """The convolutions whose output goes straight into a BatchNorm, found in one pass.
+    """The convolutions whose output goes straight into a BatchNorm, and nowhere else.
 
-    Whether anybody else reads that output shows in the values alone, which the caller compares.
+    Found in one pass and proven in a second. None where anybody else reads such an output.
 
     Args:
         module: in eval mode.
@@ -60,7 +63,41 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) ->
                 stack.callback(part.register_forward_pre_hook(normalised).remove)
         with torch.no_grad():
             module(x.clone())
-    return [pair for pair in found if all(calls[id(part)] == 1 for part in pair)]
+    pairs = [pair for pair in found if all(calls[id(part)] == 1 for part in pair)]
+    return [] if _read_elsewhere(module, x, pairs) else pairs
+
+
+def _read_elsewhere(module: nn.Module, x: torch.Tensor, pairs: list[Pair]) -> bool:
+    """Whether anything but its BatchNorm reads the output of a convolution.
+
+    Each convolution gives NaN, which its BatchNorm finds replaced by the true output: NaN behind
+    any other module, or at the end, comes from another reader.
+    """
+    true: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    convolutions = {id(conv) for conv, _ in pairs}
+    seen: list[bool] = []
+
+    def hide(conv: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        hidden = torch.full_like(output, torch.nan)
+        true[id(hidden)] = hidden, output
+        return hidden
+
+    def reveal(norm: Any, args: Any) -> Any:
+        return (true[id(args[0])][1],) if id(args[0]) in true else None
+
+    def look(part: Any, args: Any, output: Any) -> None:
+        if id(part) not in convolutions:
+            seen.extend(bool(tensor.isnan().any()) for tensor in elements(output).values())
+
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            stack.callback(part.register_forward_hook(look).remove)
+        for conv, norm in pairs:
+            stack.callback(conv.register_forward_hook(hide).remove)
+            stack.callback(norm.register_forward_pre_hook(reveal).remove)
+        with torch.no_grad():
+            module(x.clone())
+    return any(seen)
 
 
 @contextlib.contextmanager

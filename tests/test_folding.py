@@ -94,6 +94,20 @@ def test_calls_of_several_maps_are_not_folded() -> None:
     assert foldable_pairs(with_statistics(Block(called_twice=True)), X, kept=()) == []
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
+    class Reads(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            mean = y.mean() if before else 0
+            z = self.relu(self.bn(y))
+            return z + (mean if before else y.mean())
+
+    assert foldable_pairs(with_statistics(Reads()), X, kept=()) == []
+    module = with_statistics(nn.Sequential(Block(read_twice=True), nn.Flatten()))
+    assert foldable_pairs(module, X, kept=()) == []
+
+
 def test_weights_that_are_made_anew_in_each_pass_are_not_folded() -> None:
     module = with_statistics(Block())
     nn.utils.parametrizations.weight_norm(module.conv)
@@ -167,6 +181,27 @@ def test_a_run_folds_says_so_and_is_not_gone_on_with_otherwise(photos: Path) -> 
     with pytest.raises(StoreMismatchError, match="fold"):
         extract(photos, **{**OWN, "fold": False})
     assert extract(photos, **OWN).complete
+
+
+class Twice(nn.Module):
+    """Behind `first.relu`, the output of a convolution is read beside its BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = with_statistics(Block(read_twice=True))
+        self.last = nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
+    keys = {**OWN, "model": {**OWN["model"], "target": "test_folding:Twice"}, "dtype": "float32"}
+    extract(photos, **{**keys, "layers": ["first.relu"]})
+    added = extract(photos, **{**keys, "layers": ["first.relu", "last"]})
+    plain = extract(photos, **{**keys, "layers": ["last"], "fold": False, "out": "plain"})
+    np.testing.assert_allclose(added["last"][:], plain["last"][:], atol=1e-5)
 
 
 @pytest.mark.usefixtures("in_tmp_path")

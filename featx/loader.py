@@ -1,4 +1,4 @@
-"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
+"""Rows of the listing -> ordered, full Batches; threads read ahead, a little, and decode.
 
 A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
 the batch. Nothing is substituted, nothing moves up.
@@ -28,6 +28,9 @@ from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Statu
 PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
 
+READERS = 8
+"""Threads that only read: they mostly wait for a disk or a network, so more than there are CPUs."""
+
 AHEAD_ROWS = 64
 """Images being read ahead where they are asked for one by one."""
 
@@ -43,7 +46,7 @@ class LoaderTimes:
     bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, read: float, decode: float, num_bytes: int) -> None:
+    def add(self, read: float = 0.0, decode: float = 0.0, num_bytes: int = 0) -> None:
         with self._lock:
             self.read += read
             self.decode += decode
@@ -57,6 +60,8 @@ class Loader:
         reference: by the weights' own transform, instead of on uint8.
         batch_size: images of a Batch.
         pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+        decode_ahead: also decode while earlier batches are computed. Where the processor does both,
+            that only takes turns with the model and empties its caches: then only reading is ahead.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Loader:
         reference: bool,
         batch_size: int,
         pinned: bool = False,
+        decode_ahead: bool = True,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -77,12 +83,19 @@ class Loader:
         self._reference = reference or not preprocess.has_fast_path
         self._batch_size = batch_size
         self._pinned = pinned
+        self._decode_ahead = decode_ahead
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._threads = ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-loader")
-        self._stack.callback(self._threads.shutdown, wait=True, cancel_futures=True)
+        self._threads = self._pool(num_cpus() if self._decode_ahead else READERS)
+        # In a queue of their own: not behind the reading of later batches.
+        self._decoders = self._threads if self._decode_ahead else self._pool(num_cpus())
         return self
+
+    def _pool(self, threads: int) -> ThreadPoolExecutor:
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="featx-loader")
+        self._stack.callback(pool.shutdown, wait=True, cancel_futures=True)
+        return pool
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -93,7 +106,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        waiting: deque[tuple[Part, Batch, list[Future[Failure | None]]]] = deque()
+        waiting: deque[tuple[Part, Batch, list[Future[bytes | Failure | None]]]] = deque()
         spans = (
             (part, start, min(self._batch_size, part.stop - start))
             for part in parts
@@ -131,40 +144,63 @@ class Loader:
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self._reference else torch.uint8
 
-    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
+    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[bytes | Failure | None]]]:
         shape = (self._batch_size, 3, *self._preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
-        futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
+        futures: list[Future[bytes | Failure | None]] = []
+        for i in range(count):
+            if self._decode_ahead:
+                futures.append(self._threads.submit(self._fill, start + i, images[i]))
+            else:
+                futures.append(self._threads.submit(self._fetch, start + i))
         return Batch(images, start, count, []), futures
 
     def _finish(
-        self, part: Part, batch: Batch, futures: list[Future[Failure | None]]
+        self, part: Part, batch: Batch, futures: list[Future[bytes | Failure | None]]
     ) -> tuple[Part, Batch]:
         results = [future.result() for future in futures]
-        batch.failures = [failure for failure in results if failure is not None]
+        decoding = {
+            i: self._decoders.submit(self._decode, batch.start + i, result, batch.images[i])
+            for i, result in enumerate(results)
+            if isinstance(result, bytes)
+        }
+        for i, future in decoding.items():
+            results[i] = future.result()
+        batch.failures = [result for result in results if isinstance(result, Failure)]
         return part, batch
 
     def _fill(self, row: int, place: torch.Tensor) -> Failure | None:
         """Put one image in its place, or say why there is none."""
+        data = self._fetch(row)
+        return data if isinstance(data, Failure) else self._decode(row, data, place)
+
+    def _fetch(self, row: int) -> bytes | Failure:
+        """The bytes of one image, or why there are none."""
         key = bytes(self._listing.keys[row])
         begun = time.perf_counter()
         try:
             with record_function("read"):
                 data = self._read(key)
-            read = time.perf_counter()
+        except ImageFault as fault:
+            return Failure(row, key, fault.status, fault.error, str(fault))
+        except MemoryError as error:
+            raise _out_of_memory(key) from error
+        self.times.add(read=time.perf_counter() - begun, num_bytes=len(data))
+        return data
+
+    def _decode(self, row: int, data: bytes, place: torch.Tensor) -> Failure | None:
+        """Put one image in its place, or say why there is none."""
+        key = bytes(self._listing.keys[row])
+        begun = time.perf_counter()
+        try:
             with record_function("decode"):
                 place.copy_(self._prepare(data))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
         except MemoryError as error:
-            # The machine, not the image: such a failure never becomes a row.
-            raise RunError(
-                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
-                "and give the same command again. Less is needed with a smaller batch_size or "
-                "data.max_pixels."
-            ) from error
-        self.times.add(read - begun, time.perf_counter() - read, len(data))
+            raise _out_of_memory(key) from error
+        self.times.add(decode=time.perf_counter() - begun)
         return None
 
     def _prepare(self, data: bytes) -> torch.Tensor:
@@ -211,6 +247,14 @@ class Loader:
                     ) from error
                 time.sleep(wait_s)
         raise AssertionError("unreachable")
+
+
+def _out_of_memory(key: bytes) -> RunError:
+    """The machine's fault, not the image's: such a failure never becomes a row."""
+    return RunError(
+        f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory and "
+        "give the same command again. Less is needed with a smaller batch_size or data.max_pixels."
+    )
 
 
 def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:

@@ -91,6 +91,7 @@ class Prepared:
             reference,
             batch_size,
             pinned=self.engine.device.type == "cuda",
+            decode_ahead=self.engine.device.type != "cpu",
         )
 
 

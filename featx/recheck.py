@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from featx.config import Config, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
-from featx.keys import from_saved
+from featx.keys import data_of_saved, from_saved
 from featx.options import PROJECTIONS, ReduceConfig
 from featx.prepare import Prepared, prepare
 from featx.rows import compute_rows
@@ -113,8 +113,8 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     """
     before = from_saved(run.header.config)
     refuse_unnamed_code(config, before, str(root))
-    data = from_saved(manifest.runs[-1].header.config).data
-    data = data if config.data.root is None else replace(data, root=config.data.root)
+    latest = from_saved(manifest.runs[-1].header.config)
+    data = data_of_saved(latest, config.data, str(root))
     device = before.device if config.device == "auto" else config.device
     before = with_statistics_at(before, config.reduce.stats)
     return replace(

@@ -16,7 +16,7 @@ import numpy as np
 
 from featx.config import Config, layer_requests
 from featx.data import open_source
-from featx.decode import PILLOW, ImagePolicy, jpeg_decoder
+from featx.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.options import GRADIENTS, ReduceConfig
@@ -74,7 +74,11 @@ class Prepared:
             layers=tuple(self.specs),
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
-            resolved={**self.engine.compute.as_dict(), "jpeg": self.policy.jpeg},
+            resolved={
+                **self.engine.compute.as_dict(),
+                "jpeg": self.policy.jpeg,
+                **({} if self.policy.heif is None else {"heif": self.policy.heif}),
+            },
         )
 
     def loader(self, batch_size: int) -> Loader:
@@ -259,8 +263,10 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
         begun = purpose.begun({tap.name for tap, _ in chosen})
-        before = begun.resolved.get("jpeg", PILLOW) if begun else None
-        policy = replace(policy, jpeg=PILLOW if reference else jpeg_decoder(before))
+        before = begun.resolved if begun else {"jpeg": None}
+        jpeg = PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW))
+        heif = heif_version(listing.keys, before.get("heif"), new=begun is None)
+        policy = replace(policy, jpeg=jpeg, heif=heif)
         with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
@@ -391,6 +397,7 @@ def _fingerprint(
         "decode": "reference" if reference else "fast",
         # Stores of early runs knew Pillow only, whose version stands below.
         **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
+        **({} if policy.heif is None else {"version.pillow_heif": policy.heif}),
         "data.exif": policy.exif,
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,

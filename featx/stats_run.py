@@ -88,6 +88,7 @@ class StatsPurpose:
         resolved = {key: self._begun[key] for key in _RESOLVED}
         resolved["fold"] = self._begun.get("fold", False)
         resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
+        resolved["heif"] = self._begun.get("version.pillow_heif")
         return Begun(resolved, self._begun["part_rows"], "the statistics were")
 
     def part_limits(

@@ -13,16 +13,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.profiler import record_function
 
+from featx.alone import decode_alone
 from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.preprocess import Preprocess
+from featx.threads import Threads
 from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
 
 PREFETCH_BATCHES = 3
@@ -57,6 +62,8 @@ class Loader:
         reference: by the weights' own transform, instead of on uint8.
         batch_size: images of a Batch.
         pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+        timeout_s: an image that takes longer to be decoded is decoded again in a process of its
+            own, and fails where that takes as long; None waits for ever.
     """
 
     def __init__(
@@ -68,6 +75,7 @@ class Loader:
         reference: bool,
         batch_size: int,
         pinned: bool = False,
+        timeout_s: float | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -77,11 +85,12 @@ class Loader:
         self._reference = reference or not preprocess.has_fast_path
         self._batch_size = batch_size
         self._pinned = pinned
+        self._timeout_s = timeout_s
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._threads = ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-loader")
-        self._stack.callback(self._threads.shutdown, wait=True, cancel_futures=True)
+        threads = Threads(num_cpus(), self._timeout_s, "featx-loader")
+        self._threads = self._stack.enter_context(threads)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -108,9 +117,9 @@ class Loader:
 
     def load(self, rows: Iterable[int]) -> torch.Tensor:
         """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
-        batch = torch.zeros((1, 3, *self._preprocess.crop), dtype=self._dtype)
-        found = [batch[0].clone() for row in rows if self._fill(row, batch[0]) is None]
-        return torch.stack(found) if found else batch[:0]
+        found = [image for image in self.each(rows) if image is not None]
+        none = torch.zeros((0, 3, *self._preprocess.crop), dtype=self._dtype)
+        return torch.stack(found) if found else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
         """The image of each row in turn, (3, H, W); None where it fails.
@@ -170,14 +179,13 @@ class Loader:
     def _prepare(self, data: bytes) -> torch.Tensor:
         resize = self._preprocess.resize
         expected = (3, *self._preprocess.crop)
-        if self._reference:
-            image = decode(data, self._policy)
-            width, height = image.size
-            transformed = functools.partial(self._preprocess.reference, image)
+        picture = self._decoded(data)
+        if isinstance(picture, Image.Image):
+            width, height = picture.size
+            transformed = functools.partial(self._preprocess.reference, picture)
         else:
-            pixels = decode_pixels(data, self._policy, resize)
-            height, width, _ = pixels.shape
-            transformed = functools.partial(self._preprocess.crop_uint8, pixels)
+            height, width, _ = picture.shape
+            transformed = functools.partial(self._preprocess.crop_uint8, picture)
         short, long = sorted((width, height))
         if resize and resize * resize * long > self._policy.max_pixels * short:
             raise ImageFault(
@@ -196,6 +204,17 @@ class Loader:
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
+
+    def _decoded(self, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
+        """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+        at_least = None if self._reference else self._preprocess.resize
+        if self._threads.again:
+            pixels = decode_alone(data, self._policy, at_least, self._timeout_s)
+            return Image.fromarray(pixels) if self._reference else pixels
+        with self._threads.watched():
+            if self._reference:
+                return decode(data, self._policy)
+            return decode_pixels(data, self._policy, at_least)
 
     def _read(self, key: bytes) -> bytes:
         for wait_s in (*_RETRY_WAITS_S, None):

@@ -95,6 +95,7 @@ class Prepared:
             reference,
             batch_size,
             pinned=self.engine.device.type == "cuda",
+            timeout_s=self.config.data.timeout_s,
         )
 
 
@@ -267,7 +268,15 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         jpeg = PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW))
         heif = heif_version(listing.keys, before.get("heif"), new=begun is None)
         policy = replace(policy, jpeg=jpeg, heif=heif)
-        with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
+        with Loader(
+            source,
+            listing,
+            backbone.preprocess,
+            policy,
+            reference,
+            1,
+            timeout_s=config.data.timeout_s,
+        ) as loader:
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
         resolver = Resolver(config, engine, images, len(listing), begun)

@@ -189,6 +189,7 @@ def test_no_key_of_the_fingerprint_is_left_untried(finished: Path) -> None:
         {"grow": True},
         {"data": {"name": "folder", "root": "./photos/", "follow_links": True}},
         {"data": {"name": "folder", "root": "photos", "limit": 9}},
+        {"data": {"name": "folder", "root": "photos", "timeout_s": None}},
     ],
 )
 def test_what_changes_no_value_goes_on(

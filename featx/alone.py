@@ -22,10 +22,8 @@ from PIL import Image
 
 from featx.decode import ImagePolicy, decode_pixels
 from featx.errors import RunError
+from featx.supervisor import CRASHES
 from featx.types import ImageFault, Status
-
-CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
-"""The signals by which a decoder that writes where it must not ends its process."""
 
 _READY = b"!"
 _SPARE_S = 60

@@ -27,6 +27,7 @@ from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.preprocess import Preprocess
+from featx.suspects import Suspects
 from featx.threads import Threads
 from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
 
@@ -64,6 +65,8 @@ class Loader:
         pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
         timeout_s: an image that takes longer to be decoded is decoded again in a process of its
             own, and fails where that takes as long; None waits for ever.
+        suspects: which images are decoded each in a process of its own, and where is noted what is
+            being decoded.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Loader:
         batch_size: int,
         pinned: bool = False,
         timeout_s: float | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -86,9 +90,11 @@ class Loader:
         self._batch_size = batch_size
         self._pinned = pinned
         self._timeout_s = timeout_s
+        self._suspects = Suspects(None) if suspects is None else suspects
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
+        self._notes = self._stack.enter_context(self._suspects.notes())
         threads = Threads(num_cpus(), self._timeout_s, "featx-loader")
         self._threads = self._stack.enter_context(threads)
         return self
@@ -136,6 +142,18 @@ class Loader:
         while waiting:
             yield _unless_failed(*waiting.popleft())
 
+    def settle_suspects(self) -> None:
+        """Decode what a run was decoding when it died, image by image in a process of its own.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        with self._suspects.left_behind() as keys:
+            there = self._listing.keys[np.isin(self._listing.keys, list(keys))] if keys else ()
+            for key in map(bytes, there):
+                with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
+                    self._decoded_alone(key, self._read(key))
+
     @property
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self._reference else torch.uint8
@@ -162,7 +180,7 @@ class Loader:
                 data = self._read(key)
             read = time.perf_counter()
             with record_function("decode"):
-                place.copy_(self._prepare(data))
+                place.copy_(self._prepare(key, data))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -176,10 +194,10 @@ class Loader:
         self.times.add(read - begun, time.perf_counter() - read, len(data))
         return None
 
-    def _prepare(self, data: bytes) -> torch.Tensor:
+    def _prepare(self, key: bytes, data: bytes) -> torch.Tensor:
         resize = self._preprocess.resize
         expected = (3, *self._preprocess.crop)
-        picture = self._decoded(data)
+        picture = self._decoded(key, data)
         if isinstance(picture, Image.Image):
             width, height = picture.size
             transformed = functools.partial(self._preprocess.reference, picture)
@@ -205,16 +223,26 @@ class Loader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _decoded(self, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
+    def _decoded(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
         """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
-        at_least = None if self._reference else self._preprocess.resize
-        if self._threads.again:
-            pixels = decode_alone(data, self._policy, at_least, self._timeout_s)
+        if self._threads.again or key in self._suspects:
+            pixels = self._decoded_alone(key, data)
             return Image.fromarray(pixels) if self._reference else pixels
-        with self._threads.watched():
+        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(key)
+        with self._threads.watched(), noted:
             if self._reference:
                 return decode(data, self._policy)
-            return decode_pixels(data, self._policy, at_least)
+            return decode_pixels(data, self._policy, self._preprocess.resize)
+
+    def _decoded_alone(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
+        """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
+        at_least = None if self._reference else self._preprocess.resize
+        try:
+            return decode_alone(data, self._policy, at_least, self._timeout_s)
+        except ImageFault as fault:
+            if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
+                self._suspects.remember(key)
+            raise
 
     def _read(self, key: bytes) -> bytes:
         for wait_s in (*_RETRY_WAITS_S, None):

@@ -309,11 +309,15 @@ def num_parts(out: str = "store") -> int:
 
 
 def is_packing(process: subprocess.Popen[str]) -> bool:
-    """Whether the process has a child that packs."""
+    """Whether the process has a child that packs, below the one that does the work."""
+    waiting = [str(process.pid)]
     with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
-            if b"featx.store.pack" in Path(f"/proc/{child}/cmdline").read_bytes():
+        while waiting:
+            pid = waiting.pop()
+            if b"featx.store.pack" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 return True
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += (task / "children").read_text().split()
     return False
 
 

@@ -13,16 +13,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.profiler import record_function
 
+from featx.alone import decode_alone
 from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.preprocess import Preprocess
+from featx.suspects import Suspects
+from featx.threads import Threads
 from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
 
 PREFETCH_BATCHES = 3
@@ -62,6 +68,10 @@ class Loader:
         pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
         decode_ahead: also decode while earlier batches are computed. Where the processor does both,
             that only takes turns with the model and empties its caches: then only reading is ahead.
+        timeout_s: an image that takes longer to be decoded is decoded again in a process of its
+            own, and fails where that takes as long; None waits for ever.
+        suspects: which images are decoded each in a process of its own, and where is noted what is
+            being decoded.
     """
 
     def __init__(
@@ -74,6 +84,8 @@ class Loader:
         batch_size: int,
         pinned: bool = False,
         decode_ahead: bool = True,
+        timeout_s: float | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -84,18 +96,20 @@ class Loader:
         self._batch_size = batch_size
         self._pinned = pinned
         self._decode_ahead = decode_ahead
+        self._timeout_s = timeout_s
+        self._suspects = Suspects(None) if suspects is None else suspects
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._threads = self._pool(num_cpus() if self._decode_ahead else READERS)
-        # In a queue of their own: not behind the reading of later batches.
-        self._decoders = self._threads if self._decode_ahead else self._pool(num_cpus())
+        self._notes = self._stack.enter_context(self._suspects.notes())
+        decoders = Threads(num_cpus(), self._timeout_s, "featx-loader")
+        self._decoders = self._stack.enter_context(decoders)
+        if not self._decode_ahead:  # in a queue of their own: decoding is not behind later reading
+            readers = Threads(READERS, None, "featx-loader-reader")
+            self._readers = self._stack.enter_context(readers)
         return self
 
-    def _pool(self, threads: int) -> ThreadPoolExecutor:
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="featx-loader")
-        self._stack.callback(pool.shutdown, wait=True, cancel_futures=True)
-        return pool
+        return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -121,9 +135,9 @@ class Loader:
 
     def load(self, rows: Iterable[int]) -> torch.Tensor:
         """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
-        batch = torch.zeros((1, 3, *self._preprocess.crop), dtype=self._dtype)
-        found = [batch[0].clone() for row in rows if self._fill(row, batch[0]) is None]
-        return torch.stack(found) if found else batch[:0]
+        found = [image for image in self.each(rows) if image is not None]
+        none = torch.zeros((0, 3, *self._preprocess.crop), dtype=self._dtype)
+        return torch.stack(found) if found else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
         """The image of each row in turn, (3, H, W); None where it fails.
@@ -134,11 +148,23 @@ class Loader:
         waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
         for row in rows:
             place = torch.zeros((3, *self._preprocess.crop), dtype=self._dtype)
-            waiting.append((place, self._threads.submit(self._fill, row, place)))
+            waiting.append((place, self._decoders.submit(self._fill, row, place)))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
         while waiting:
             yield _unless_failed(*waiting.popleft())
+
+    def settle_suspects(self) -> None:
+        """Decode what a run was decoding when it died, image by image in a process of its own.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        with self._suspects.left_behind() as keys:
+            there = self._listing.keys[np.isin(self._listing.keys, list(keys))] if keys else ()
+            for key in map(bytes, there):
+                with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
+                    self._decoded_alone(key, self._read(key))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -150,9 +176,9 @@ class Loader:
         futures: list[Future[bytes | Failure | None]] = []
         for i in range(count):
             if self._decode_ahead:
-                futures.append(self._threads.submit(self._fill, start + i, images[i]))
+                futures.append(self._decoders.submit(self._fill, start + i, images[i]))
             else:
-                futures.append(self._threads.submit(self._fetch, start + i))
+                futures.append(self._readers.submit(self._fetch, start + i))
         return Batch(images, start, count, []), futures
 
     def _finish(
@@ -194,7 +220,7 @@ class Loader:
         begun = time.perf_counter()
         try:
             with record_function("decode"):
-                place.copy_(self._prepare(data))
+                place.copy_(self._prepare(key, data))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -203,17 +229,16 @@ class Loader:
         self.times.add(decode=time.perf_counter() - begun)
         return None
 
-    def _prepare(self, data: bytes) -> torch.Tensor:
+    def _prepare(self, key: bytes, data: bytes) -> torch.Tensor:
         resize = self._preprocess.resize
         expected = (3, *self._preprocess.crop)
-        if self._reference:
-            image = decode(data, self._policy)
-            width, height = image.size
-            transformed = functools.partial(self._preprocess.reference, image)
+        picture = self._decoded(key, data)
+        if isinstance(picture, Image.Image):
+            width, height = picture.size
+            transformed = functools.partial(self._preprocess.reference, picture)
         else:
-            pixels = decode_pixels(data, self._policy, resize)
-            height, width, _ = pixels.shape
-            transformed = functools.partial(self._preprocess.crop_uint8, pixels)
+            height, width, _ = picture.shape
+            transformed = functools.partial(self._preprocess.crop_uint8, picture)
         short, long = sorted((width, height))
         if resize and resize * resize * long > self._policy.max_pixels * short:
             raise ImageFault(
@@ -232,6 +257,27 @@ class Loader:
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
+
+    def _decoded(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
+        """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+        if self._decoders.again or key in self._suspects:
+            pixels = self._decoded_alone(key, data)
+            return Image.fromarray(pixels) if self._reference else pixels
+        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(key)
+        with self._decoders.watched(), noted:
+            if self._reference:
+                return decode(data, self._policy)
+            return decode_pixels(data, self._policy, self._preprocess.resize)
+
+    def _decoded_alone(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
+        """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
+        at_least = None if self._reference else self._preprocess.resize
+        try:
+            return decode_alone(data, self._policy, at_least, self._timeout_s)
+        except ImageFault as fault:
+            if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
+                self._suspects.remember(key)
+            raise
 
     def _read(self, key: bytes) -> bytes:
         for wait_s in (*_RETRY_WAITS_S, None):

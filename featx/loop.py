@@ -20,6 +20,7 @@ from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailures
 from featx.machine import num_cpus
 from featx.prepare import Prepared
 from featx.progress import Progress, bottleneck, complain
+from featx.supervisor import is_echo
 from featx.types import Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
@@ -357,6 +358,8 @@ def _signals() -> Iterator[list[int]]:
         return
 
     def note(signum: int, frame: object) -> None:
+        if is_echo(signum):
+            return
         if stop:
             raise Interrupted(stop[0])
         stop.append(signum)

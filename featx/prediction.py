@@ -240,6 +240,7 @@ class _PredictPurpose:
     ) -> None:
         self.dtype = dtype
         self.settings: dict[str, Any] = {}
+        self.folder: Path | None = None
         self._config = config
         self._resolved = resolved
         self._files = files

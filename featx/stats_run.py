@@ -69,9 +69,9 @@ class StatsPurpose:
             self.settings["target"] = config.target
         self._config = config
         self._source = source
-        out = Path(config.out).expanduser()
-        check_out(out)
-        self._begun = None if config.overwrite else begun_settings(out)
+        self.folder: Path | None = Path(config.out).expanduser()
+        check_out(self.folder)
+        self._begun = None if config.overwrite else begun_settings(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows as the data set lists them; a store in the same folder has its own order."""
@@ -88,6 +88,7 @@ class StatsPurpose:
         resolved = {key: self._begun[key] for key in _RESOLVED}
         resolved["fold"] = self._begun.get("fold", False)
         resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
+        resolved["heif"] = self._begun.get("version.pillow_heif")
         return Begun(resolved, self._begun["part_rows"], "the statistics were")
 
     def part_limits(

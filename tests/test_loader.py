@@ -315,6 +315,45 @@ def test_a_transform_without_a_fast_path_takes_the_reference() -> None:
     assert all(torch.equal(rows[i], expected_row(GOOD[i], reference=True)) for i in range(4))
 
 
+# A decoder that hangs
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("fault", [None, ImageFault(Status.TIMEOUT, "too long", "TimeoutError")])
+def test_a_decoder_that_hangs_costs_no_neighbour(
+    monkeypatch: pytest.MonkeyPatch, reference: bool, fault: ImageFault | None
+) -> None:
+    """Decoded again by itself: its pixels are used, or its fault is recorded."""
+    wake, waited = threading.Event(), []
+    for name in ("decode", "decode_pixels"):
+        real = getattr(loader_module, name)
+
+        def stuck(data: bytes, *rest: object, real: object = real) -> object:
+            if data in (GOOD[5], GOOD[6]):
+                waited.append(data)
+                wake.wait(30)
+            return real(data, *rest)
+
+        monkeypatch.setattr(loader_module, name, stuck)
+    if fault is not None:
+
+        def never(*_: object) -> None:
+            raise fault
+
+        monkeypatch.setattr(loader_module, "decode_alone", never)
+    source = MemorySource(GOOD)
+    with Loader(source, source.listing(), PREPROCESS, POLICY, reference, 4, timeout_s=1) as loader:
+        batches = list(loader.batches(parts_of(23, 8)))
+        wake.set()
+    assert sorted(waited) == sorted(GOOD[5:7])
+    failures = [failure for _, batch in batches for failure in batch.failures]
+    bad = [5, 6] if fault else []
+    assert [(f.row, f.status) for f in failures] == [(row, Status.TIMEOUT) for row in bad]
+    for row, x in rows_of(batches).items():
+        expected = torch.zeros_like(x) if row in bad else expected_row(GOOD[row], reference)
+        assert torch.equal(x, expected)
+
+
 # Failures of the environment
 
 

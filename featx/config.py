@@ -25,6 +25,7 @@ from featx.options import (
     AttributeConfig,
     BenchConfig,
     DataConfig,
+    ExecutorConfig,
     ExportConfig,
     JobConfig,
     ModelConfig,
@@ -153,6 +154,11 @@ class Config:
     """Share (below 1) or number of images that may fail before the exit code is 3."""
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    """local: this machine, in this process or as `devices` says."""
+    devices: Any = None
+    """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
+    of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""
     pack: Any = "auto"
     """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
     tensorboard: Any = False
@@ -204,6 +210,7 @@ class Config:
         _check_tensorboard(self.tensorboard)
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
+        self._check_devices()
         if self.max_failures < 0:
             raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
         if self.part_rows != "auto":
@@ -231,6 +238,41 @@ class Config:
         if self.out in (_default("out"), f"runs/{self.data.name}/{self.model.name}"):
             return (root if root.is_dir() else root.parent) / name
         return Path(self.out).expanduser().absolute()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes than this one compute."""
+        return self.devices is not None
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that compute, on one machine."""
+        if self.devices is None:
+            return 1
+        return self.devices if isinstance(self.devices, int) else len(self.devices)
+
+    def _check_devices(self) -> None:
+        """The key `devices`, and what does not go with processes of their own."""
+        if self.devices is None:
+            return
+        given = self.devices if isinstance(self.devices, list | tuple) else [self.devices]
+        least = 1 if given is not self.devices else 0
+        whole = [type(n) is int and n >= least for n in given]
+        if not whole or not all(whole):
+            raise ConfigError(
+                f"devices={self.devices}: expected how many workers, such as 4, or a list of GPUs, "
+                "such as [0,1]."
+            )
+        if given is self.devices and self.device not in ("auto", "cuda"):
+            raise ConfigError(
+                f"devices={self.devices} are GPUs, and device={self.device} asks for something "
+                f"else. Leave device out, or give a number: devices={len(given)}."
+            )
+        for key in ("tensorboard", "profile"):
+            if getattr(self, key) is not False:
+                raise ConfigError(
+                    f"{key} sees the batches of one process only; leave devices out with it."
+                )
 
     @property
     def takes_gradients(self) -> bool:
@@ -281,6 +323,8 @@ class Config:
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "profile": (self.profile, ("extract", "stats", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
+            "devices": (self.devices is not None, ("extract", "plan")),
+            "executor": (self.executor != ExecutorConfig(), ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
             "probe": (self.probe != ProbeConfig(), ("probe",)),
             "similar": (self.similar != SimilarConfig(), ("similar",)),

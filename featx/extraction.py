@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from featx.config import Config
 from featx.events import RunEvents, require_tensorboard
+from featx.executors import spread
+from featx.executors.orders import Outcome
+from featx.features import FeatureWork
 from featx.loop import (
-    Figures,
     exit_code,
-    failures_of,
     failures_text,
-    labels_of,
     peak_memory_mib,
     run_parts,
 )
@@ -26,8 +24,7 @@ from featx.progress import complain, describe_run, facts
 from featx.store import layout
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
-from featx.store.writer import PartBuilder
-from featx.types import Batch, Failure, Part, Source
+from featx.types import Part, Source
 
 
 def run_extraction(
@@ -65,13 +62,17 @@ def run_extraction(
         complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
         complain("")
         events = RunEvents(prepared, session) if config.tensorboard else None
-        work = _StoreWork(prepared, session, events)
-        figures = run_parts(prepared, work, session.disk, events)
+        outcome = (
+            spread(prepared, session, config_yaml)
+            if config.is_spread
+            else _done_here(prepared, session, events)
+        )
+        figures = outcome.figures
         packing = time.perf_counter()
         _pack(config, session)
         figures.seconds["pack"] = time.perf_counter() - packing
         session.write_failures()
-        summary = _summary(session, figures, +work.faint)
+        summary = _summary(session, outcome)
         session.write_summary(summary)
         if events is not None:
             events.finish()
@@ -98,26 +99,25 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     )
 
 
-class _StoreWork:
-    """Features of the rows, into the parts of a store.
+def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
+    """What a store lacks, computed by this process alone."""
+    work = _StoreWork(prepared, session, events)
+    figures = run_parts(prepared, work, session.disk, events)
+    return Outcome(figures, work.faint, peak_memory_mib())
+
+
+class _StoreWork(FeatureWork):
+    """Features of the rows that a store lacks, into its parts.
 
     Args:
         prepared: the run.
         session: its store, held.
         events: sees every batch; None where nobody wants to see any.
-
-    Attributes:
-        faint: layer -> rows that float16 hardly holds.
-        seconds: there are no stages beside those of every run.
     """
 
     def __init__(self, prepared: Prepared, session: StoreSession, events: RunEvents | None) -> None:
-        self.faint: Counter[str] = Counter()
-        self.seconds: dict[str, float] = {}
-        self._events = events
-        self._prepared = prepared
+        super().__init__(prepared, session.commit, events)
         self._session = session
-        self._builder: PartBuilder | None = None
 
     @property
     def rows_asked(self) -> int:
@@ -129,47 +129,6 @@ class _StoreWork:
 
     def missing(self) -> list[Part]:
         return self._session.missing()
-
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        if self._builder is None:
-            self._builder = PartBuilder(part, self._prepared.specs)
-        features, failures = compute_rows(self._prepared, batch, self.faint)
-        self._builder.add(batch.start, features, failures)
-        if self._events is not None:
-            self._events.batch(batch, features, failures)
-        return failures
-
-    def hand_over(self) -> Callable[[], None]:
-        assert self._builder is not None, "no batch of a part was taken"
-        builder, self._builder = self._builder, None
-        return functools.partial(self._session.commit, builder)
-
-
-def compute_rows(
-    prepared: Prepared, batch: Batch, faint: Counter[str]
-) -> tuple[dict[str, Any], list[Failure]]:
-    """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
-
-    Args:
-        prepared: the run.
-        batch: n rows of it, and padding.
-        faint: layer -> rows that float16 hardly holds; added to.
-
-    Returns:
-        dataset name -> (n, ...) as stored, and the rows that failed.
-
-    Raises:
-        NonFiniteError: a feature is not finite, and nonfinite=error.
-    """
-    from featx.engine import stored_bits
-
-    values = prepared.engine.run(batch.images, labels_of(prepared, batch))
-    failures = failures_of(prepared, batch, values)
-    failed = {failure.row for failure in failures}
-    ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    for name, rows in prepared.engine.faint_rows().items():
-        faint[name] += int(rows[ok].sum())
-    return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
 
 
 def _pack(config: Config, session: StoreSession) -> None:
@@ -187,15 +146,15 @@ def _pack(config: Config, session: StoreSession) -> None:
     session.after_packing()
 
 
-def _summary(session: StoreSession, figures: Figures, faint: Counter[str]) -> dict[str, Any]:
+def _summary(session: StoreSession, outcome: Outcome) -> dict[str, Any]:
     return {
         "rows": len(session.listing),
         "failures": len(session.failures),
-        **figures.as_dict(),
-        "faint_rows": dict(faint),
+        **outcome.figures.as_dict(),
+        "faint_rows": dict(+outcome.faint),
         "layers": [spec.name for spec in session.manifest.layers.values()],
         "bytes": session.stored_bytes(),
-        "peak_memory_mib": peak_memory_mib(),
+        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +19,7 @@ from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError
 from featx.machine import num_cpus
 from featx.prepare import Prepared
-from featx.progress import Progress, bottleneck, complain
+from featx.progress import Progress, Unseen, bottleneck, complain
 from featx.types import Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class Work(Protocol):
     def rows_done(self) -> int:
         """Rows in committed parts."""
 
-    def missing(self) -> list[Part]:
-        """The parts that are still to be done, in order."""
+    def missing(self) -> Iterable[Part]:
+        """The parts that are still to be done; taken one by one as they are begun."""
 
     def take(self, part: Part, batch: Batch) -> list[Failure]:
         """Compute the next batch of a part; returns its rows that failed."""
@@ -95,7 +95,11 @@ class Work(Protocol):
 
 
 def run_parts(
-    prepared: Prepared, work: Work, disk: Disk | None = None, events: RunEvents | None = None
+    prepared: Prepared,
+    work: Work,
+    disk: Disk | None = None,
+    events: RunEvents | None = None,
+    progress: Progress | Unseen | None = None,
 ) -> Figures:
     """Compute and commit what is missing.
 
@@ -104,6 +108,7 @@ def run_parts(
         work: what becomes of its batches.
         disk: of the folder that gets a trace with profile=true; None where there is no folder.
         events: is told of every committed part; None where nobody wants to know.
+        progress: is told of every batch; None takes a bar on stderr.
 
     Raises:
         Interrupted: a signal asked for the end; what was whole is committed.
@@ -116,13 +121,14 @@ def run_parts(
     done_before = work.rows_done
     missing = work.missing()
     loader = prepared.loader(engine.compute.batch_size)
+    progress = Progress(work.rows_asked, done_before) if progress is None else progress
     begun = time.perf_counter()
     with (
         loader,
-        _signals() as stop,
+        stop_signals() as stop,
         _Commits() as commits,
         _timeline(prepared, disk) as timeline,
-        Progress(work.rows_asked, done_before) as progress,
+        progress,
     ):
         batches = loader.batches(missing)
         while True:
@@ -319,7 +325,7 @@ def peak_memory_mib() -> int:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM end the run after the batch; a second one, or GRACE_S later, at once."""
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -18,6 +18,7 @@ from featx.config import Config, layer_requests
 from featx.data import open_source
 from featx.decode import PILLOW, ImagePolicy, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
+from featx.machine import num_cpus
 from featx.models import build_backbone, resolve_library
 from featx.options import GRADIENTS, ReduceConfig
 from featx.store import codecs
@@ -48,6 +49,8 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
+        threads: of the CPU that computes, in each process; None where another device does.
+        devices: of the processes that compute, torch.device.
     """
 
     config: Config
@@ -59,6 +62,8 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     seconds_per_image: float
+    threads: int | None
+    devices: list[Any]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -74,7 +79,11 @@ class Prepared:
             layers=tuple(self.specs),
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
-            resolved={**self.engine.compute.as_dict(), "jpeg": self.policy.jpeg},
+            resolved={
+                **self.engine.compute.as_dict(),
+                "jpeg": self.policy.jpeg,
+                **({} if self.threads is None else {"threads": self.threads}),
+            },
         )
 
     def loader(self, batch_size: int) -> Loader:
@@ -243,22 +252,26 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     codecs.filters(config.codec)
 
     # From here on torch is needed, which takes seconds to import.
-    from featx.devices import choose_device
+    from featx.devices import choose_devices, cpu_threads
     from featx.loader import Loader
     from featx.preprocess import check_reference
     from featx.projected import with_statistics
     from featx.resolve import PROBE_IMAGES, Resolver
 
-    device = choose_device(config.device)
+    devices = choose_devices(config.device, config.devices)
+    device = devices[0]
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
-    with _engine(config, backbone, device, purpose.dtype) as engine:
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(_engine(config, backbone, device, purpose.dtype))
         selection = _selection(config, engine)
         chosen = with_statistics(selection.chosen, config, backbone)
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
         begun = purpose.begun({tap.name for tap, _ in chosen})
+        threads, why_threads = _threads(config, device, begun)
+        stack.enter_context(cpu_threads(threads))
         before = begun.resolved.get("jpeg", PILLOW) if begun else None
         policy = replace(policy, jpeg=PILLOW if reference else jpeg_decoder(before))
         with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
@@ -289,9 +302,32 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             header=header,
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
-            choices=resolver.choices,
+            threads=threads,
+            devices=devices,
+            choices={**resolver.choices, **why_threads},
             left_out=selection.left_out,
         )
+
+
+def _threads(config: Config, device: Any, begun: Begun | None) -> tuple[int | None, dict[str, str]]:
+    """Threads that compute on a CPU, and a line on the choice.
+
+    The last bits of a row depend on them, so a store that is gone on with keeps its number.
+
+    Returns:
+        None where another device computes.
+    """
+    import torch
+
+    if device.type != "cpu":
+        return None, {}
+    here = max(1, min(torch.get_num_threads(), num_cpus() // config.num_workers))
+    before = begun.resolved.get("threads", here) if begun else here
+    if before == here:
+        return here, {}
+    assert begun is not None
+    text = f"{before} (as {begun.what} begun; here it would be {here}, and other last bits)"
+    return int(before), {"threads": text}
 
 
 def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,11 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
+    def begin(self) -> None:
+        """Only now does the time count: until here nothing could be done."""
+        self._begun = self._told = time.perf_counter()
+        self._bar.unpause()
+
     def step(self, images: int, failures: int, waited_s: float) -> None:
         """One batch is done; waited_s of it the device stood waiting for images."""
         self._done += images
@@ -116,6 +122,35 @@ class Progress:
                 f"{self._done} of {self._total} images, {rate:.1f} images/s, {time_text(left)} "
                 f"left, {self._failures} failed, bound by {stage}"
             )
+
+    def tell(self, text: str) -> None:
+        """A line about the run, above the bar."""
+        if self._terminal:
+            tqdm.write(text, file=sys.stderr)
+        else:
+            complain(text)
+
+
+class Unseen:
+    """What a worker has instead of a bar: nothing is shown, the waits are summed."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+
+    def __enter__(self) -> Unseen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def step(self, images: int, failures: int, waited_s: float) -> None:
+        """As that of Progress."""
+        self._waited_s += waited_s
+
+    def take_waited(self) -> float:
+        """Seconds waited since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
 
 class CountProgress:
@@ -172,12 +207,14 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
         data += f"\nleft out: {skipped}"
     compute = prepared.engine.compute
+    devices = Counter(map(str, prepared.devices))
     settings = {
         "precision": compute.precision,
         "compile": str(compute.compile).lower(),
         "fold": str(compute.fold).lower(),
         "batch_size": str(compute.batch_size),
         "part_rows": str(prepared.part_rows),
+        **({} if prepared.threads is None else {"threads": str(prepared.threads)}),
     }
     rows = [
         ("data", data),
@@ -185,7 +222,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         ("", f"sha256 {header.weights_sha256}"),
         ("transform", f"{header.transform}, decode={config.decode}"),
         ("layers", layers_text(prepared)),
-        ("device", str(prepared.engine.device)),
+        ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
         *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
     ]
     if plain := prepared.engine.unfused:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from featx.config import Config, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
-from featx.extraction import compute_rows
+from featx.features import compute_rows
 from featx.keys import from_saved
-from featx.options import PROJECTIONS, ReduceConfig
+from featx.options import PROJECTIONS, ExecutorConfig, ReduceConfig
 from featx.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run
@@ -126,6 +126,8 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         grow=False,
         tensorboard=False,
         profile=False,
+        executor=ExecutorConfig(),
+        devices=None,
     )
 
 

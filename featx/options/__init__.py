@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from featx.options.backbone import INTERPOLATIONS, LIBRARIES, ModelConfig, TransformConfig
 from featx.options.checks import check_choice
+from featx.options.executors import EXECUTORS, ExecutorConfig
 from featx.options.heat_maps import (
     BASELINES,
     BY_CAPTUM,
@@ -51,6 +52,7 @@ __all__ = [
     "CAPTURES",
     "CODECS",
     "DATA_KINDS",
+    "EXECUTORS",
     "EXPORTS",
     "GRADIENTS",
     "INTERPOLATIONS",
@@ -72,6 +74,7 @@ __all__ = [
     "AttributeConfig",
     "BenchConfig",
     "DataConfig",
+    "ExecutorConfig",
     "ExportConfig",
     "JobConfig",
     "ModelConfig",

@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
-from featx.store.dtypes import memory_dtype
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.part_files import look_at_part, part_path, publish_part, shape_problem
 from featx.store.writer import PartBuilder, read_failures
-from featx.types import Failure, LayerSpec, Listing, Part
+from featx.types import Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +110,13 @@ class StoreSession:
 
     def commit(self, builder: PartBuilder) -> None:
         """Make one part durable; from here on no crash takes it away."""
-        run = self._run_of(builder.part)
-        data = builder.build(run, self.listing, self.manifest.to_json())
-        path = self.part_path(builder.part.index)
-        if not self.disk.publish(path, data) and (problem := self._problem(path, builder.part)):
-            raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
-        self._done.add(builder.part.index)
-        new = [failure for failure in builder.failures if failure.row not in self._failed]
+        failures = publish_part(self.disk, builder, self.manifest, self.listing)
+        self.committed(builder.part, failures)
+
+    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+        """A part is durable, by this process or by a worker; its failures are noted."""
+        self._done.add(part.index)
+        new = [failure for failure in failures if failure.row not in self._failed]
         self._add_failures(new)
         if new:
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
@@ -160,11 +159,7 @@ class StoreSession:
 
     def part_path(self, index: int) -> Path:
         """Where part `index` of the store lies."""
-        return self.root / layout.PARTS / layout.part_name(index)
-
-    def _run_of(self, part: Part) -> Run:
-        runs = self.manifest.runs
-        return next(run for run in reversed(runs) if run.grid.first_part <= part.index)
+        return part_path(self.root, index)
 
     def _missing_of(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index not in self._done]
@@ -256,27 +251,13 @@ class StoreSession:
             return "it is not complete"
         num_rows = max(run.grid.stop_row for run in runs)
         specs = {spec.name: spec for run in runs for spec in run.layers}
-        return _shape_problem(file, num_rows, list(specs.values()))
+        return shape_problem(file, num_rows, list(specs.values()))
 
     def _problem(self, path: Path, part: Part) -> str | None:
-        """Why a file cannot count as a part of this store, or None; its failures are taken over.
-
-        The fingerprint holds the listing's and the layers', so what is left to check is which part
-        it is and whether it is whole; flipped bits are found by `verify` and by packing.
-        """
-        run = self._run_of(part)
-        try:
-            with open_for_a_look(path) as file:
-                if file.attrs["fingerprint"] != run.digest:
-                    return "it is of another run"
-                if int(file.attrs.get("start", 0)) != part.start:
-                    return "it holds the rows of another part"
-                if problem := _shape_problem(file, len(part), run.layers):
-                    return problem
-                self._add_failures(read_failures(file))
-                return None
-        except layout.UNREADABLE as error:
-            return damage_text(path, error)
+        """Why a file cannot count as a part of this store, or None; its failures are taken over."""
+        problem, failures = look_at_part(path, part, self.manifest.run_of(part))
+        self._add_failures(failures)
+        return problem
 
     def _add_failures(self, failures: Sequence[Failure]) -> None:
         """Take over failures; where a row failed in several runs, the first is kept."""
@@ -313,21 +294,6 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
         for run in manifest.runs[num_packed:]
     ]
     return [(run, parts) for run, parts in lacking if parts]
-
-
-def _shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
-    """Which dataset is not there in its full size, or None."""
-    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
-    expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
-    for spec in specs:
-        path = f"{layout.FEATURES}/{spec.name}"
-        expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
-    for path, (shape, dtype) in expected.items():
-        # h5py's own layer above costs three times as much, and a store may have 10,000 parts.
-        found = h5py.h5d.open(file.id, path.encode())
-        if found.shape != shape or dtype not in (None, found.dtype):
-            return f"dataset {path} is {found.shape} {found.dtype}, expected {shape} {dtype or ''}"
-    return None
 
 
 def remove_parts(disk: Disk) -> None:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from featx import errors
-from featx.devices import leave
 from featx.errors import FeatxError, RunError
 from featx.executors.orders import Done, Labour, Order, Outcome, order_of, rows_text
 from featx.executors.worker import STOP
@@ -49,6 +48,8 @@ def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
         RunError: a worker failed, or a part took MAX_DEATHS workers with it.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
+    from featx.devices import leave  # which imports torch
+
     devices = [str(device) for device in prepared.devices]
     cpus = max(1, num_cpus() // len(devices))
     parts = session.missing()

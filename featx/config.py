@@ -28,6 +28,7 @@ from featx.options import (
     ExecutorConfig,
     ExportConfig,
     JobConfig,
+    LogConfig,
     ModelConfig,
     ProbeConfig,
     ReduceConfig,
@@ -108,7 +109,8 @@ class Config:
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
     said so), probe (what the features of a store can tell of the labels), predict (a probe on new
     pictures), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
-    formats), verify or pack (a store that is there), bench (how fast it is here)."""
+    formats), verify or pack (a store that is there), status (how far a run is, from any machine),
+    bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -176,8 +178,8 @@ class Config:
     """Of random weights, of the rows that verify.sample and similar.rows choose, and of a probe's
     splits."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, pack, probe, predict, similar and export read;
-    null takes `out`, with the last three it has to be given."""
+    """The folder or features.h5 that job=verify, status, pack, probe, predict, similar and export
+    read; null takes `out`, with the last three it has to be given."""
     layer: Any = None
     """The layers that job=probe, similar and export take: a name, a glob or a list; null takes all.
     Nearest rows and duplicates are of one layer, which has to be named where there are several. For
@@ -194,6 +196,8 @@ class Config:
     """What job=similar looks for; the nearest rows of every row when nothing is given."""
     export: ExportConfig = field(default_factory=ExportConfig)
     """What job=export writes."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """How the command tells of a run while it goes on."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """How much job=bench measures: featx, the script a user writes, and each stage alone."""
 
@@ -313,11 +317,12 @@ class Config:
                     "similar",
                     "export",
                     "verify",
+                    "status",
                     "bench",
                 ),
             ),
             "job.show": (self.job.show != "shapes", ("layers",)),
-            "store": (self.store is not None, ("verify", "pack", "probe", *_OF_A_STORE)),
+            "store": (self.store is not None, ("verify", "status", "pack", "probe", *_OF_A_STORE)),
             "layer": (self.layer is not None, ("probe", *_OF_A_STORE)),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),

@@ -20,8 +20,9 @@ from featx.loop import (
     run_parts,
 )
 from featx.prepare import Prepared, StorePurpose, prepare
-from featx.progress import complain, describe_run, facts
+from featx.progress import announce, complain, describe_run
 from featx.store import layout
+from featx.store.heartbeat import Heartbeat
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
 from featx.types import Part, Source
@@ -59,8 +60,7 @@ def run_extraction(
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         session.write_config(config_yaml)
-        complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
-        complain("")
+        announce([*describe_run(prepared), ("store", _store_text(session))])
         events = RunEvents(prepared, session) if config.tensorboard else None
         outcome = (
             spread(prepared, session, config_yaml)
@@ -101,8 +101,9 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
 
 def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
     """What a store lacks, computed by this process alone."""
-    work = _StoreWork(prepared, session, events)
-    figures = run_parts(prepared, work, session.disk, events)
+    with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
+        work = _StoreWork(prepared, session, heart, events)
+        figures = run_parts(prepared, work, session.disk, events)
     return Outcome(figures, work.faint, peak_memory_mib())
 
 
@@ -112,11 +113,18 @@ class _StoreWork(FeatureWork):
     Args:
         prepared: the run.
         session: its store, held.
+        heart: is told what part is computed.
         events: sees every batch; None where nobody wants to see any.
     """
 
-    def __init__(self, prepared: Prepared, session: StoreSession, events: RunEvents | None) -> None:
-        super().__init__(prepared, session.commit, events)
+    def __init__(
+        self,
+        prepared: Prepared,
+        session: StoreSession,
+        heart: Heartbeat,
+        events: RunEvents | None,
+    ) -> None:
+        super().__init__(prepared, session.commit, heart, events)
         self._session = session
 
     @property

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.loop import failures_of, labels_of
 from featx.prepare import Prepared
+from featx.store.heartbeat import Heartbeat
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Part
 
@@ -22,6 +23,7 @@ class FeatureWork:
     Args:
         prepared: the run.
         commit: makes a part durable.
+        heart: is told what part is computed.
         events: sees every batch; None where nobody wants to see any.
 
     Attributes:
@@ -33,11 +35,13 @@ class FeatureWork:
         self,
         prepared: Prepared,
         commit: Callable[[PartBuilder], None],
+        heart: Heartbeat,
         events: RunEvents | None = None,
     ) -> None:
         self.faint: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._commit = commit
+        self._heart = heart
         self._events = events
         self._prepared = prepared
         self._builder: PartBuilder | None = None
@@ -46,6 +50,7 @@ class FeatureWork:
         """Compute the next batch of a part; returns its rows that failed."""
         if self._builder is None:
             self._builder = PartBuilder(part, self._prepared.specs)
+            self._heart.begin(part)
         features, failures = compute_rows(self._prepared, batch, self.faint)
         self._builder.add(batch.start, features, failures)
         if self._events is not None:
@@ -56,7 +61,11 @@ class FeatureWork:
         """The part whose last batch was taken; calling what is returned makes it durable."""
         assert self._builder is not None, "no batch of a part was taken"
         builder, self._builder = self._builder, None
-        return functools.partial(self._commit, builder)
+        return functools.partial(self._made_durable, builder)
+
+    def _made_durable(self, builder: PartBuilder) -> None:
+        self._commit(builder)
+        self._heart.committed(builder.part)
 
 
 def compute_rows(

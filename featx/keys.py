@@ -108,7 +108,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
 
     values = dict(values)
     for key in values:
-        if key not in {f.name for f in fields(Config)} - {"job"}:
+        if key not in {f.name for f in fields(Config)} - {"job", "log"}:
             raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
     if isinstance(model := values.get("model"), str):
         values["model"] = {"name": model}

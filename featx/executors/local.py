@@ -28,6 +28,7 @@ from featx.loop import GRACE_S, Figures, Interrupted, stop_signals
 from featx.machine import num_cpus
 from featx.prepare import Prepared
 from featx.progress import Progress, bottleneck, complain
+from featx.store.heartbeat import Heartbeat, clear_sign_of
 from featx.store.session import StoreSession
 from featx.types import Part
 
@@ -57,7 +58,8 @@ def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
     _warn(prepared, len(devices))
     leave(prepared.engine.backbone.module, prepared.engine.device)
     crew = Crew(order, devices[: len(parts)], session, parts)
-    crew.work()
+    with Heartbeat(session.disk, "driver"):
+        crew.work()
     rows, took = crew.rows, crew.seconds
     seconds = {stage: crew.labour.seconds.get(stage, 0.0) for stage in _STAGES}
     if not rows:
@@ -311,6 +313,7 @@ class Crew:
             self._read_output(worker)
             self._workers.remove(worker)
             worker.close()
+            clear_sign_of(self._session.disk, worker.process.pid)
             if not worker.finished and self._ending is None:
                 self._replace(worker)
 
@@ -374,6 +377,7 @@ class Crew:
                 worker.process.wait()
                 self._hear(worker)  # what it made durable before
                 worker.close()
+                clear_sign_of(self._session.disk, worker.process.pid)
 
 
 def _how(code: int) -> str:

@@ -29,6 +29,7 @@ from featx.options import ExecutorConfig
 from featx.prepare import Prepared, prepare
 from featx.progress import Unseen
 from featx.store.commit import Disk
+from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
 from featx.store.manifest import Manifest
 from featx.store.part_files import publish_part
@@ -228,6 +229,7 @@ class PartWork(FeatureWork):
         prepared: as ordered.
         order: of the driver.
         tell: is given every part that is durable; called in the thread that commits.
+        heart: is told what part is computed.
         stopping: is set when the run is to end after the batch; None where nobody sets it.
 
     Attributes:
@@ -239,9 +241,10 @@ class PartWork(FeatureWork):
         prepared: Prepared,
         order: Order,
         tell: Callable[[Done], None],
+        heart: Heartbeat,
         stopping: threading.Event | None = None,
     ) -> None:
-        super().__init__(prepared, self._publish)
+        super().__init__(prepared, self._publish, heart)
         self._stopping = stopping or threading.Event()
         self.part: Part | None = None
         self.rows_asked = order.num_rows

@@ -90,11 +90,14 @@ def main(descriptor: int, parent: int) -> int:
     # Only now: what the order names may lie in folders that this process did not know.
     from featx.executors.orders import Labour, PartWork, prepared_as_ordered, rows_text
     from featx.loop import Interrupted
+    from featx.store.commit import Disk
+    from featx.store.heartbeat import Heartbeat
 
     labour, work = Labour(), None
     try:
-        with prepared_as_ordered(order, device) as prepared:
-            work = PartWork(prepared, order, link.done, link.stopping)
+        heart = Heartbeat(Disk(order.root), f"worker on {device}")
+        with heart, prepared_as_ordered(order, device) as prepared:
+            work = PartWork(prepared, order, link.done, heart, link.stopping)
             link.tell("ready")
             while (first := link.draw(wait=True)) is not None:
                 labour.add(work.do(link.parts(first)))

@@ -22,6 +22,7 @@ from featx.options.jobs import (
     VIEWS_OF_LAYERS,
     BenchConfig,
     JobConfig,
+    LogConfig,
     StatsConfig,
     VerifyConfig,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "ExecutorConfig",
     "ExportConfig",
     "JobConfig",
+    "LogConfig",
     "ModelConfig",
     "ProbeConfig",
     "ReduceConfig",

@@ -21,6 +21,7 @@ from featx.errors import StoreError
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.files import damage_text, open_for_a_look
+from featx.store.heartbeat import clear_signs
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
@@ -199,7 +200,8 @@ class StoreSession:
 
     def _clear_leftovers(self) -> None:
         """Delete the temporary files of a process that was killed."""
-        names = (layout.PARTS, layout.PROBE_HEADS, ".hydra")
+        clear_signs(self.disk)
+        names = (layout.PARTS, layout.PROBE_HEADS, layout.WORKERS, ".hydra")
         for folder in (self.root, *(self.root / name for name in names)):
             for leftover in folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(leftover)

@@ -157,7 +157,8 @@ class Config:
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
-    """local: this machine, in this process or as `devices` says."""
+    """local: this machine, in this process or as `devices` says; slurm: a job array of a cluster
+    (pip install "featx[slurm]")."""
     devices: Any = None
     """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
     of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""
@@ -246,19 +247,37 @@ class Config:
     @property
     def is_spread(self) -> bool:
         """Whether other processes than this one compute."""
-        return self.devices is not None
+        return self.devices is not None or self.executor.name != "local"
 
-    @property
-    def num_workers(self) -> int:
-        """Processes that compute, on one machine."""
+    def cpus_of_worker(self, here: int) -> int:
+        """CPUs of each process that computes.
+
+        Args:
+            here: CPUs of this machine.
+        """
+        if self.executor.name != "local":
+            return self.executor.num_cpus
         if self.devices is None:
-            return 1
-        return self.devices if isinstance(self.devices, int) else len(self.devices)
+            return here
+        workers = self.devices if isinstance(self.devices, int) else len(self.devices)
+        return max(1, here // workers)
 
     def _check_devices(self) -> None:
         """The key `devices`, and what does not go with processes of their own."""
+        if self.is_spread:
+            for key in ("tensorboard", "profile"):
+                if getattr(self, key) is not False:
+                    raise ConfigError(
+                        f"{key} sees the batches of one process only; leave devices and executor "
+                        "out with it."
+                    )
         if self.devices is None:
             return
+        if self.executor.name != "local":
+            raise ConfigError(
+                f"devices are of this machine; with executor={self.executor.name} each task has "
+                "one device."
+            )
         given = self.devices if isinstance(self.devices, list | tuple) else [self.devices]
         least = 1 if given is not self.devices else 0
         whole = [type(n) is int and n >= least for n in given]
@@ -272,11 +291,6 @@ class Config:
                 f"devices={self.devices} are GPUs, and device={self.device} asks for something "
                 f"else. Leave device out, or give a number: devices={len(given)}."
             )
-        for key in ("tensorboard", "profile"):
-            if getattr(self, key) is not False:
-                raise ConfigError(
-                    f"{key} sees the batches of one process only; leave devices out with it."
-                )
 
     @property
     def takes_gradients(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from featx.config import Config
 from featx.events import RunEvents, require_tensorboard
-from featx.executors import spread
+from featx.executors import check, spread
 from featx.executors.orders import Outcome
 from featx.features import FeatureWork
 from featx.loop import (
@@ -54,6 +54,8 @@ def run_extraction(
     out = Path(config.out).expanduser()
     if config.tensorboard:
         require_tensorboard()
+    if config.is_spread:
+        check(config)
     with contextlib.ExitStack() as stack:
         purpose = StorePurpose(config, known_rows_only, source)
         prepared = stack.enter_context(prepare(config, config_yaml, purpose))

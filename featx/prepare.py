@@ -321,7 +321,8 @@ def _threads(config: Config, device: Any, begun: Begun | None) -> tuple[int | No
 
     if device.type != "cpu":
         return None, {}
-    here = max(1, min(torch.get_num_threads(), num_cpus() // config.num_workers))
+    cpus = config.cpus_of_worker(num_cpus())
+    here = cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
     before = begun.resolved.get("threads", here) if begun else here
     if before == here:
         return here, {}

@@ -10,9 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from featx.config import Config
     from featx.executors.orders import Outcome
     from featx.prepare import Prepared
     from featx.store.session import StoreSession
+
+
+def check(config: Config) -> None:
+    """Raise MissingExtraError where the package is missing that the key `executor` needs."""
+    module: Any = importlib.import_module(f"featx.executors.{config.executor.name}")
+    module.check(config)
 
 
 def spread(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from featx import errors
+from featx.config import Config
 from featx.errors import FeatxError, RunError
-from featx.executors.orders import Done, Labour, Order, Outcome, order_of, rows_text
+from featx.executors.orders import Done, Harvest, Labour, Order, Outcome, order_of, rows_text
 from featx.executors.worker import STOP
-from featx.loop import GRACE_S, Figures, Interrupted, stop_signals
+from featx.loop import GRACE_S, Interrupted, stop_signals
 from featx.machine import num_cpus
 from featx.prepare import Prepared
-from featx.progress import Progress, bottleneck, complain
+from featx.progress import Progress, complain
 from featx.store.heartbeat import Heartbeat, clear_sign_of
 from featx.store.session import StoreSession
 from featx.types import Part
@@ -42,6 +43,10 @@ COMMAND = (sys.executable, "-P", "-m", "featx.executors.worker")
 """-P keeps the user's folder off the path until the worker is told the driver's."""
 
 
+def check(config: Config) -> None:
+    """Nothing is needed beside featx."""
+
+
 def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
     """Compute what a store lacks in processes of their own.
 
@@ -52,7 +57,7 @@ def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
     from featx.devices import leave  # which imports torch
 
     devices = [str(device) for device in prepared.devices]
-    cpus = max(1, num_cpus() // len(devices))
+    cpus = prepared.config.cpus_of_worker(num_cpus())
     parts = session.missing()
     order = order_of(prepared, session, config_yaml, cpus)
     _warn(prepared, len(devices))
@@ -60,17 +65,7 @@ def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
     crew = Crew(order, devices[: len(parts)], session, parts)
     with Heartbeat(session.disk, "driver"):
         crew.work()
-    rows, took = crew.rows, crew.seconds
-    seconds = {stage: crew.labour.seconds.get(stage, 0.0) for stage in _STAGES}
-    if not rows:
-        return Outcome(Figures(seconds, None, 0, None), crew.faint, 0)
-    of_one = took * len(devices[: len(parts)])
-    sentence = bottleneck(seconds, of_one, cpus, prepared.engine.device.type)
-    figures = Figures(seconds, rows / took, crew.labour.bytes_read, sentence)
-    return Outcome(figures, crew.faint, crew.labour.peak_memory_mib)
-
-
-_STAGES = ("read", "decode", "wait", "model", "copy", "write")
+    return crew.harvest.outcome(len(devices[: len(parts)]), order)
 
 
 def _warn(prepared: Prepared, num_workers: int) -> None:
@@ -145,9 +140,7 @@ class Crew:
         command: starts a worker.
 
     Attributes:
-        rows: done so far; seconds: from the first worker's being ready to the last commit.
-        faint: layer -> rows that float16 hardly holds.
-        labour: of workers that came to their end.
+        harvest: what the workers did so far.
     """
 
     def __init__(
@@ -158,10 +151,7 @@ class Crew:
         parts: Sequence[Part],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        self.rows = 0
-        self.seconds = 0.0
-        self.faint: Counter[str] = Counter()
-        self.labour = Labour()
+        self.harvest = Harvest()
         self._order = order
         self._devices = devices
         self._session = session
@@ -171,7 +161,6 @@ class Crew:
         self._deaths: Counter[int] = Counter()
         self._idle_deaths = 0
         self._workers: list[_Worker] = []
-        self._begun: float | None = None
         self._ending: BaseException | None = None
 
     def work(self) -> None:
@@ -243,8 +232,8 @@ class Crew:
 
     def _on_ready(self, worker: _Worker) -> None:
         worker.ready = True
-        if self._begun is None:
-            self._begun = time.perf_counter()
+        if not self.harvest.begun:
+            self.harvest.begin()
             self._progress.begin()
 
     def _on_ask(self, worker: _Worker, waits: bool) -> None:
@@ -256,10 +245,7 @@ class Crew:
     def _on_done(self, worker: _Worker, done: Done) -> None:
         del worker.held[done.part.index]
         self._session.committed(done.part, done.failures)
-        self.faint.update(done.faint)
-        self.rows += len(done.part)
-        assert self._begun is not None, "a part is done before any worker was ready"
-        self.seconds = time.perf_counter() - self._begun
+        self.harvest.add(done)
         waited = done.waited / len(self._devices)
         self._progress.step(len(done.part), len(done.failures), waited)
 
@@ -277,7 +263,7 @@ class Crew:
 
     def _on_bye(self, worker: _Worker, labour: Labour) -> None:
         worker.finished = True
-        self.labour.add(labour)
+        self.harvest.labour.add(labour)
 
     def _next_for(self, worker: _Worker) -> Part | None:
         """The part that a worker is given now; None where it has to wait, or there is none."""

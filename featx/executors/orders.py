@@ -27,11 +27,11 @@ from featx.loop import Figures, Interrupted, peak_memory_mib, run_parts
 from featx.machine import take_cpus
 from featx.options import ExecutorConfig
 from featx.prepare import Prepared, prepare
-from featx.progress import Unseen
+from featx.progress import Unseen, bottleneck
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
-from featx.store.manifest import Manifest
+from featx.store.manifest import Manifest, read_manifest
 from featx.store.part_files import publish_part
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
@@ -121,6 +121,49 @@ class Outcome:
     peak_memory_mib: int
 
 
+_STAGES = ("read", "decode", "wait", "model", "copy", "write")
+
+
+@dataclass
+class Harvest:
+    """What the workers of a run did so far, as their driver counts it.
+
+    Attributes:
+        begun: when the first worker was ready, by time.perf_counter; 0 before that.
+        ended: when the last part was committed.
+        faint: layer -> rows that float16 hardly holds.
+        labour: of workers that came to their end.
+    """
+
+    begun: float = 0.0
+    ended: float = 0.0
+    rows: int = 0
+    faint: Counter[str] = field(default_factory=Counter)
+    labour: Labour = field(default_factory=Labour)
+
+    def begin(self) -> None:
+        """A worker is ready: from here on the time counts."""
+        self.begun = self.begun or time.perf_counter()
+
+    def add(self, done: Done) -> None:
+        """One more part is durable."""
+        self.begin()
+        self.ended = time.perf_counter()
+        self.rows += len(done.part)
+        self.faint.update(done.faint)
+
+    def outcome(self, num_workers: int, order: Order) -> Outcome:
+        """The figures of the run, when it is done."""
+        seconds = {stage: self.labour.seconds.get(stage, 0.0) for stage in _STAGES}
+        took = self.ended - self.begun
+        if not self.rows or took <= 0:
+            return Outcome(Figures(seconds, None, 0, None), self.faint, 0)
+        device = str(order.fingerprint["device"])
+        sentence = bottleneck(seconds, took * num_workers, order.cpus, device)
+        figures = Figures(seconds, self.rows / took, self.labour.bytes_read, sentence)
+        return Outcome(figures, self.faint, self.labour.peak_memory_mib)
+
+
 def order_of(prepared: Prepared, session: StoreSession, config_yaml: str, cpus: int) -> Order:
     """What the workers of a run are told; they get `cpus` CPUs each.
 
@@ -201,6 +244,8 @@ def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
         FeatxError: model or data set are not to be had here.
     """
     take_cpus(order.cpus)
+    if read_manifest(order.root) != Manifest.from_json(order.manifest, order.root):
+        raise RunError(f"{order.root} was begun anew or went on otherwise since this was ordered.")
     config = replace(order.config, device=device)
     source = order.source
     if source is None:

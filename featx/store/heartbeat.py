@@ -33,15 +33,17 @@ class Heartbeat:
     Args:
         disk: of the store.
         what: the process does, such as 'driver' or 'cuda:0'.
+        outlives: it goes on when its driver dies, so nobody else may write before it ends.
     """
 
-    def __init__(self, disk: Disk, what: str) -> None:
+    def __init__(self, disk: Disk, what: str, outlives: bool = False) -> None:
         self._path = _sign_path(disk.root, os.getpid())
         self._disk = disk
         self._values: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "what": what,
+            "outlives": outlives,
             "since": time.time(),
             "part": None,
             "part_since": None,
@@ -98,6 +100,11 @@ class Sign:
     values: dict[str, Any]
     age_s: float
     alive: bool
+
+    @property
+    def name(self) -> str:
+        """What it is and where: 'worker on cuda:0 (pid 12 on node7)'."""
+        return f"{self.values['what']} (pid {self.values['pid']} on {self.values['host']})"
 
 
 def signs_of_life(root: Path) -> Sequence[Sign]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import h5py
 
-from featx.errors import StoreError
+from featx.errors import StoreError, StoreLockedError
 from featx.store import layout
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.files import damage_text, open_for_a_look
-from featx.store.heartbeat import clear_signs
+from featx.store.heartbeat import clear_signs, signs_of_life
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
@@ -63,6 +63,7 @@ class StoreSession:
         """
         self.disk.make_folder(self.root)
         with exclusive_lock(self.root / layout.LOCK) as self.lock:
+            self._refuse_other_writers()
             if overwrite:
                 self._clear()
             before = self._restored()
@@ -164,6 +165,16 @@ class StoreSession:
 
     def _missing_of(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index not in self._done]
+
+    def _refuse_other_writers(self) -> None:
+        """Raise where workers of other machines go on that a driver left behind when it died."""
+        for sign in signs_of_life(self.root):
+            if sign.alive and sign.values.get("outlives"):
+                raise StoreLockedError(
+                    f"{self.root} is being written by {sign.name}, for a driver that is gone; it "
+                    f"was heard of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows "
+                    "nobody, cancel it, or choose another out=DIR."
+                )
 
     def _restored(self) -> Manifest | None:
         """The runs of the store; a lost or damaged featx.json is put back from a copy."""
@@ -277,7 +288,7 @@ class StoreSession:
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
-        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS)
+        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS, layout.JOBS)
         for name in (*names, *derived, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 

@@ -139,7 +139,7 @@ def _stuck(workers: Sequence[Sign], parts_left: int, per_part: float | None) -> 
         )
     computing = sum(sign.values.get("part") is not None for sign in alive)
     for sign in workers:
-        name = f"{sign.values['what']} (pid {sign.values['pid']} on {sign.values['host']})"
+        name = sign.name
         if not sign.alive:
             found.append(f"{name} was heard of {sign.age_s:.0f} s ago and left its part undone")
         elif (since := sign.values.get("part_since")) is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, temporary_files
+from processes import ended
 from stub_worker import StubOrder
 
 from featx.errors import RunError, StoreLockedError, StoreMismatchError
@@ -65,20 +66,6 @@ def _nobody_left(tmp_path: Path) -> Iterator[None]:
         assert temporary_files(tmp_path / "store") == []
 
 
-def ended(pid: int, within_s: float = 5.0) -> bool:
-    """Whether a process that may not be our child ends."""
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":  # whoever inherited it has not looked yet
-            return True
-        time.sleep(0.02)
-    return False
-
-
 def is_whole(run: MadeRun, tmp_path: Path) -> bool:
     run.write(tmp_path / "alone", packed=True)
     digests = [dataset_digests(tmp_path / name / "features.h5") for name in ("alone", "store")]
@@ -96,8 +83,9 @@ def test_any_number_of_workers_gives_the_same_datasets(
         workers
     )
     assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
-    assert (crew.rows, crew.faint["flat"]) == (38, 10)
-    assert (crew.labour.seconds, crew.labour.peak_memory_mib) == ({"model": float(workers)}, 20)
+    done = crew.harvest
+    assert (done.rows, done.faint["flat"]) == (38, 10)
+    assert (done.labour.seconds, done.labour.peak_memory_mib) == ({"model": float(workers)}, 20)
     printed = capfd.readouterr()
     assert "worker 0 (cpu): hello from cpu" in printed.err.splitlines()
     assert printed.out == ""

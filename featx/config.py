@@ -157,8 +157,8 @@ class Config:
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
-    """local: this machine, in this process or as `devices` says; slurm: a job array of a cluster
-    (pip install "featx[slurm]")."""
+    """local: this machine, in this process or as `devices` says; ray: actors of a Ray cluster;
+    slurm: a job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
     devices: Any = None
     """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
     of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""

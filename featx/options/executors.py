@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from featx.errors import ConfigError
 from featx.options.checks import check_choice
 
-EXECUTORS = ("local", "slurm")
+EXECUTORS = ("local", "ray", "slurm")
 _OF_EXECUTORS = {
-    "tasks": ("slurm",),
-    "cpus": ("slurm",),
+    "tasks": ("ray", "slurm"),
+    "cpus": ("ray", "slurm"),
+    "gpus": ("ray",),
+    "address": ("ray",),
     "gres": ("slurm",),
     "partition": ("slurm",),
     "account": ("slurm",),
@@ -28,9 +30,15 @@ class ExecutorConfig:
     name: str = "local"
     """Taken from the key `executor` itself."""
     tasks: int | None = None
-    """So many tasks of a job array share the parts, 8 when not given."""
+    """So many tasks of a job array or actors of Ray share the parts; when not given, 8 tasks, and
+    as many actors as the cluster has room for."""
     cpus: int | None = None
-    """CPUs of each task, 4 when not given; on a CPU also the threads that compute."""
+    """CPUs of each task or actor, when not given 4 with slurm and 1 with ray; on a CPU also the
+    threads that compute."""
+    gpus: float | None = None
+    """GPUs of each actor, 1 when not given, where the device is one; 0.5 puts two on each."""
+    address: str | None = None
+    """Of the Ray cluster, such as auto or ray://head:10001; null starts one on this machine."""
     gres: str | None = None
     """What each task gets beside CPUs, such as gpu:1."""
     partition: str | None = None
@@ -62,4 +70,6 @@ class ExecutorConfig:
     @property
     def num_cpus(self) -> int:
         """The key `cpus`."""
-        return 4 if self.cpus is None else self.cpus
+        if self.cpus is None:
+            return 4 if self.name == "slurm" else 1
+        return self.cpus

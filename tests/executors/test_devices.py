@@ -54,7 +54,7 @@ def test_values_that_are_none_are_refused(value: object) -> None:
         ({"devices": [0, 1], "device": "cpu"}, r"devices=\[0, 1\] are GPUs.*devices=2"),
         ({"devices": 2, "tensorboard": True}, "tensorboard sees the batches of one process"),
         ({"devices": 2, "profile": True}, "profile sees the batches of one process"),
-        ({"executor": "lokal"}, "executor=lokal: expected one of local"),
+        ({"executor": "lokal"}, "executor=lokal: expected one of local, ray, slurm"),
     ],
 )
 def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str) -> None:

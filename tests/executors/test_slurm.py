@@ -196,7 +196,10 @@ def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "local", "tasks": 3}, "executor.tasks has an effect with executor=slurm only"),
+        (
+            {"name": "local", "tasks": 3},
+            "executor.tasks has an effect with executor=ray or slurm only",
+        ),
         ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected more than 0"),
         ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),
     ],

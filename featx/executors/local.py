@@ -326,7 +326,8 @@ class Crew:
             self._suspects.appendleft(part)
         self._idle_deaths += counts and not held
         deaths = max([self._deaths[part.index] for part in held], default=self._idle_deaths)
-        how = f"{worker} {_how(worker.process.returncode)} in {rows_text(held)}"
+        where = f"in {rows_text(held)}" if held else "before it had a part"
+        how = f"{worker} {_how(worker.process.returncode)} {where}"
         if deaths < MAX_DEATHS:
             self._progress.tell(f"{how}; another one takes its place")
             self._start(worker.number, worker.device)

@@ -154,7 +154,7 @@ def test_an_error_on_purpose_keeps_its_class_and_exit_code(work: Callable[..., C
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
     work: Callable[..., Crew], tmp_path: Path
 ) -> None:
-    with pytest.raises(RunError, match=r"exit code 5 in no part(.|\n)*these are my last words"):
+    with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
         work(1, faults={"start": ("exit", 9)})
     assert len(noted(tmp_path, "fault-start-*")) == 3
 

@@ -234,14 +234,13 @@ def started(*more: str) -> subprocess.Popen[str]:
     return process
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    """Its worker processes."""
+def workers_here() -> list[int]:
+    """The worker processes of a run in this folder."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            stat = (folder / "stat").read_text().rpartition(")")[2].split()
             words = (folder / "cmdline").read_bytes().split(b"\0")
-            if int(stat[1]) == process.pid and b"featx.executors.worker" in words:
+            if b"featx.executors.worker" in words and (folder / "cwd").readlink() == Path.cwd():
                 found.append(int(folder.name))
     return found
 
@@ -251,7 +250,7 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) -> None:
     alone = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.4}})
     process = started()
-    workers = workers_of(process)
+    workers = workers_here()
     assert len(workers) == 2
     victim = workers[0] if end == "worker" else process.pid
     signals = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM}

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import pickle
+import socket
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -37,14 +38,21 @@ from featx.store.session import StoreSession
 from featx.types import Part
 
 WAIT_S = 0.5
+CONNECT_S = 10.0
 
 MAX_DEATHS = 3
 """Actors that may die at a part, or before they are ready, before the run ends."""
 
 
 def check(config: Config) -> None:
-    """Raise MissingExtraError where Ray is not installed."""
+    """Raise where Ray is not installed, or no cluster answers at its address."""
     _ray()
+    host, _, port = (config.executor.address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # Ray itself goes on asking for many minutes
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise _no_cluster(config, error) from error
 
 
 def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
@@ -230,15 +238,20 @@ def _cluster(config: Config) -> Iterator[Any]:
                 **({} if address else {"include_dashboard": False}),
             )
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"executor.address={address}: no Ray cluster answers there "
-                f"({str(error).splitlines()[0]}). Leave it out to start one on this machine."
-            ) from error
+            raise _no_cluster(config, error) from error
     try:
         yield ray
     finally:
         if ours:
             ray.shutdown()
+
+
+def _no_cluster(config: Config, error: Exception) -> ConfigError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"executor.address={config.executor.address}: no Ray cluster answers there ({reason}). "
+        "Leave it out to start one on this machine."
+    )
 
 
 def _ray() -> Any:

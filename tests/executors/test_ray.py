@@ -194,6 +194,17 @@ def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
         from_omegaconf(from_keywords({"executor": keys}))
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+@pytest.mark.usefixtures("ray")
+def test_a_cluster_that_does_not_answer_is_told_before_anything_is_begun(
+    photos: Path, address: str
+) -> None:
+    told = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
+    with pytest.raises(ConfigError, match=told):
+        extract(photos, executor={"name": "ray", "address": address})
+    assert not Path("store").exists()
+
+
 # With Ray's own processes
 
 
@@ -251,14 +262,3 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
         subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
     assert digests("store") == digests("alone")
     assert temporary_files(Path("store")) == []
-
-
-@pytest.mark.slow
-def test_a_cluster_that_does_not_answer_is_told(photos: Path) -> None:
-    pytest.importorskip("ray")
-    done = subprocess.run(
-        command("executor.address=127.0.0.1:1"), env=ENVIRONMENT, capture_output=True, text=True,
-        timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert "executor.address=127.0.0.1:1: no Ray cluster answers there" in done.stderr

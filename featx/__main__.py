@@ -63,22 +63,24 @@ def _guarded(node: Any, debug: bool) -> int:
 
     from featx import compose, keys
     from featx.errors import FeatxError
-    from featx.progress import complain
+    from featx.progress import complain, log_as_json
 
     try:
         checked = keys.from_omegaconf(node)
+        if checked.log.json:
+            log_as_json()
         job = importlib.import_module(f"featx.jobs.{checked.job.name}")
         code: int = job.run(checked, keys.saved_yaml(node))
         return code
     except OmegaConfBaseException as error:
         if debug:
             raise
-        complain(str(compose.explain(error)))
+        complain(str(compose.explain(error)), "error")
         return 2
     except FeatxError as error:
         if debug:
             raise
-        complain(str(error))
+        complain(str(error), "error")
         return error.exit_code
 
 

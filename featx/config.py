@@ -25,8 +25,10 @@ from featx.options import (
     AttributeConfig,
     BenchConfig,
     DataConfig,
+    ExecutorConfig,
     ExportConfig,
     JobConfig,
+    LogConfig,
     ModelConfig,
     ProbeConfig,
     ReduceConfig,
@@ -107,7 +109,8 @@ class Config:
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
     said so), probe (what the features of a store can tell of the labels), predict (a probe on new
     pictures), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
-    formats), verify or pack (a store that is there), bench (how fast it is here)."""
+    formats), verify or pack (a store that is there), status (how far a run is, from any machine),
+    bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -156,6 +159,12 @@ class Config:
     """Try the images that failed once more, and put those that can be read now into their rows."""
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    """local: this machine, in this process or as `devices` says; ray: actors of a Ray cluster;
+    slurm: a job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
+    devices: Any = None
+    """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
+    of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""
     pack: Any = "auto"
     """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
     tensorboard: Any = False
@@ -173,8 +182,8 @@ class Config:
     """Of random weights, of the rows that verify.sample and similar.rows choose, and of a probe's
     splits."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, pack, probe, predict, similar and export read;
-    null takes `out`, with the last three it has to be given."""
+    """The folder or features.h5 that job=verify, status, pack, probe, predict, similar and export
+    read; null takes `out`, with the last three it has to be given."""
     layer: Any = None
     """The layers that job=probe, similar and export take: a name, a glob or a list; null takes all.
     Nearest rows and duplicates are of one layer, which has to be named where there are several. For
@@ -191,6 +200,8 @@ class Config:
     """What job=similar looks for; the nearest rows of every row when nothing is given."""
     export: ExportConfig = field(default_factory=ExportConfig)
     """What job=export writes."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """How the command tells of a run while it goes on."""
     bench: BenchConfig = field(default_factory=BenchConfig)
     """How much job=bench measures: featx, the script a user writes, and each stage alone."""
 
@@ -207,6 +218,7 @@ class Config:
         _check_tensorboard(self.tensorboard)
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
+        self._check_devices()
         if self.max_failures < 0:
             raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
         if self.part_rows != "auto":
@@ -234,6 +246,54 @@ class Config:
         if self.out in (_default("out"), f"runs/{self.data.name}/{self.model.name}"):
             return (root if root.is_dir() else root.parent) / name
         return Path(self.out).expanduser().absolute()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes than this one compute."""
+        return self.devices is not None or self.executor.name != "local"
+
+    def cpus_of_worker(self, here: int) -> int:
+        """CPUs of each process that computes.
+
+        Args:
+            here: CPUs of this machine.
+        """
+        if self.executor.name != "local":
+            return self.executor.num_cpus
+        if self.devices is None:
+            return here
+        workers = self.devices if isinstance(self.devices, int) else len(self.devices)
+        return max(1, here // workers)
+
+    def _check_devices(self) -> None:
+        """The key `devices`, and what does not go with processes of their own."""
+        if self.is_spread:
+            for key in ("tensorboard", "profile"):
+                if getattr(self, key) is not False:
+                    raise ConfigError(
+                        f"{key} sees the batches of one process only; leave devices and executor "
+                        "out with it."
+                    )
+        if self.devices is None:
+            return
+        if self.executor.name != "local":
+            raise ConfigError(
+                f"devices are of this machine; with executor={self.executor.name} each task has "
+                "one device."
+            )
+        given = self.devices if isinstance(self.devices, list | tuple) else [self.devices]
+        least = 1 if given is not self.devices else 0
+        whole = [type(n) is int and n >= least for n in given]
+        if not whole or not all(whole):
+            raise ConfigError(
+                f"devices={self.devices}: expected how many workers, such as 4, or a list of GPUs, "
+                "such as [0,1]."
+            )
+        if given is self.devices and self.device not in ("auto", "cuda"):
+            raise ConfigError(
+                f"devices={self.devices} are GPUs, and device={self.device} asks for something "
+                f"else. Leave device out, or give a number: devices={len(given)}."
+            )
 
     @property
     def takes_gradients(self) -> bool:
@@ -274,17 +334,20 @@ class Config:
                     "similar",
                     "export",
                     "verify",
+                    "status",
                     "bench",
                 ),
             ),
             "job.show": (self.job.show != "shapes", ("layers",)),
-            "store": (self.store is not None, ("verify", "pack", "probe", *_OF_A_STORE)),
+            "store": (self.store is not None, ("verify", "status", "pack", "probe", *_OF_A_STORE)),
             "layer": (self.layer is not None, ("probe", *_OF_A_STORE)),
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "profile": (self.profile, ("extract", "stats", "attribute")),
             "retry_failed": (self.retry_failed, ("extract", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
+            "devices": (self.devices is not None, ("extract", "plan")),
+            "executor": (self.executor != ExecutorConfig(), ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
             "probe": (self.probe != ProbeConfig(), ("probe",)),
             "similar": (self.similar != SimilarConfig(), ("similar",)),

@@ -38,6 +38,36 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def choose_devices(name: str, devices: Any) -> list[torch.device]:
+    """The device of each worker, for the keys `device` and `devices`.
+
+    Args:
+        name: as in choose_device.
+        devices: None, how many, or the numbers of GPUs.
+
+    Raises:
+        ConfigError: one of them is not there.
+    """
+    if isinstance(devices, list | tuple):
+        return [choose_device(f"cuda:{number}") for number in devices]
+    first = choose_device(name)
+    if devices is None or first.type != "cuda" or ":" in name:
+        return [first] * (devices or 1)
+    if devices > (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"devices={devices}: torch sees {count} CUDA devices here. Give devices={count}, or "
+            f"device=cuda:0 for {devices} processes on one."
+        )
+    return [torch.device("cuda", number) for number in range(devices)]
+
+
+def leave(module: torch.nn.Module, device: torch.device) -> None:
+    """Take a model off its device, whose memory others need from now on."""
+    if device.type == "cuda":
+        module.cpu()
+        torch.cuda.empty_cache()
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until the device has done what it was given; a CPU has already."""
     if device.type == "cuda":
@@ -80,6 +110,19 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(mmap_threshold, 1 << 30)
         mallopt(trim_threshold, (1 << 31) - 1)
+
+
+@contextlib.contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads on the CPU while the block runs; None leaves it as it is."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

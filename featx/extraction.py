@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from featx.config import Config
 from featx.events import RunEvents, require_tensorboard
+from featx.executors import check, spread
+from featx.executors.orders import Outcome
+from featx.features import FeatureWork
 from featx.loop import (
-    Figures,
     exit_code,
     failures_text,
     peak_memory_mib,
     run_parts,
 )
 from featx.prepare import Prepared, StorePurpose, prepare
-from featx.progress import complain, describe_run, facts
-from featx.rows import RetryWork, StoreWork, readable_again
+from featx.progress import announce, complain, describe_run
+from featx.retry import RetryWork, readable_again
 from featx.store import layout
+from featx.store.heartbeat import Heartbeat
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
-from featx.types import Source, Status
+from featx.types import Part, Source, Status
 
 
 def run_extraction(
@@ -53,24 +55,29 @@ def run_extraction(
     out = Path(config.out).expanduser()
     if config.tensorboard:
         require_tensorboard()
+    if config.is_spread:
+        check(config)
     with contextlib.ExitStack() as stack:
         purpose = StorePurpose(config, known_rows_only, source)
         prepared = stack.enter_context(prepare(config, config_yaml, purpose))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         session.write_config(config_yaml)
-        complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
-        complain("")
+        announce([*describe_run(prepared), ("store", _store_text(session))])
         events = RunEvents(prepared, session) if config.tensorboard else None
         if config.retry_failed:
             _retry(prepared, session)
-        work = StoreWork(prepared, session, events)
-        figures = run_parts(prepared, work, session.disk, events)
+        outcome = (
+            spread(prepared, session, config_yaml)
+            if config.is_spread
+            else _done_here(prepared, session, events)
+        )
+        figures = outcome.figures
         packing = time.perf_counter()
         _pack(config, session)
         figures.seconds["pack"] = time.perf_counter() - packing
         session.write_failures()
-        summary = _summary(session, figures, +work.faint)
+        summary = _summary(session, outcome)
         session.write_summary(summary)
         if events is not None:
             events.finish()
@@ -108,6 +115,50 @@ def _retry(prepared: Prepared, session: StoreSession) -> None:
         session.survey_anew()
 
 
+def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
+    """What a store lacks, computed by this process alone."""
+    with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
+        work = _StoreWork(prepared, session, heart, events)
+        figures = run_parts(prepared, work, session.disk, events)
+    return Outcome(figures, work.faint, peak_memory_mib())
+
+
+class _StoreWork(FeatureWork):
+    """Features of the rows that a store lacks, into its parts.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+        heart: is told what part is computed.
+        events: sees every batch; None where nobody wants to see any.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        session: StoreSession,
+        heart: Heartbeat,
+        events: RunEvents | None,
+    ) -> None:
+        super().__init__(prepared, session.commit, heart, events)
+        self._session = session
+
+    @property
+    def rows_asked(self) -> int:
+        return self._session.rows_asked
+
+    @property
+    def rows_done(self) -> int:
+        return self._session.rows_done
+
+    @property
+    def rows_failed(self) -> int:
+        return self._session.num_failed
+
+    def missing(self) -> list[Part]:
+        return self._session.missing()
+
+
 def _pack(config: Config, session: StoreSession) -> None:
     """The parts into one features.h5, where that is wanted and there is room."""
     if session.packed or not session.whole or config.pack is False:
@@ -123,15 +174,15 @@ def _pack(config: Config, session: StoreSession) -> None:
     session.after_packing()
 
 
-def _summary(session: StoreSession, figures: Figures, faint: Counter[str]) -> dict[str, Any]:
+def _summary(session: StoreSession, outcome: Outcome) -> dict[str, Any]:
     return {
         "rows": len(session.listing),
         "failures": len(session.failures),
-        **figures.as_dict(),
-        "faint_rows": dict(faint),
+        **outcome.figures.as_dict(),
+        "faint_rows": dict(+outcome.faint),
         "layers": [spec.name for spec in session.manifest.layers.values()],
         "bytes": session.stored_bytes(),
-        "peak_memory_mib": peak_memory_mib(),
+        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 

@@ -96,8 +96,9 @@ def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
 def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     """The same keys from Python; short forms as on the command line.
 
-    `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set) and
-    `reduce="avg"` are taken like `model=`, `data=` and `reduce=`; each also takes a mapping.
+    `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set),
+    `reduce="avg"` and `executor="local"` are taken as on the command line; each also takes a
+    mapping.
 
     Raises:
         ConfigError: a key is unknown or a value of the wrong type.
@@ -107,12 +108,13 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
 
     values = dict(values)
     for key in values:
-        if key not in {f.name for f in fields(Config)} - {"job"}:
+        if key not in {f.name for f in fields(Config)} - {"job", "log"}:
             raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
     if isinstance(model := values.get("model"), str):
         values["model"] = {"name": model}
-    if isinstance(reduce := values.get("reduce"), str):
-        values["reduce"] = {"name": reduce}
+    for group in ("reduce", "executor"):
+        if isinstance(name := values.get(group), str):
+            values[group] = {"name": name}
     if isinstance(data := values.get("data"), str | Path):
         packaged = data in PACKAGED_DATA
         values["data"] = {"name": data} if packaged else {"name": "folder", "root": str(data)}

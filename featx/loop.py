@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +19,7 @@ from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError
 from featx.machine import num_cpus
 from featx.prepare import Prepared
-from featx.progress import Progress, bottleneck, complain
+from featx.progress import Progress, Unseen, bottleneck, complain
 from featx.supervisor import is_echo
 from featx.types import Batch, Failure, Part, Status
 
@@ -89,8 +89,8 @@ class Work(Protocol):
     def rows_failed(self) -> int:
         """Rows in committed parts whose image failed."""
 
-    def missing(self) -> list[Part]:
-        """The parts that are still to be done, in order."""
+    def missing(self) -> Iterable[Part]:
+        """The parts that are still to be done; taken one by one as they are begun."""
 
     def take(self, part: Part, batch: Batch) -> list[Failure]:
         """Compute the next batch of a part; returns its rows that failed."""
@@ -103,7 +103,11 @@ class Work(Protocol):
 
 
 def run_parts(
-    prepared: Prepared, work: Work, disk: Disk | None = None, events: RunEvents | None = None
+    prepared: Prepared,
+    work: Work,
+    disk: Disk | None = None,
+    events: RunEvents | None = None,
+    progress: Progress | Unseen | None = None,
 ) -> Figures:
     """Compute and commit what is missing.
 
@@ -112,6 +116,7 @@ def run_parts(
         work: what becomes of its batches.
         disk: of the folder that gets a trace with profile=true; None where there is no folder.
         events: is told of every committed part; None where nobody wants to know.
+        progress: is told of every batch; None takes a bar on stderr.
 
     Raises:
         Interrupted: a signal asked for the end; what was whole is committed.
@@ -124,15 +129,15 @@ def run_parts(
     waited, computed = 0.0, 0
     done_before = work.rows_done
     missing = work.missing()
-    rows_missing = sum(len(part) for part in missing)
     loader = prepared.loader(engine.compute.batch_size)
+    progress = Progress(work.rows_asked, done_before) if progress is None else progress
     begun = time.perf_counter()
     with (
         loader,
-        _signals() as stop,
+        stop_signals() as stop,
         _Commits() as commits,
         _timeline(prepared, disk) as timeline,
-        Progress(work.rows_asked, done_before) as progress,
+        progress,
     ):
         batches = loader.batches(missing)
         while True:
@@ -155,9 +160,9 @@ def run_parts(
                 if events is not None:
                     commits.finish()  # they tell of committed parts only
                     events.part(part, _seconds(loader, engine, waited, commits.seconds))
-                left = rows_missing - computed
-                left_s = left * (time.perf_counter() - begun) / computed
-                _refuse_failures(prepared.config, work, work.rows_asked - left, left_s)
+                done, took = done_before + computed, time.perf_counter() - begun
+                left_s = (work.rows_asked - done) * took / computed
+                refuse_failures(prepared.config, work.rows_failed, done, work.rows_asked, left_s)
             progress.step(batch.count, len(failures), wait)
             if timeline is not None:
                 timeline.step()
@@ -173,14 +178,16 @@ def run_parts(
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
 
 
-def _refuse_failures(config: Config, work: Work, done: int, left_s: float) -> None:
+def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: float) -> None:
     """Raise TooManyFailuresError where going on would only give more of the same.
 
     Args:
+        config: of the run.
+        failed: images so far.
         done: rows that are computed.
+        rows: that are asked for.
         left_s: how long the others will take.
     """
-    failed, rows = work.rows_failed, work.rows_asked
     if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
             f"{failed} of the first {done} images failed, more than max_failures="
@@ -350,7 +357,7 @@ def peak_memory_mib() -> int:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """SIGINT and SIGTERM end the run after the batch; a second one, or GRACE_S later, at once."""
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -19,14 +19,14 @@ import numpy.typing as npt
 from featx.config import Config, with_statistics_at
 from featx.data.base import FolderSource
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
+from featx.features import compute_rows
 from featx.keys import from_saved
 from featx.loop import Figures, run_parts
-from featx.options import DataConfig, ModelConfig
+from featx.options import DataConfig, ExecutorConfig, ModelConfig
 from featx.prepare import PART_SECONDS, Prepared, list_images, prepare
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
 from featx.recheck import refuse_unnamed_code, request_of
-from featx.rows import compute_rows
 from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid
@@ -184,6 +184,8 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         grow=False,
         tensorboard=False,
         profile=False,
+        executor=ExecutorConfig(),
+        devices=None,
     )
 
 

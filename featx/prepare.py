@@ -18,6 +18,7 @@ from featx.config import Config, layer_requests
 from featx.data import open_source
 from featx.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
+from featx.machine import num_cpus
 from featx.models import build_backbone, resolve_library
 from featx.options import GRADIENTS, ReduceConfig
 from featx.store import codecs
@@ -50,6 +51,8 @@ class Prepared:
         left_out: what a preset could not store, with the reason.
         suspects: images that are decoded with care.
         seconds_per_image: of the backbone alone, measured on the probe.
+        threads: of the CPU that computes, in each process; None where another device does.
+        devices: of the processes that compute, torch.device.
     """
 
     config: Config
@@ -61,6 +64,8 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     seconds_per_image: float
+    threads: int | None
+    devices: list[Any]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     suspects: Suspects = field(default_factory=lambda: Suspects(None))
@@ -81,6 +86,7 @@ class Prepared:
                 **self.engine.compute.as_dict(),
                 "jpeg": self.policy.jpeg,
                 **({} if self.policy.heif is None else {"heif": self.policy.heif}),
+                **({} if self.threads is None else {"threads": self.threads}),
             },
         )
 
@@ -256,22 +262,26 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     codecs.filters(config.codec)
 
     # From here on torch is needed, which takes seconds to import.
-    from featx.devices import choose_device
+    from featx.devices import choose_devices, cpu_threads
     from featx.loader import Loader
     from featx.preprocess import check_reference
     from featx.projected import with_statistics
     from featx.resolve import PROBE_IMAGES, Resolver
 
-    device = choose_device(config.device)
+    devices = choose_devices(config.device, config.devices)
+    device = devices[0]
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
-    with _engine(config, backbone, device, purpose.dtype) as engine:
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(_engine(config, backbone, device, purpose.dtype))
         selection = _selection(config, engine)
         chosen = with_statistics(selection.chosen, config, backbone)
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
         begun = purpose.begun({tap.name for tap, _ in chosen})
+        threads, why_threads = _threads(config, device, begun)
+        stack.enter_context(cpu_threads(threads))
         before = begun.resolved if begun else {"jpeg": None}
         jpeg = PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW))
         heif = heif_version(listing.keys, before.get("heif"), new=begun is None)
@@ -314,10 +324,34 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             header=header,
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
-            choices=resolver.choices,
+            threads=threads,
+            devices=devices,
+            choices={**resolver.choices, **why_threads},
             left_out=selection.left_out,
             suspects=suspects,
         )
+
+
+def _threads(config: Config, device: Any, begun: Begun | None) -> tuple[int | None, dict[str, str]]:
+    """Threads that compute on a CPU, and a line on the choice.
+
+    The last bits of a row depend on them, so a store that is gone on with keeps its number.
+
+    Returns:
+        None where another device computes.
+    """
+    import torch
+
+    if device.type != "cpu":
+        return None, {}
+    cpus = config.cpus_of_worker(num_cpus())
+    here = cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
+    before = begun.resolved.get("threads", here) if begun else here
+    if before == here:
+        return here, {}
+    assert begun is not None
+    text = f"{before} (as {begun.what} begun; here it would be {here}, and other last bits)"
+    return int(before), {"threads": text}
 
 
 def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,9 +29,57 @@ def say(text: str = "") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def complain(text: str) -> None:
-    """A line about the run, on stderr."""
+_as_json = False
+"""Whether stderr gets JSON objects instead of text."""
+
+
+class _JsonFormatter(logging.Formatter):
+    """Records of the libraries' loggers, in the form of our own lines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _json_line(record.levelname.lower(), message=record.getMessage())
+
+
+def log_as_json() -> None:
+    """From now on one JSON object a line on stderr, in place of text for people."""
+    global _as_json
+    _as_json = True
+    logging.captureWarnings(True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_JsonFormatter())
+
+
+def _json_line(level: str, **values: Any) -> str:
+    now = time.time()
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
+    return json.dumps({"time": stamp, "level": level, **values})
+
+
+def complain(text: str, level: str = "info") -> None:
+    """Something about the run, on stderr.
+
+    Args:
+        level: 'info', 'warning' or 'error'; a text that begins with 'warning:' is one.
+    """
+    if _as_json:
+        if not (text := text.strip()):
+            return
+        level = "warning" if text.startswith("warning: ") else level
+        text = _json_line(level, message=text.removeprefix("warning: "))
     print(text, file=sys.stderr, flush=True)
+
+
+def announce(rows: Sequence[tuple[str, str]]) -> None:
+    """What is going to be done, before it begins."""
+    if not _as_json:
+        complain(f"{facts(rows)}\n")
+        return
+    values: dict[str, str] = {}
+    last = ""
+    for name, value in rows:
+        last = name or last  # a line without a name goes on with the one before
+        values[last] = f"{values[last]}\n{value}" if last in values else value
+    print(_json_line("info", event="begin", **values), file=sys.stderr, flush=True)
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
@@ -81,7 +132,7 @@ class Progress:
     """Images per second, time left, failures, and which stage the others wait for."""
 
     def __init__(self, total: int, done: int) -> None:
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr.isatty() and not _as_json
         self._total = total
         self._done = done
         self._begun = self._told = time.perf_counter()
@@ -98,6 +149,11 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self._bar.close()
 
+    def begin(self) -> None:
+        """Only now does the time count: until here nothing could be done."""
+        self._begun = self._told = time.perf_counter()
+        self._bar.unpause()
+
     def step(self, images: int, failures: int, waited_s: float) -> None:
         """One batch is done; waited_s of it the device stood waiting for images."""
         self._done += images
@@ -112,10 +168,51 @@ class Progress:
             self._told = time.perf_counter()
             rate = (self._done - self._first) / (self._told - self._begun)
             left = (self._total - self._done) / rate if rate else float("nan")
+            if _as_json:
+                line = _json_line(
+                    "info",
+                    event="progress",
+                    done=self._done,
+                    total=self._total,
+                    failures=self._failures,
+                    images_per_second=round(rate, 3),
+                    bound_by=stage,
+                )
+                print(line, file=sys.stderr, flush=True)
+                return
             complain(
                 f"{self._done} of {self._total} images, {rate:.1f} images/s, {time_text(left)} "
                 f"left, {self._failures} failed, bound by {stage}"
             )
+
+    def tell(self, text: str) -> None:
+        """A line about the run, above the bar."""
+        if self._terminal:
+            tqdm.write(text, file=sys.stderr)
+        else:
+            complain(text)
+
+
+class Unseen:
+    """What a worker has instead of a bar: nothing is shown, the waits are summed."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+
+    def __enter__(self) -> Unseen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def step(self, images: int, failures: int, waited_s: float) -> None:
+        """As that of Progress."""
+        self._waited_s += waited_s
+
+    def take_waited(self) -> float:
+        """Seconds waited since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
 
 class CountProgress:
@@ -133,7 +230,7 @@ class CountProgress:
             unit=unit,
             unit_scale=unit == "B",
             unit_divisor=1024,
-            disable=not sys.stderr.isatty(),
+            disable=not sys.stderr.isatty() or _as_json,
         )
 
     def __enter__(self) -> CountProgress:
@@ -172,12 +269,14 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
         data += f"\nleft out: {skipped}"
     compute = prepared.engine.compute
+    devices = Counter(map(str, prepared.devices))
     settings = {
         "precision": compute.precision,
         "compile": str(compute.compile).lower(),
         "fold": str(compute.fold).lower(),
         "batch_size": str(compute.batch_size),
         "part_rows": str(prepared.part_rows),
+        **({} if prepared.threads is None else {"threads": str(prepared.threads)}),
     }
     rows = [
         ("data", data),
@@ -185,7 +284,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         ("", f"sha256 {header.weights_sha256}"),
         ("transform", f"{header.transform}, decode={config.decode}"),
         ("layers", layers_text(prepared)),
-        ("device", str(prepared.engine.device)),
+        ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
         *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
     ]
     if plain := prepared.engine.unfused:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from featx.config import Config, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
+from featx.features import compute_rows
 from featx.keys import data_of_saved, from_saved
-from featx.options import PROJECTIONS, ReduceConfig
+from featx.options import PROJECTIONS, ExecutorConfig, ReduceConfig
 from featx.prepare import Prepared, prepare
-from featx.rows import compute_rows
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run
 from featx.store.reader import FeatureStore
@@ -127,6 +127,8 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         retry_failed=False,
         tensorboard=False,
         profile=False,
+        executor=ExecutorConfig(),
+        devices=None,
     )
 
 

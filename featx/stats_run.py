@@ -25,7 +25,7 @@ from featx.loop import (
 )
 from featx.moments import Moments, PartMoments, StatsLayer
 from featx.prepare import PART_SECONDS, Prepared, check_out, list_images, prepare
-from featx.progress import complain, describe_run, facts, size_text
+from featx.progress import announce, complain, describe_run, size_text
 from featx.projection import frechet_distance, spread
 from featx.reduce import channel_axis, positions_last
 from featx.stats_file import PARTS_FOLDER, STATS_FILE, Statistics, begun_settings
@@ -152,8 +152,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         )
         parts.survey()
         work = _StatsWork(prepared, purpose, parts)
-        complain(facts(_begin_text(prepared, purpose, work, parts.path)))
-        complain("")
+        announce(_begin_text(prepared, purpose, work, parts.path))
         figures = run_parts(prepared, work, disk)
         merging = time.perf_counter()
         parts.finish()

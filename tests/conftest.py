@@ -91,17 +91,17 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
     """(layers, first row) of every batch that a run computes."""
-    from featx import rows
+    from featx import features
 
     seen: list[tuple[frozenset[str], int]] = []
-    compute = rows.compute_rows
+    compute = features.compute_rows
 
     def noted(prepared: Any, batch: Any, faint: Any) -> Any:
         features, failures = compute(prepared, batch, faint)
         seen.append((frozenset(features), batch.start))
         return features, failures
 
-    monkeypatch.setattr(rows, "compute_rows", noted)
+    monkeypatch.setattr(features, "compute_rows", noted)
     return seen
 
 

@@ -76,6 +76,13 @@ class MapSource:
         self._rows: npt.NDArray[np.int64] | None = None
         self._labels: list[object] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, where nobody holds the lock."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
     def listing(self) -> Listing:
         count = len(self._dataset)
         if not count:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from featx.options.backbone import INTERPOLATIONS, LIBRARIES, ModelConfig, TransformConfig
 from featx.options.checks import check_choice
+from featx.options.executors import EXECUTORS, ExecutorConfig
 from featx.options.heat_maps import (
     BASELINES,
     BY_CAPTUM,
@@ -21,6 +22,7 @@ from featx.options.jobs import (
     VIEWS_OF_LAYERS,
     BenchConfig,
     JobConfig,
+    LogConfig,
     StatsConfig,
     VerifyConfig,
 )
@@ -51,6 +53,7 @@ __all__ = [
     "CAPTURES",
     "CODECS",
     "DATA_KINDS",
+    "EXECUTORS",
     "EXPORTS",
     "GRADIENTS",
     "INTERPOLATIONS",
@@ -72,8 +75,10 @@ __all__ = [
     "AttributeConfig",
     "BenchConfig",
     "DataConfig",
+    "ExecutorConfig",
     "ExportConfig",
     "JobConfig",
+    "LogConfig",
     "ModelConfig",
     "ProbeConfig",
     "ReduceConfig",

@@ -18,6 +18,7 @@ JOBS = (
     "similar",
     "export",
     "verify",
+    "status",
     "pack",
     "bench",
 )
@@ -32,7 +33,7 @@ class JobConfig:
     """Taken from the key `job` itself."""
     json: bool = False
     """Print the job's result as JSON (layers, plan, stats, probe, predict, similar, export, verify,
-    bench)."""
+    status, bench)."""
     show: str = "shapes"
     """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
     (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
@@ -44,6 +45,14 @@ class JobConfig:
             raise ConfigError(
                 f"job.show={self.show} has no effect with job.json=true, which gives every column."
             )
+
+
+@dataclass
+class LogConfig:
+    """How the command tells of a run while it goes on."""
+
+    json: bool = False
+    """One JSON object a line on stderr, in place of the text and the bar for people."""
 
 
 @dataclass

@@ -101,6 +101,22 @@ class Disk:
         except OSError as error:
             raise _failed(path, error) from error
 
+    def jot(self, path: Path, text: str) -> None:
+        """Put text in place of what `path` holds, for people who look; not synced, and no harm
+        where it cannot be done."""
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            with self._temporary(path) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+                temporary.replace(path)
+
+    def forget(self, path: Path) -> None:
+        """Delete what `jot` wrote, and its folder where nothing else lies in it."""
+        with contextlib.suppress(OSError):
+            path.unlink()
+        with contextlib.suppress(OSError):
+            path.parent.rmdir()
+
     @contextlib.contextmanager
     def reserved(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
         """A file of at most `size` bytes, reserved first, published when the block ends well.

@@ -167,6 +167,10 @@ class Manifest:
         """The first run that makes a dataset."""
         return next(run for run in self.runs if layer in run.names)
 
+    def run_of(self, part: Part) -> Run:
+        """The run that a part belongs to."""
+        return next(run for run in reversed(self.runs) if run.grid.first_part <= part.index)
+
     def to_json(self) -> bytes:
         """featx.json. A store of several runs has format 2, which older readers refuse."""
         first, *others = self.runs

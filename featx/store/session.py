@@ -14,22 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 import numpy.typing as npt
 
-from featx.errors import StoreError
+from featx.errors import StoreError, StoreLockedError
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
-from featx.store.dtypes import memory_dtype, read_raw
+from featx.store.dtypes import read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
+from featx.store.heartbeat import clear_signs, signs_of_life
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.part_files import look_at_part, part_path, publish_part, shape_problem
 from featx.store.repair import take_apart
 from featx.store.writer import PartBuilder
-from featx.types import Failure, LayerSpec, Listing, Part
+from featx.types import Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class StoreSession:
         """
         self.disk.make_folder(self.root)
         with exclusive_lock(self.root / layout.LOCK) as self.lock:
+            self._refuse_other_writers()
             if overwrite:
                 self._clear()
             before = self._restored()
@@ -118,13 +120,13 @@ class StoreSession:
 
     def commit(self, builder: PartBuilder) -> None:
         """Make one part durable; from here on no crash takes it away."""
-        run = self._run_of(builder.part)
-        data = builder.build(run, self.listing, self.manifest.to_json())
-        path = self.part_path(builder.part.index)
-        if not self.disk.publish(path, data) and (problem := self._problem(path, builder.part)):
-            raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
-        self._done.add(builder.part.index)
-        new = [failure for failure in builder.failures if failure.row not in self._failed]
+        failures = publish_part(self.disk, builder, self.manifest, self.listing)
+        self.committed(builder.part, failures)
+
+    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+        """A part is durable, by this process or by a worker; its failures are noted."""
+        self._done.add(part.index)
+        new = [failure for failure in failures if failure.row not in self._failed]
         self._add_failures(new)
         if new:
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
@@ -159,7 +161,7 @@ class StoreSession:
                 check_chunks(file)
                 rows = {
                     spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], 0, len(part))
-                    for spec in self._run_of(part).layers
+                    for spec in self.manifest.run_of(part).layers
                 }
                 return rows, read_failures(file)
         except layout.UNREADABLE as error:
@@ -169,7 +171,7 @@ class StoreSession:
 
     def replace(self, builder: PartBuilder) -> None:
         """Put a part in place of the one that is there; no crash leaves the store without it."""
-        run = self._run_of(builder.part)
+        run = self.manifest.run_of(builder.part)
         data = builder.build(run, self.listing, self.manifest.to_json())
         self.disk.replace(self.part_path(builder.part.index), data)
 
@@ -217,14 +219,20 @@ class StoreSession:
 
     def part_path(self, index: int) -> Path:
         """Where part `index` of the store lies."""
-        return self.root / layout.PARTS / layout.part_name(index)
-
-    def _run_of(self, part: Part) -> Run:
-        runs = self.manifest.runs
-        return next(run for run in reversed(runs) if run.grid.first_part <= part.index)
+        return part_path(self.root, index)
 
     def _missing_of(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index not in self._done]
+
+    def _refuse_other_writers(self) -> None:
+        """Raise where workers of other machines go on that a driver left behind when it died."""
+        for sign in signs_of_life(self.root):
+            if sign.alive and sign.values.get("outlives"):
+                raise StoreLockedError(
+                    f"{self.root} is being written by {sign.name}, for a driver that is gone; it "
+                    f"was heard of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows "
+                    "nobody, cancel it, or choose another out=DIR."
+                )
 
     def _restored(self) -> Manifest | None:
         """The runs of the store; a lost or damaged featx.json is put back from a copy."""
@@ -261,7 +269,8 @@ class StoreSession:
 
     def _clear_leftovers(self) -> None:
         """Delete the temporary files of a process that was killed."""
-        names = (layout.PARTS, layout.PROBE_HEADS, ".hydra")
+        clear_signs(self.disk)
+        names = (layout.PARTS, layout.PROBE_HEADS, layout.WORKERS, ".hydra")
         for folder in (self.root, *(self.root / name for name in names)):
             for leftover in folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(leftover)
@@ -313,27 +322,13 @@ class StoreSession:
             return "it is not complete"
         num_rows = max(run.grid.stop_row for run in runs)
         specs = {spec.name: spec for run in runs for spec in run.layers}
-        return _shape_problem(file, num_rows, list(specs.values()))
+        return shape_problem(file, num_rows, list(specs.values()))
 
     def _problem(self, path: Path, part: Part) -> str | None:
-        """Why a file cannot count as a part of this store, or None; its failures are taken over.
-
-        The fingerprint holds the listing's and the layers', so what is left to check is which part
-        it is and whether it is whole; flipped bits are found by `verify` and by packing.
-        """
-        run = self._run_of(part)
-        try:
-            with open_for_a_look(path) as file:
-                if file.attrs["fingerprint"] != run.digest:
-                    return "it is of another run"
-                if int(file.attrs.get("start", 0)) != part.start:
-                    return "it holds the rows of another part"
-                if problem := _shape_problem(file, len(part), run.layers):
-                    return problem
-                self._add_failures(read_failures(file))
-                return None
-        except layout.UNREADABLE as error:
-            return damage_text(path, error)
+        """Why a file cannot count as a part of this store, or None; its failures are taken over."""
+        problem, failures = look_at_part(path, part, self.manifest.run_of(part))
+        self._add_failures(failures)
+        return problem
 
     def _add_failures(self, failures: Sequence[Failure]) -> None:
         """Take over failures; where a row failed in several runs, the first is kept."""
@@ -351,7 +346,7 @@ class StoreSession:
             return
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
-        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS)
+        derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS, layout.JOBS)
         for name in (*names, *derived, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 
@@ -370,21 +365,6 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
         for run in manifest.runs[num_packed:]
     ]
     return [(run, parts) for run, parts in lacking if parts]
-
-
-def _shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
-    """Which dataset is not there in its full size, or None."""
-    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
-    expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
-    for spec in specs:
-        path = f"{layout.FEATURES}/{spec.name}"
-        expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
-    for path, (shape, dtype) in expected.items():
-        # h5py's own layer above costs three times as much, and a store may have 10,000 parts.
-        found = h5py.h5d.open(file.id, path.encode())
-        if found.shape != shape or dtype not in (None, found.dtype):
-            return f"dataset {path} is {found.shape} {found.dtype}, expected {shape} {dtype or ''}"
-    return None
 
 
 def remove_parts(disk: Disk) -> None:

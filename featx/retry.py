@@ -1,100 +1,19 @@
-"""What becomes of the batches of a run in a store: features, and the parts that hold them."""
+"""Rows that failed, tried again: what can be read now gets its features, in its place."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy.typing as npt
 
-from featx.loop import failures_of, labels_of
+from featx.features import compute_rows
 from featx.prepare import Prepared
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Part
-
-if TYPE_CHECKING:
-    from featx.events import RunEvents
-
-
-class StoreWork:
-    """Features of the rows, into the parts of a store.
-
-    Args:
-        prepared: the run.
-        session: its store, held.
-        events: sees every batch; None where nobody wants to see any.
-
-    Attributes:
-        faint: layer -> rows that float16 hardly holds.
-        seconds: there are no stages beside those of every run.
-    """
-
-    def __init__(self, prepared: Prepared, session: StoreSession, events: RunEvents | None) -> None:
-        self.faint: Counter[str] = Counter()
-        self.seconds: dict[str, float] = {}
-        self._events = events
-        self._prepared = prepared
-        self._session = session
-        self._builder: PartBuilder | None = None
-
-    @property
-    def rows_asked(self) -> int:
-        return self._session.rows_asked
-
-    @property
-    def rows_done(self) -> int:
-        return self._session.rows_done
-
-    @property
-    def rows_failed(self) -> int:
-        return self._session.num_failed
-
-    def missing(self) -> list[Part]:
-        return self._session.missing()
-
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        if self._builder is None:
-            self._builder = PartBuilder(part, self._prepared.specs)
-        features, failures = compute_rows(self._prepared, batch, self.faint)
-        self._builder.add(batch.start, features, failures)
-        if self._events is not None:
-            self._events.batch(batch, features, failures)
-        return failures
-
-    def hand_over(self) -> Callable[[], None]:
-        assert self._builder is not None, "no batch of a part was taken"
-        builder, self._builder = self._builder, None
-        return functools.partial(self._session.commit, builder)
-
-
-def compute_rows(
-    prepared: Prepared, batch: Batch, faint: Counter[str]
-) -> tuple[dict[str, Any], list[Failure]]:
-    """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
-
-    Args:
-        prepared: the run.
-        batch: n rows of it, and padding.
-        faint: layer -> rows that float16 hardly holds; added to.
-
-    Returns:
-        dataset name -> (n, ...) as stored, and the rows that failed.
-
-    Raises:
-        NonFiniteError: a feature is not finite, and nonfinite=error.
-    """
-    from featx.engine import stored_bits
-
-    values = prepared.engine.run(batch.images, labels_of(prepared, batch))
-    failures = failures_of(prepared, batch, values)
-    failed = {failure.row for failure in failures}
-    ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    for name, rows in prepared.engine.faint_rows().items():
-        faint[name] += int(rows[ok].sum())
-    return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
 
 
 def readable_again(prepared: Prepared, rows: Sequence[int]) -> list[int]:

@@ -1,0 +1,249 @@
+"""executor=ray: a pool of actors that each load the backbone once, on this machine or a cluster.
+
+The driver holds the store's lock, gives each actor a part at a time, and notes what is durable. An
+actor that dies, or whose node does, is replaced and its part is done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import sys
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+from featx.config import Config
+from featx.errors import ConfigError, FeatxError, MissingExtraError, RunError
+from featx.executors.orders import (
+    Done,
+    Harvest,
+    Labour,
+    Order,
+    Outcome,
+    PartWork,
+    order_of,
+    prepared_as_ordered,
+    rows_text,
+)
+from featx.loop import Interrupted, stop_signals
+from featx.prepare import Prepared
+from featx.progress import Progress
+from featx.store.commit import Disk
+from featx.store.heartbeat import Heartbeat
+from featx.store.session import StoreSession
+from featx.types import Part
+
+WAIT_S = 0.5
+
+MAX_DEATHS = 3
+"""Actors that may die at a part, or before they are ready, before the run ends."""
+
+
+def check(config: Config) -> None:
+    """Raise MissingExtraError where Ray is not installed."""
+    _ray()
+
+
+def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
+    """Compute what a store lacks in actors of a Ray cluster.
+
+    Raises:
+        RunError: an actor failed; the message names its part and rows.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    from featx.devices import leave  # which imports torch
+
+    order = order_of(prepared, session, config_yaml, prepared.config.executor.num_cpus)
+    leave(prepared.engine.backbone.module, prepared.engine.device)
+    with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
+        pool = Pool(ray, order, prepared, session)
+        pool.work()
+    return pool.harvest.outcome(pool.size, order)
+
+
+class Actor:
+    """A process somewhere that does parts; it loads the backbone once."""
+
+    def __init__(self, order: bytes, path: list[str], device: str) -> None:
+        # The order may name modules in folders that this interpreter does not know yet.
+        sys.path[:] = [*sys.path, *(folder for folder in path if folder not in sys.path)]
+        self._order: Order = pickle.loads(order)
+        self._device = device
+        self._stack = contextlib.ExitStack()
+        self._work: PartWork | None = None
+        self._done: list[Done] = []
+
+    def ready(self) -> None:
+        """Returns once this process can do parts."""
+        with self._named(rows_text([])):
+            heart = Heartbeat(Disk(self._order.root), f"actor on {self._device}")
+            self._stack.enter_context(heart)
+            prepared = self._stack.enter_context(prepared_as_ordered(self._order, self._device))
+            self._work = PartWork(prepared, self._order, self._done.append, heart)
+
+    def do(self, part: Part) -> tuple[list[Done], Labour]:
+        """Compute and commit a part."""
+        assert self._work is not None, "the actor is not ready"
+        with self._named(rows_text([part])):
+            labour = self._work.do(iter([part]))
+        done = list(self._done)
+        self._done.clear()
+        return done, labour
+
+    @contextlib.contextmanager
+    def _named(self, at: str) -> Iterator[None]:
+        """Whatever is raised says by whom and where."""
+        name = f"actor {os.getpid()} on {self._device}, {at}"
+        try:
+            yield
+        except Interrupted as interrupted:
+            raise RunError(f"{name}: stopped by {interrupted}") from None
+        except Exception as error:
+            kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
+            raise RunError(f"{name}: {kind}{error}") from error
+
+    def leave(self) -> None:
+        """Let go of everything."""
+        self._stack.close()
+
+
+class Pool:
+    """The actors of a run and the queue of its parts.
+
+    Attributes:
+        harvest: what was done so far.
+        size: how many actors there are.
+    """
+
+    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: StoreSession) -> None:
+        keys = prepared.config.executor
+        self._pending = deque(session.missing())
+        self.harvest = Harvest(sum(len(part) for part in self._pending))
+        self._asked = order
+        self._device = prepared.engine.device.type
+        gpus = keys.gpus or 1.0 if self._device == "cuda" else 0.0
+        there = ray.cluster_resources()
+        room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
+        self.size = min(keys.tasks or max(1, room), len(self._pending))
+        self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
+        self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
+        self._order = ray.put(pickle.dumps(order))
+        self._ray, self._session = ray, session
+        self._at: dict[Any, tuple[Any, Part | None]] = {}
+        self._deaths: Counter[int | None] = Counter()
+
+    def work(self) -> None:
+        """Start the actors and see to it that every part is done."""
+        session = self._session
+        with (
+            stop_signals() as stop,
+            Progress(session.rows_asked, session.rows_done) as self._progress,
+        ):
+            try:
+                for _ in range(self.size):
+                    self._start()
+                while self._is_work_left():
+                    ended, _ = self._ray.wait(list(self._at), num_returns=1, timeout=WAIT_S)
+                    for reference in ended:
+                        self._take(reference)
+                    if stop:
+                        raise Interrupted(stop[0])
+            finally:
+                self._dismiss()
+
+    def _is_work_left(self) -> bool:
+        return bool(self._pending) or any(part is not None for _, part in self._at.values())
+
+    def _start(self) -> None:
+        """One more actor; it gets a part when it is ready, for which a machine may have to come."""
+        actor = self._kind.remote(self._order, self._path, self._device)
+        self._at[actor.ready.remote()] = actor, None
+
+    def _take(self, reference: Any) -> None:
+        """What an actor gives back, and the next part for it."""
+        actor, part = self._at.pop(reference)
+        try:
+            result = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            cause = getattr(error, "cause", None)
+            told = RunError(
+                f"{cause or error}. Nothing committed is lost; the same command goes on."
+            )
+            told.add_note(str(error))
+            raise told from None
+        except self._ray.exceptions.RayError as error:
+            self._replace(part, str(error).strip().splitlines()[0])
+            return
+        if part is None:
+            if not self.harvest.begun:
+                self._progress.begin()
+            self.harvest.begin()
+        else:
+            done, labour = result
+            for each in done:
+                self._session.committed(each.part, each.failures)
+                self.harvest.add(each)
+                waited = each.waited / self.size
+                self._progress.step(len(each.part), len(each.failures), waited)
+                self.harvest.refuse_failures(self._asked, self._session)
+            self.harvest.labour.add(labour)
+        if self._pending:
+            following = self._pending.popleft()
+            self._at[actor.do.remote(following)] = actor, following
+
+    def _replace(self, part: Part | None, reason: str) -> None:
+        """Another actor takes over from one that died, unless it goes on like that."""
+        index = None if part is None else part.index
+        self._deaths[index] += 1
+        where = rows_text([] if part is None else [part])
+        if self._deaths[index] >= MAX_DEATHS:
+            raise RunError(
+                f"{MAX_DEATHS} actors died in {where}: {reason} Nothing committed is lost, and "
+                "the same command tries again."
+            )
+        self._progress.tell(f"an actor died in {where} ({reason}); another one takes its place")
+        if part is not None:
+            self._pending.appendleft(part)
+        self._start()
+
+    def _dismiss(self) -> None:
+        """No actor goes on, whatever ends the run."""
+        for actor, _ in self._at.values():
+            self._ray.kill(actor)
+
+
+@contextlib.contextmanager
+def _cluster(config: Config) -> Iterator[Any]:
+    """Ray, connected to a cluster that is there or to one of this machine alone."""
+    ray = _ray()
+    ours = not ray.is_initialized()
+    if ours:
+        address = config.executor.address
+        try:
+            ray.init(
+                address=address or "local",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if address else {"include_dashboard": False}),
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"executor.address={address}: no Ray cluster answers there "
+                f"({str(error).splitlines()[0]}). Leave it out to start one on this machine."
+            ) from error
+    try:
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError('executor=ray needs Ray: pip install "featx[ray]".') from error
+    return ray

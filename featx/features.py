@@ -1,0 +1,95 @@
+"""Features of the rows of a run, batch by batch, into the parts of a store."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from featx.loop import failures_of, labels_of
+from featx.prepare import Prepared
+from featx.store.heartbeat import Heartbeat
+from featx.store.writer import PartBuilder
+from featx.types import Batch, Failure, Part
+
+if TYPE_CHECKING:
+    from featx.events import RunEvents
+
+
+class FeatureWork:
+    """What becomes of the batches of a run whose features are stored.
+
+    Args:
+        prepared: the run.
+        commit: makes a part durable.
+        heart: is told what part is computed.
+        events: sees every batch; None where nobody wants to see any.
+
+    Attributes:
+        faint: layer -> rows that float16 hardly holds.
+        seconds: there are no stages beside those of every run.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        commit: Callable[[PartBuilder], None],
+        heart: Heartbeat,
+        events: RunEvents | None = None,
+    ) -> None:
+        self.faint: Counter[str] = Counter()
+        self.seconds: dict[str, float] = {}
+        self._commit = commit
+        self._heart = heart
+        self._events = events
+        self._prepared = prepared
+        self._builder: PartBuilder | None = None
+
+    def take(self, part: Part, batch: Batch) -> list[Failure]:
+        """Compute the next batch of a part; returns its rows that failed."""
+        if self._builder is None:
+            self._builder = PartBuilder(part, self._prepared.specs)
+            self._heart.begin(part)
+        features, failures = compute_rows(self._prepared, batch, self.faint)
+        self._builder.add(batch.start, features, failures)
+        if self._events is not None:
+            self._events.batch(batch, features, failures)
+        return failures
+
+    def hand_over(self) -> Callable[[], None]:
+        """The part whose last batch was taken; calling what is returned makes it durable."""
+        assert self._builder is not None, "no batch of a part was taken"
+        builder, self._builder = self._builder, None
+        return functools.partial(self._made_durable, builder)
+
+    def _made_durable(self, builder: PartBuilder) -> None:
+        self._commit(builder)
+        self._heart.committed(builder.part)
+
+
+def compute_rows(
+    prepared: Prepared, batch: Batch, faint: Counter[str]
+) -> tuple[dict[str, Any], list[Failure]]:
+    """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
+
+    Args:
+        prepared: the run.
+        batch: n rows of it, and padding.
+        faint: layer -> rows that float16 hardly holds; added to.
+
+    Returns:
+        dataset name -> (n, ...) as stored, and the rows that failed.
+
+    Raises:
+        NonFiniteError: a feature is not finite, and nonfinite=error.
+    """
+    from featx.engine import stored_bits
+
+    values = prepared.engine.run(batch.images, labels_of(prepared, batch))
+    failures = failures_of(prepared, batch, values)
+    failed = {failure.row for failure in failures}
+    ok = [i for i in range(batch.count) if batch.start + i not in failed]
+    for name, rows in prepared.engine.faint_rows().items():
+        faint[name] += int(rows[ok].sum())
+    return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures

@@ -1,0 +1,54 @@
+"""job=status: how far a run is, from any machine that sees its store; changes and locks nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from featx.config import Config
+from featx.errors import StoreError
+from featx.progress import facts, say, time_text
+from featx.store.heartbeat import Sign
+from featx.store.status import StoreStatus, store_status
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Print how far the store is and who is at work, or JSON with job.json=true; returns 0."""
+    root = Path(config.store or config.out).expanduser().absolute()
+    if not root.is_dir():
+        raise StoreError(f"there is no store at {root}; job=status takes the store's folder.")
+    status = store_status(root)
+    say(json.dumps(status.as_dict(), indent=2) if config.job.json else _text(status))
+    return 0
+
+
+def _text(status: StoreStatus) -> str:
+    share = status.rows_done / status.rows if status.rows else 1.0
+    rows = [
+        ("store", str(status.root)),
+        ("rows", f"{status.rows_done} of {status.rows}, {share:.1%}"),
+        ("parts", f"{status.parts_done} of {status.parts}" + (", packed" if status.packed else "")),
+        ("failures", str(status.failures)),
+    ]
+    if not status.complete:
+        speed = status.rows_per_second
+        rows.append(("rows/s", "not known yet" if speed is None else f"{speed:.1f}"))
+        left = status.seconds_left
+        rows.append(("left", "not known" if left is None else time_text(left)))
+    if (age := status.last_commit_age_s) is not None:
+        rows.append(("last part", f"{time_text(age)} ago"))
+    if status.workers:
+        rows.append(("workers", "\n".join(map(_worker_text, status.workers))))
+    if status.stuck:
+        rows.append(("stuck", "\n".join(status.stuck)))
+    return facts(rows)
+
+
+def _worker_text(sign: Sign) -> str:
+    values = sign.values
+    state = "alive" if sign.alive else "silent"
+    text = f"{values['what']}  pid {values['pid']} on {values['host']}  {state}"
+    if not values["parts"]:
+        return f"{text}, heard of {sign.age_s:.0f} s ago"
+    since = max(0.0, values["beat"] + sign.age_s - values["last_commit"])
+    return f"{text}, {values['parts']} parts, the last {time_text(since)} ago"

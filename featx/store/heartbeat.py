@@ -1,0 +1,146 @@
+"""workers/: what each process that writes a store is doing, for job=status; nothing else reads it.
+
+A process writes its file anew every BEAT_S, and deletes it when it ends by itself. One that was
+killed leaves its file, whose time no longer moves on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from featx.store import layout
+from featx.store.commit import Disk
+from featx.types import Part
+
+BEAT_S = 10.0
+SILENT_S = 45.0
+"""A process that has not written its file for so long is told as silent. It leaves room for clocks
+that differ by half a minute, and for file systems that show a change late."""
+
+
+class Heartbeat:
+    """The file of this process; a context manager that owns the thread that writes it.
+
+    Args:
+        disk: of the store.
+        what: the process does, such as 'driver' or 'cuda:0'.
+        outlives: it goes on when its driver dies, so nobody else may write before it ends.
+    """
+
+    def __init__(self, disk: Disk, what: str, outlives: bool = False) -> None:
+        self._path = _sign_path(disk.root, os.getpid())
+        self._disk = disk
+        self._values: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "what": what,
+            "outlives": outlives,
+            "since": time.time(),
+            "part": None,
+            "part_since": None,
+            "parts": 0,
+            "rows": 0,
+            "last_commit": None,
+        }
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="featx-heartbeat")
+
+    def __enter__(self) -> Heartbeat:
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._disk.forget(self._path)
+
+    def begin(self, part: Part) -> None:
+        """This part is being computed now."""
+        rows = [part.start, part.stop]
+        self._values |= {"part": part.index, "part_rows": rows, "part_since": time.time()}
+
+    def committed(self, part: Part) -> None:
+        """This part is durable."""
+        self._values["parts"] += 1
+        self._values["rows"] += len(part)
+        self._values["last_commit"] = time.time()
+        if self._values["part"] == part.index:
+            self._values |= {"part": None, "part_since": None}
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._write()
+
+    def _write(self) -> None:
+        self._disk.jot(self._path, json.dumps({**self._values, "beat": time.time()}))
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a process last wrote of itself.
+
+    Attributes:
+        path: of its file.
+        values: as it wrote them.
+        age_s: since it wrote them, by the file's time and this machine's clock.
+        alive: it wrote lately and, where it runs on this machine, is still there.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    age_s: float
+    alive: bool
+
+    @property
+    def name(self) -> str:
+        """What it is and where: 'worker on cuda:0 (pid 12 on node7)'."""
+        return f"{self.values['what']} (pid {self.values['pid']} on {self.values['host']})"
+
+
+def signs_of_life(root: Path) -> Sequence[Sign]:
+    """Every process that wrote to a store of late, as far as its file is still there."""
+    found = []
+    for path in sorted((root / layout.WORKERS).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):  # it ended just now
+            values = json.loads(path.read_bytes())
+            age_s = time.time() - path.stat().st_mtime
+            here = values["host"] == socket.gethostname()
+            alive = age_s < SILENT_S and not (here and _is_gone(values["pid"]))
+            found.append(Sign(path, values, age_s, alive))
+    return found
+
+
+def clear_signs(disk: Disk) -> None:
+    """Delete the files of processes that are silent; only who holds the store may."""
+    for sign in signs_of_life(disk.root):
+        if not sign.alive:
+            disk.forget(sign.path)
+
+
+def clear_sign_of(disk: Disk, pid: int) -> None:
+    """Delete the file of a process of this machine that has ended."""
+    disk.forget(_sign_path(disk.root, pid))
+
+
+def _sign_path(root: Path, pid: int) -> Path:
+    return root / layout.WORKERS / f"{socket.gethostname()}-{pid}.json"
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # it is somebody else's
+    return False

@@ -1,0 +1,83 @@
+"""The file of one part: published whole, and judged by what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.commit import Disk
+from featx.store.dtypes import memory_dtype
+from featx.store.failures import read_failures
+from featx.store.files import damage_text, open_for_a_look
+from featx.store.manifest import Manifest, Run
+from featx.store.writer import PartBuilder
+from featx.types import Failure, LayerSpec, Listing, Part
+
+
+def part_path(root: Path, index: int) -> Path:
+    """Where part `index` of a store lies."""
+    return root / layout.PARTS / layout.part_name(index)
+
+
+def publish_part(
+    disk: Disk, builder: PartBuilder, manifest: Manifest, listing: Listing
+) -> Sequence[Failure]:
+    """Make one part durable; from here on no crash takes it away.
+
+    Where another process was first, its part is kept.
+
+    Returns:
+        the failures of the part that is there now.
+
+    Raises:
+        RunError: the disk is full or fails.
+        StoreError: what another process put there does not count.
+    """
+    run = manifest.run_of(builder.part)
+    path = part_path(disk.root, builder.part.index)
+    if disk.publish(path, builder.build(run, listing, manifest.to_json())):
+        return builder.failures
+    problem, failures = look_at_part(path, builder.part, run)
+    if problem is not None:
+        raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
+    return failures
+
+
+def look_at_part(path: Path, part: Part, run: Run) -> tuple[str | None, Sequence[Failure]]:
+    """Why a file cannot count as a part of a run, or None; and the failures that it tells of.
+
+    The fingerprint holds the listing's and the layers', so what is left to check is which part it
+    is and whether it is whole; flipped bits are found by `verify` and by packing.
+    """
+    try:
+        with open_for_a_look(path) as file:
+            if file.attrs["fingerprint"] != run.digest:
+                return "it is of another run", ()
+            if int(file.attrs.get("start", 0)) != part.start:
+                return "it holds the rows of another part", ()
+            if problem := shape_problem(file, len(part), run.layers):
+                return problem, ()
+            return None, read_failures(file)
+    except layout.UNREADABLE as error:
+        return damage_text(path, error), ()
+
+
+def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
+    """Which dataset of a part or of features.h5 is not there in its full size, or None."""
+    expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
+    expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
+    for spec in specs:
+        path = f"{layout.FEATURES}/{spec.name}"
+        expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
+    for path, (shape, dtype) in expected.items():
+        # h5py's own layer above costs three times as much, and a store may have 10,000 parts.
+        found = h5py.h5d.open(file.id, path.encode())
+        if found.shape != shape or dtype not in (None, found.dtype):
+            return f"dataset {path} is {found.shape} {found.dtype}, expected {shape} {dtype or ''}"
+    return None

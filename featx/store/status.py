@@ -1,0 +1,153 @@
+"""How far a store is and who is at work on it, from its files alone; nothing is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.heartbeat import Sign, signs_of_life
+from featx.store.manifest import Run, load_manifest
+from featx.store.session import missing_parts
+
+WINDOW_S = 300.0
+"""The speed is that of the commits of so many seconds before the last one."""
+
+_STUCK_PARTS, _STUCK_S = 5.0, 120.0
+"""A part is told as stuck after so many times what a part takes, and no earlier than this."""
+
+
+@dataclass
+class StoreStatus:
+    """What the files of a store say.
+
+    Attributes:
+        rows, rows_done: in all layers of their run; a store with added layers counts each run.
+        rows_per_second: of the last minutes with commits; None while two parts are not there yet.
+        seconds_left: None where nobody is at work, or the speed is not known.
+        last_commit_age_s: None where there is no part in the folder.
+        stuck: a sentence for each thing that does not move.
+    """
+
+    root: Path
+    rows: int
+    rows_done: int
+    parts: int
+    parts_done: int
+    packed: bool
+    rows_per_second: float | None
+    seconds_left: float | None
+    last_commit_age_s: float | None
+    failures: int
+    workers: Sequence[Sign]
+    stuck: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part is there."""
+        return self.parts_done == self.parts
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        values = dict(vars(self))
+        values |= {"root": str(self.root), "complete": self.complete}
+        values["workers"] = [
+            {**sign.values, "age_s": round(sign.age_s, 1), "alive": sign.alive}
+            for sign in self.workers
+        ]
+        return values
+
+
+def store_status(root: Path) -> StoreStatus:
+    """Look at a store's folder, from whatever machine sees it.
+
+    Raises:
+        StoreError: there is no store.
+    """
+    manifest, _ = load_manifest(root)
+    if manifest is None:
+        raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
+    lacking = [part for _, parts in missing_parts(root, manifest) for part in parts]
+    rows = sum(run.grid.num_rows for run in manifest.runs)
+    rows_left, parts_left = sum(map(len, lacking)), len(lacking)
+    commits = _commits(root, manifest.runs)
+    speed, per_part = _speed(commits)
+    workers = signs_of_life(root)
+    at_work = any(sign.alive for sign in workers)
+    return StoreStatus(
+        root=root,
+        rows=rows,
+        rows_done=rows - rows_left,
+        parts=manifest.num_parts,
+        parts_done=manifest.num_parts - parts_left,
+        packed=(root / layout.PACKED).exists(),
+        rows_per_second=speed,
+        seconds_left=rows_left / speed if speed and at_work and rows_left else None,
+        last_commit_age_s=time.time() - commits[-1][0] if commits else None,
+        failures=_num_failures(root),
+        workers=workers,
+        stuck=_stuck(workers, parts_left, per_part),
+    )
+
+
+def _commits(root: Path, runs: Sequence[Run]) -> list[tuple[float, int]]:
+    """(time, rows) of the parts in the folder, in order of time."""
+    rows = {layout.part_name(part.index): len(part) for run in runs for part in run.parts()}
+    found = []
+    for path in (root / layout.PARTS).glob(layout.PART_GLOB):
+        with contextlib.suppress(FileNotFoundError):  # packed meanwhile
+            found.append((path.stat().st_mtime, rows.get(path.name, 0)))
+    return sorted(found)
+
+
+def _speed(commits: Sequence[tuple[float, int]]) -> tuple[float | None, float | None]:
+    """Rows a second, and seconds from one commit to the next; None where they are not known."""
+    if not commits:
+        return None, None
+    last = commits[-1][0]
+    lately = [commit for commit in commits if commit[0] >= last - WINDOW_S]
+    took = last - lately[0][0]
+    if took <= 0:
+        return None, None
+    # The first one's rows were computed before its time.
+    return sum(rows for _, rows in lately[1:]) / took, took / (len(lately) - 1)
+
+
+def _num_failures(root: Path) -> int:
+    try:
+        path = root / layout.FAILURES_CSV
+        with path.open(encoding="utf-8", errors="replace", newline="") as file:
+            return max(0, sum(1 for _ in csv.reader(file)) - 1)
+    except FileNotFoundError:
+        return 0
+
+
+def _stuck(workers: Sequence[Sign], parts_left: int, per_part: float | None) -> list[str]:
+    """What does not move on by itself."""
+    found = []
+    alive = [sign for sign in workers if sign.alive]
+    if parts_left and not alive:
+        found.append(
+            f"{parts_left} parts are missing and nobody is at work; the command that began the "
+            "store goes on with it"
+        )
+    computing = sum(sign.values.get("part") is not None for sign in alive)
+    for sign in workers:
+        name = sign.name
+        if not sign.alive:
+            found.append(f"{name} was heard of {sign.age_s:.0f} s ago and left its part undone")
+        elif (since := sign.values.get("part_since")) is not None:
+            start, stop = sign.values["part_rows"]
+            usual = (per_part or 0.0) * max(1, computing)
+            if (takes := time.time() - since) > max(_STUCK_S, _STUCK_PARTS * usual):
+                found.append(
+                    f"{name} has been at part {sign.values['part']} (rows {start} to {stop - 1}) "
+                    f"for {takes:.0f} s; a part takes about {usual:.0f} s"
+                )
+    return found

@@ -1,0 +1,284 @@
+"""executor=slurm: tasks over neighbouring parts; lost ones are submitted again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import with_path
+from made_store import dataset_digests, make_run, temporary_files
+from tiny_model import COMMAND, MODEL, extract
+
+from featx import machine
+from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
+from featx.executors import slurm
+from featx.keys import from_keywords, from_omegaconf
+from featx.store.commit import Disk
+from featx.store.heartbeat import Heartbeat
+from featx.types import Part
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+TESTS = Path(__file__).resolve().parent.parent
+LOCAL = {"name": "slurm", "mode": "local", "cpus": 1}
+
+
+def digests(root: str | Path) -> dict[str, str]:
+    return dataset_digests(Path(root) / "features.h5")
+
+
+class FailedJobError(RuntimeError):
+    """submitit's, by its name: the task raised."""
+
+
+class Job:
+    """A task that is done, or lost, when it is looked at."""
+
+    def __init__(self, number: int, task: bytes, lost: bool) -> None:
+        self.job_id = f"7_{number}"
+        self.canceled = False
+        self._task, self._lost = task, lost
+        self._result: Any = None
+
+    def done(self) -> bool:
+        if self._result is None and not self._lost:
+            try:
+                self._result = pickle.loads(self._task)()
+            except RunError as error:
+                self._result = FailedJobError(f"Traceback ...\nfeatx.errors.RunError: {error}\n")
+        return True
+
+    def result(self) -> Any:
+        if self._lost:
+            raise RuntimeError("Job 7 has not produced any output (state: NODE_FAIL)")
+        if isinstance(self._result, Exception):
+            raise self._result
+        return self._result
+
+    def cancel(self, check: bool) -> None:
+        self.canceled = True
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """submitit without processes: `tasks` notes what was submitted, `lose` the next so many."""
+    made = SimpleNamespace(tasks=[], asked={}, lose=0)
+
+    class Executor:
+        folder = "jobs"
+
+        def update_parameters(self, **asked: Any) -> None:
+            made.asked |= asked
+
+        @contextlib.contextmanager
+        def batch(self) -> Iterator[None]:
+            yield
+
+        def submit(self, task: Any) -> Job:
+            lost = len(made.tasks) < made.lose
+            made.tasks.append(task)
+            return Job(len(made.tasks), pickle.dumps(task), lost)
+
+    module = SimpleNamespace(AutoExecutor=lambda folder, cluster: Executor())
+    monkeypatch.setattr(slurm, "_submitit", lambda: module)
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+    yield made
+    machine._taken = None
+
+
+def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
+    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    extract(photos, out="alone", max_failures=5.0)
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
+    keys = {
+        "name": "slurm", "tasks": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
+        "memory_gib": 3.0, "time_limit_min": 30,
+    }  # fmt: skip
+    store = extract(photos, executor=keys, max_failures=5.0)
+    assert store.complete
+    assert digests("store") == digests("alone")
+    assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
+    assert [[part.index for part in task._parts] for task in cluster.tasks] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+    assert cluster.asked == {
+        "timeout_min": 30, "cpus_per_task": 1, "name": "featx", "slurm_signal_delay_s": 90,
+        "mem_gb": 3.0, "slurm_partition": "short", "slurm_gres": "gpu:1",
+        "slurm_additional_parameters": {"requeue": True},
+    }  # fmt: skip
+    assert sorted(path.name for path in Path("store").iterdir() if path.is_dir()) == [".hydra"]
+    assert extract(photos, executor=keys, max_failures=5.0).complete
+    assert len(cluster.tasks) == 3, "a finished store was submitted again"
+
+
+def test_the_parts_of_lost_tasks_are_submitted_again(
+    photos: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.lose = 2
+    assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
+    assert [len(task._parts) for task in cluster.tasks] == [3, 3, 1, 2, 1, 2]
+    assert "was lost (Job 7 has not produced any output" in capfd.readouterr().err
+
+
+def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: Any) -> None:
+    cluster.lose = 99
+    with pytest.raises(
+        RunError, match=r"ended without a word at part 0 \(rows 0 to 3\).*NODE_FAIL"
+    ):
+        extract(photos, executor={**LOCAL, "tasks": 1})
+    cluster.lose = 0
+    assert extract(photos).complete
+
+
+def test_an_exception_in_a_task_ends_the_run_and_is_told(
+    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = slurm.PartWork.take
+
+    def raising(self: Any, part: Part, batch: Any) -> Any:
+        if part.index == 4:
+            self.part = part
+            raise ValueError("a bug in the model")
+        return take(self, part, batch)
+
+    monkeypatch.setattr(slurm.PartWork, "take", raising)
+    with pytest.raises(RunError) as failed:
+        extract(photos, executor={**LOCAL, "tasks": 2})
+    assert str(failed.value).startswith("job 7_2: task ")
+    assert "on cpu, part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
+    monkeypatch.setattr(slurm.PartWork, "take", take)
+    assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
+
+
+def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
+    task = slurm.Task(SimpleNamespace(root=Path.cwd()), "cpu", [Part(0, 0, 4)])  # type: ignore[arg-type]
+    Path("parts").mkdir()
+    Path("parts/part-000000.h5").touch()
+    assert pickle.loads(pickle.dumps(task))()[0] == []
+
+
+def test_neighbours_stay_together_whatever_the_numbers() -> None:
+    parts = [Part(index, index, index + 1) for index in range(10)]
+    for count in (1, 3, 10, 99):
+        chunks = list(slurm._chunks(parts, count))
+        assert [part for chunk in chunks for part in chunk] == parts
+        assert len(chunks) == min(count, 10)
+        assert max(map(len, chunks)) - min(map(len, chunks)) <= 1
+
+
+def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) -> None:
+    run = make_run()
+    run.write(tmp_path / "store", [0])
+    with (
+        Heartbeat(Disk(tmp_path / "store"), "task 9 on cuda", outlives=True),
+        pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
+        run.session(tmp_path / "store").hold(),
+    ):
+        pass
+    run.write(tmp_path / "store", [1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"name": "local", "tasks": 3},
+            "executor.tasks has an effect with executor=ray or slurm only",
+        ),
+        ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected more than 0"),
+        ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),
+    ],
+)
+def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_omegaconf(from_keywords({"executor": keys}))
+
+
+def test_devices_are_no_matter_of_a_cluster() -> None:
+    with pytest.raises(ConfigError, match="devices are of this machine; with executor=slurm"):
+        from_omegaconf(from_keywords({"executor": "slurm", "devices": 2}))
+
+
+def test_without_submitit_the_extra_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "featx\[slurm\]"') as missing:
+        extract(photos, executor=LOCAL)
+    assert missing.value.exit_code == 2
+    assert not Path("store").exists()
+
+
+def test_without_slurm_that_is_said_before_anything_is_begun(
+    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"srun is not found.*executor.mode=local"):
+        extract(photos, executor="slurm")
+    assert not Path("store").exists()
+
+
+# With submitit's own processes
+
+
+def command(*more: str) -> list[str]:
+    local = ("executor=slurm", "executor.mode=local", "executor.tasks=2", "executor.cpus=1")
+    data = ("data=folder", "data.root=photos", "+model.args.pause_s=0.5")
+    return [sys.executable, "-m", "featx", *COMMAND, *data, *local, *more]
+
+
+def wait_for(found: Callable[[], Any], process: subprocess.Popen[bytes]) -> Any:
+    deadline = time.monotonic() + 200
+    while not (value := found()):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
+def tasks_alive() -> list[int]:
+    found = []
+    for path in Path("store/workers").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            values = json.loads(path.read_text())
+            found += [values["pid"]] if values["outlives"] else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [None, signal.SIGUSR2, signal.SIGINT])
+def test_preempted_or_stopped_the_datasets_are_the_same(
+    photos: Path, signum: signal.Signals | None
+) -> None:
+    extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.5}})
+    environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(), env=environment)
+    wait_for(lambda: list(Path("store/parts").glob("part-*.h5")), process)
+    if signum == signal.SIGUSR2:  # as Slurm tells a task that it is preempted
+        victim = wait_for(tasks_alive, process)[0]
+        os.kill(victim, signum)
+    elif signum is not None:
+        process.send_signal(signum)
+    code = process.wait(300)
+    if signum == signal.SIGINT:
+        assert code == 130
+        deadline = time.monotonic() + 60
+        while tasks_alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        code = subprocess.run(command(), env=environment, timeout=300, check=False).returncode
+    assert code == 0
+    assert digests("store") == digests("alone")
+    assert temporary_files(Path("store")) == []

@@ -1,0 +1,192 @@
+"""job=status: what the files of a store say of a run, without a lock and without a change."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_store import MadeRun, make_run
+from tiny_model import run_job
+
+from featx.errors import StoreError
+from featx.store import heartbeat
+from featx.store.commit import Disk
+from featx.store.heartbeat import Heartbeat, signs_of_life
+from featx.store.pack import pack
+from featx.store.status import store_status
+from featx.types import Part
+
+
+@pytest.fixture
+def run() -> MadeRun:
+    """Five parts of 8 rows, the last one short; two rows fail."""
+    return make_run(num_rows=37, part_rows=8, failed=[2, 17])
+
+
+def committed_at(root: Path, ages_s: dict[int, float]) -> None:
+    """Parts were committed so many seconds ago."""
+    for index, age_s in ages_s.items():
+        then = time.time() - age_s
+        os.utime(root / "parts" / f"part-{index:06d}.h5", (then, then))
+
+
+def sign(root: Path, host: str = "elsewhere", pid: int = 1, age_s: float = 0, **more: Any) -> Path:
+    """The file of a process, as it was last written so many seconds ago."""
+    folder = root / "workers"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{host}-{pid}.json"
+    now = time.time()
+    values = {"host": host, "pid": pid, "what": "worker on cuda:0", "part": None, "parts": 0}
+    values |= {"part_since": None, "last_commit": None, "beat": now - age_s, **more}
+    path.write_text(json.dumps(values))
+    os.utime(path, (now - age_s, now - age_s))
+    return path
+
+
+def test_rows_parts_speed_and_time_left(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1, 3])
+    committed_at(tmp_path, {0: 30, 1: 20, 3: 10})
+    sign(tmp_path)
+    status = store_status(tmp_path)
+    assert (status.rows, status.rows_done) == (37, 24)
+    assert (status.parts, status.parts_done, status.complete) == (5, 3, False)
+    assert status.failures == 1
+    assert status.rows_per_second == pytest.approx(16 / 20, rel=0.01)
+    assert status.seconds_left == pytest.approx(13 / 0.8, rel=0.01)
+    assert status.last_commit_age_s == pytest.approx(10, abs=1)
+    assert status.stuck == []
+
+
+def test_the_speed_is_that_of_the_last_minutes(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1, 2])
+    committed_at(tmp_path, {0: 90000, 1: 110, 2: 100})
+    assert store_status(tmp_path).rows_per_second == pytest.approx(0.8, rel=0.01)
+
+
+def test_nobody_at_work_leaves_no_time_and_says_so(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1])
+    committed_at(tmp_path, {0: 30, 1: 20})
+    status = store_status(tmp_path)
+    assert status.seconds_left is None
+    assert "3 parts are missing and nobody is at work" in status.stuck[0]
+
+
+def test_a_packed_store_is_complete(run: MadeRun, tmp_path: Path) -> None:
+    session = run.session(tmp_path)
+    run.write(tmp_path)
+    with session.hold():
+        pack(tmp_path)
+        session.after_packing()
+    status = store_status(tmp_path)
+    assert (status.complete, status.packed, status.stuck) == (True, True, [])
+
+
+def test_who_wrote_lately_is_alive_and_who_did_not_is_told(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    sign(tmp_path, pid=1, age_s=5)
+    sign(tmp_path, pid=2, age_s=100)
+    sign(tmp_path, pid=3, age_s=-20)  # the clock of its file server is ahead
+    status = store_status(tmp_path)
+    assert [worker.alive for worker in status.workers] == [True, False, True]
+    assert len(status.stuck) == 1
+    assert "pid 2 on elsewhere) was heard of 100 s ago" in status.stuck[0]
+
+
+def test_on_this_machine_a_process_that_is_gone_is_told_at_once(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    run.write(tmp_path, [0])
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    sign(tmp_path, socket.gethostname(), process.pid)
+    sign(tmp_path, socket.gethostname(), os.getpid())
+    alive = {worker.values["pid"]: worker.alive for worker in store_status(tmp_path).workers}
+    assert alive == {process.pid: False, os.getpid(): True}
+
+
+def test_a_part_that_takes_far_longer_than_others_is_stuck(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0, 1])
+    committed_at(tmp_path, {0: 700, 1: 690})
+    at = {"part": 2, "part_rows": [16, 24]}
+    sign(tmp_path, pid=1, part_since=time.time() - 600, **at)
+    sign(tmp_path, pid=2, part_since=time.time() - 60, **at)
+    (line,) = store_status(tmp_path).stuck
+    assert "pid 1 on elsewhere) has been at part 2 (rows 16 to 23) for 600 s" in line
+    assert "a part takes about 20 s" in line
+
+
+def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
+    with Heartbeat(Disk(tmp_path), "cpu") as heart:
+        heart.begin(Part(3, 24, 32))
+        heart.committed(Part(2, 16, 24))
+        deadline = time.monotonic() + 10
+        while not (signs := signs_of_life(tmp_path)) or signs[0].values["part"] != 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        (found,) = signs
+        assert found.alive
+        assert found.values["part_rows"] == [24, 32]
+        assert (found.values["parts"], found.values["rows"]) == (1, 8)
+        heart.committed(Part(3, 24, 32))
+        assert found.values["last_commit"] == pytest.approx(time.time(), abs=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path) -> None:
+    (tmp_path / "workers").touch()  # a file where the folder should be
+    with Heartbeat(Disk(tmp_path), "cpu") as heart:
+        heart.begin(Part(0, 0, 8))
+    assert signs_of_life(tmp_path) == []
+
+
+def test_who_holds_the_store_clears_away_the_silent_ones(run: MadeRun, tmp_path: Path) -> None:
+    run.write(tmp_path, [0])
+    dead, alive = sign(tmp_path, pid=1, age_s=100), sign(tmp_path, pid=2)
+    with run.session(tmp_path).hold():
+        assert not dead.exists()
+        assert alive.exists()
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_job_prints_text_or_json_and_takes_no_lock(
+    run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], held: bool
+) -> None:
+    run.write(tmp_path, [0, 1])
+    committed_at(tmp_path, {0: 30, 1: 20})
+    sign(tmp_path, parts=2, last_commit=time.time() - 20)
+
+    def both() -> None:
+        assert run_job("status", store=str(tmp_path)) == 0
+        assert run_job("status", store=str(tmp_path), json=True) == 0
+
+    if held:
+        with run.session(tmp_path).hold():
+            both()
+    else:
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        both()
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    text, _, rest = capsys.readouterr().out.partition("{")
+    assert re.search(r"rows +16 of 37, 43.2%", text)
+    assert re.search(r"worker on cuda:0  pid 1 on elsewhere  alive, 2 parts, the last 2\d s", text)
+    values = json.loads("{" + rest)
+    assert values["parts_done"] == 2
+    assert values["workers"][0]["alive"] is True
+
+
+def test_no_store_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="holds no store"):
+        run_job("status", store=str(tmp_path))
+    with pytest.raises(StoreError, match="takes the store's folder"):
+        run_job("status", store=str(tmp_path / "none"))

@@ -43,7 +43,7 @@ MISTAKES = [
     (
         ["job=extrct"],
         "expected one of attribute, bench, export, extract, layers, pack, plan, predict, "
-        "probe, similar, stats, verify. Nearest: extract",
+        "probe, similar, stats, status, verify. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),

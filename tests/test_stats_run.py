@@ -403,7 +403,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"codec": "gzip"}, "codec has no effect with job=stats"),
         ({"pack": False}, "pack has no effect with job=stats"),
         ({"grow": True}, "grow has no effect with job=stats"),
-        ({"store": "x"}, "store has an effect with job=verify and job=pack and job=probe"),
+        ({"store": "x"}, "store has an effect with job=verify and job=status and job=pack"),
         ({"stats": {"rows": "pixel"}}, "stats.rows=pixel: expected one of image, position"),
         ({"stats": {"kind": "half"}}, "stats.kind=half: expected one of full, diagonal"),
         ({"stats": {"kind": "diagonal", "against": "x"}}, "stats.against needs covariances"),

@@ -31,6 +31,8 @@ from featx.prepare import Prepared
 from featx.progress import Progress, complain
 from featx.store.heartbeat import Heartbeat, clear_sign_of
 from featx.store.session import StoreSession
+from featx.supervisor import CRASHES, MAX_CRASHES
+from featx.suspects import was_decoding
 from featx.types import Part
 
 MAX_DEATHS = 3
@@ -159,7 +161,7 @@ class Crew:
         self._pending = deque(parts)
         self._suspects: deque[Part] = deque()
         self._deaths: Counter[int] = Counter()
-        self._idle_deaths = 0
+        self._idle_deaths = self._crashes = 0
         self._workers: list[_Worker] = []
         self._ending: BaseException | None = None
 
@@ -314,10 +316,15 @@ class Crew:
     def _replace(self, worker: _Worker) -> None:
         """Somebody else takes over from a worker that died, unless it goes on like that."""
         held = [worker.held[index] for index in sorted(worker.held)]
+        # The next worker decodes with care what this one noted, so it is not the part's fault.
+        crashed = -worker.process.returncode in CRASHES
+        decoding = crashed and was_decoding(self._session.root, worker.process.pid)
+        self._crashes += decoding
+        counts = not decoding or self._crashes > MAX_CRASHES
         for part in reversed(held):
-            self._deaths[part.index] += 1
+            self._deaths[part.index] += counts
             self._suspects.appendleft(part)
-        self._idle_deaths += not held
+        self._idle_deaths += counts and not held
         deaths = max([self._deaths[part.index] for part in held], default=self._idle_deaths)
         how = f"{worker} {_how(worker.process.returncode)} in {rows_text(held)}"
         if deaths < MAX_DEATHS:

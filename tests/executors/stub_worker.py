@@ -47,7 +47,15 @@ class StubOrder:
         return what if any(self.note(f"fault-{place}-{n}") for n in range(times)) else ""
 
 
-def go_wrong(what: str) -> None:
+def go_wrong(what: str, root: Path) -> None:
+    if what == "crash":
+        from featx.suspects import Suspects
+
+        with Suspects(root).notes() as notes:
+            assert notes is not None
+            with notes.noted(b"cat/0000.jpg"):
+                os.kill(os.getpid(), signal.SIGSEGV)
+                time.sleep(60)
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":
@@ -81,7 +89,7 @@ def main() -> None:
     manifest = read_manifest(order.root)
     at = []
     try:
-        go_wrong(order.fault_at("start"))
+        go_wrong(order.fault_at("start"), order.root)
         link.tell("ready")
         os.write(1, f"hello from {device}\n".encode())
         while (first := link.draw(wait=True)) is not None:
@@ -90,7 +98,7 @@ def main() -> None:
                 if link.stopping.is_set():
                     break
                 time.sleep(order.pause_s)
-                go_wrong(order.fault_at(part.index))
+                go_wrong(order.fault_at(part.index), order.root)
                 failures = publish_part(Disk(order.root), run.builder(part), manifest, run.listing)
                 order.note(f"part-{part.index}-by-{os.getpid()}-of-{len(link.held)}")
                 link.done(Done(part, failures, {"flat": 1}, 0.1, 0.0))

@@ -31,8 +31,8 @@ from featx.reduce import channel_axis, positions_last
 from featx.stats_file import PARTS_FOLDER, STATS_FILE, Statistics, begun_settings
 from featx.stats_parts import MomentsOfParts
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
+from featx.store.failures import failures_csv
 from featx.store.layout import LOCK, Grid
-from featx.store.session import failures_csv
 from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
 
 FAILURES_CSV = "stats-failures.csv"
@@ -188,6 +188,10 @@ class _StatsWork:
     @property
     def rows_done(self) -> int:
         return self.rows_asked - sum(len(part) for part in self.missing())
+
+    @property
+    def rows_failed(self) -> int:
+        return len(self._parts.failures)
 
     def missing(self) -> list[Part]:
         grid = Grid(self.rows_asked, self._prepared.part_rows)

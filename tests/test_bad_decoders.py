@@ -95,7 +95,7 @@ def test_the_command_goes_on_by_itself(
     num_crashes = sum(BAD[name][2].startswith("SIG") for name in bad)
     done = subprocess.run(
         [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos",
-         "data.timeout_s=2", "max_failures=9"],
+         "data.timeout_s=1", "max_failures=9"],
         env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

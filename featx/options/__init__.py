@@ -42,6 +42,7 @@ from featx.options.of_stores import (
     SPLITS,
     ExportConfig,
     ProbeConfig,
+    ReportConfig,
     SimilarConfig,
 )
 
@@ -77,6 +78,7 @@ __all__ = [
     "ModelConfig",
     "ProbeConfig",
     "ReduceConfig",
+    "ReportConfig",
     "SimilarConfig",
     "StatsConfig",
     "TransformConfig",

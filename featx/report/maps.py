@@ -108,9 +108,13 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     L. van der Maaten, G. Hinton, Visualizing Data using t-SNE, JMLR 9 (2008).
     """
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
     perplexity = min(PERPLEXITY, (len(scores) - 1) / 3)
     model = TSNE(perplexity=perplexity, init=start.astype(np.float32), random_state=seed)
-    embedded: Matrix = np.asarray(model.fit_transform(scores.astype(np.float32)), np.float64)
-    return embedded
+    # A thousand short steps: threads that wait for each other on a busy machine take 2 to 18 times
+    # as long as one.
+    with threadpool_limits(1):
+        embedded = model.fit_transform(scores.astype(np.float32))
+    return np.asarray(embedded, np.float64)

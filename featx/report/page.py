@@ -47,7 +47,6 @@ class Page:
         store: open for reading.
         seed: of every choice.
         layers: that were asked for.
-        empty: those of them without a row yet.
         mapped: those with maps and nearest rows.
         rows: (n,) that maps and statistics are of.
         num_ok: rows that they were chosen from.
@@ -59,7 +58,6 @@ class Page:
     store: FeatureStore
     seed: int
     layers: tuple[str, ...]
-    empty: list[str]
     mapped: tuple[str, ...]
     rows: npt.NDArray[np.int64]
     num_ok: int

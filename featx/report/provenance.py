@@ -55,6 +55,7 @@ class Provenance:
     classes: the largest ones first, at most CLASSES_SHOWN.
     num_classes: of all.
     num_unlabelled: rows without a label.
+    pending: layers that a run has begun and that do not show yet.
     """
 
     facts: list[tuple[str, str]]
@@ -66,6 +67,7 @@ class Provenance:
     classes: list[ClassRows]
     num_classes: int
     num_unlabelled: int
+    pending: list[str]
 
 
 def provenance_of(store: FeatureStore) -> Provenance:
@@ -91,6 +93,7 @@ def provenance_of(store: FeatureStore) -> Provenance:
         ],
         num_classes=len(store.classes),
         num_unlabelled=int((~labelled).sum()),
+        pending=[name for run in runs for name in run.layers if name not in store],
     )
 
 

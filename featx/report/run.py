@@ -24,6 +24,7 @@ from featx.report.provenance import provenance_of
 from featx.report.speed import speed_of
 from featx.report.thumbnails import Thumbnails
 from featx.store.commit import Disk
+from featx.store.manifest import load_manifest
 from featx.store.matching import matching_layers
 from featx.store.reader import FeatureStore
 
@@ -52,7 +53,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     _require_packages()
     assert config.store is not None, "the config was checked"
     store = FeatureStore(config.store)
-    layers = matching_layers(store, config.layer)
+    layers = _in_order(store, matching_layers(store, config.layer))
     path = _file_of(config, store)
     if not store.complete:
         tell(f"{store.root} is not complete; the page says so, and shows what is there")
@@ -79,19 +80,13 @@ def _looked_at(
 ) -> Page:
     """Everything on the page, computed."""
     options, seed = config.report, config.seed
-    there = {layer: store.ok_in(layer) for layer in layers}
-    empty = [layer for layer in layers if not there[layer].any()]
-    filled = tuple(layer for layer in layers if layer not in empty)
-    whole = tuple(layer for layer in filled if (there[layer] == store.ok).all())
-    ok = np.flatnonzero(np.logical_and.reduce([there[layer] for layer in filled] or [store.ok]))
-    rows = _chosen(ok, options.rows, seed) if filled else ok[:0]
-    mapped = filled[-MAX_LAYERS:]
+    ok = np.flatnonzero(store.ok)
+    rows = _chosen(ok, options.rows, seed)
+    mapped = layers[-MAX_LAYERS:]
     reasons = reasons_of(store)
     thumbnails = Thumbnails(store, config.data, options.pictures)
-    if thumbnails.why_none and options.pictures:
-        tell(f"no thumbnails: {thumbnails.why_none}")
-    tell(f"statistics of {len(filled)} layers over {len(rows)} of {len(ok)} ok rows")
-    statistics = [layer_statistics(store, layer, rows) for layer in filled if len(rows)]
+    tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
+    statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
     maps = []
     for layer in mapped:
         tell(f"map of {layer}")
@@ -101,15 +96,16 @@ def _looked_at(
         tell("nearest rows")
         queries = chosen_queries(store, rows, seed)
         strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
-    likeness = likeness_of(store, whole, options.rows, seed, config.device)
+    likeness = likeness_of(store, layers, options.rows, seed, config.device)
     if not thumbnails.why_none:
         tell("thumbnails")
         _take_pictures(thumbnails, reasons, strips, rows)
+    if thumbnails.why_none and options.pictures:
+        tell(f"no thumbnails: {thumbnails.why_none}")
     return Page(
         store=store,
         seed=seed,
         layers=layers,
-        empty=empty,
         mapped=mapped,
         rows=rows,
         num_ok=len(ok),
@@ -134,6 +130,7 @@ def _take_pictures(
         for row, nearest in one.strips:
             thumbnails.add([row, *(each.row for each in nearest)])
     thumbnails.add_every(rows.tolist())
+    thumbnails.finish()
 
 
 def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
@@ -141,6 +138,13 @@ def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.
     if len(ok) <= count:
         return ok
     return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
+
+
+def _in_order(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:
+    """Layers as they are executed, where the store tells that; a file alone does not."""
+    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    known = list(manifest.layers) if manifest else []
+    return tuple(sorted(layers, key=lambda name: known.index(name) if name in known else -1))
 
 
 def _file_of(config: Config, store: FeatureStore) -> Path:

@@ -27,6 +27,9 @@ MAX_BYTES = 16 << 20
 _QUALITY = 72
 _AT_ONCE = 64
 
+_HOPELESS = 128
+"""After so many pictures in vain, and none that could be read, no more are tried."""
+
 
 class Thumbnails:
     """The pictures of a page, each row once.
@@ -50,7 +53,8 @@ class Thumbnails:
         self.why_none = "" if limit else "report.pictures=0 asked for none."
         self._store = store
         self._bytes = 0
-        self._read: Callable[[int], str | None] = lambda row: None
+        self._said = ""
+        self._read: Callable[[bytes], str] = str
         if limit:
             try:
                 config = data_of_store(store, data)
@@ -58,7 +62,7 @@ class Thumbnails:
             except FeatxError as error:
                 self.why_none = str(error)
             else:
-                self._read = lambda row: _thumbnail(source, policy, bytes(store.key_bytes[row]))
+                self._read = lambda key: _thumbnail(source, policy, key)
 
     @property
     def full(self) -> bool:
@@ -72,15 +76,33 @@ class Thumbnails:
         wanted = [r for r in dict.fromkeys(rows) if r not in self.uris and r not in self.unread]
         with ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-thumbnail") as threads:
             for start in range(0, len(wanted), _AT_ONCE):
-                if self.full:
+                if self.full or self.why_none:
                     return
                 block = wanted[start : start + _AT_ONCE]
-                for row, uri in zip(block, threads.map(self._read, block), strict=True):
+                for row, uri in zip(block, threads.map(self._try, block), strict=True):
                     if uri is None:
                         self.unread.add(row)
                     elif not self.full:
                         self.uris[row] = uri
                         self._bytes += len(uri)
+                if not self.uris and len(self.unread) >= _HOPELESS:
+                    self.finish()
+
+    def finish(self) -> None:
+        """No more will come: say why where not a single picture could be read."""
+        if self.unread and not self.uris:
+            self.why_none = (
+                f"none of {len(self.unread)} pictures could be read now ({self._said}). If they "
+                "lie elsewhere, say where: data=folder data.root=DIR."
+            )
+
+    def _try(self, row: int) -> str | None:
+        """A data URI, or None where the picture cannot be had."""
+        try:
+            return self._read(bytes(self._store.key_bytes[row]))
+        except (ImageFault, OSError) as error:
+            self._said = str(error)
+            return None
 
     def add_every(self, rows: list[int]) -> None:
         """Pictures of rows spread evenly over the list, as many as there is room for."""
@@ -91,12 +113,9 @@ class Thumbnails:
             self.add(missing[int(i * step)] for i in range(min(room, len(missing))))
 
 
-def _thumbnail(source: Source, policy: ImagePolicy, key: bytes) -> str | None:
-    """A data URI, or None where the picture cannot be had."""
-    try:
-        picture = decode(source.read(key), policy, at_least=PIXELS // 2)
-    except (ImageFault, OSError):
-        return None
+def _thumbnail(source: Source, policy: ImagePolicy, key: bytes) -> str:
+    """A picture as a data URI. Raises ImageFault or OSError where it cannot be had."""
+    picture = decode(source.read(key), policy, at_least=PIXELS // 2)
     scale = PIXELS / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     small = picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else picture

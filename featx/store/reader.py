@@ -140,13 +140,6 @@ class FeatureStore:
         mask: npt.NDArray[np.bool_] = self.status == Status.OK
         return mask
 
-    def ok_in(self, layer: str) -> npt.NDArray[np.bool_]:
-        """(N,) bool: the rows that hold features of a layer; one added later may not be whole."""
-        there = np.zeros(len(self), dtype=np.bool_)
-        for segment in self._segments_of(layer)[0]:
-            there[segment.start : segment.stop] = True
-        return there & self.ok
-
     @cached_property
     def failures(self) -> list[dict[str, Any]]:
         """The failed rows in order: row, key, status (name), error, message."""

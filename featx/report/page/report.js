@@ -50,7 +50,7 @@
     const uri = data.pictures[data.rows[at]];
     picture.hidden = !uri;
     if (uri) picture.src = uri; else picture.removeAttribute("src");
-    key.textContent = data.keys[at];
+    key.firstElementChild.textContent = data.keys[at];
     kind.textContent = data.labels[at] < 0 ? "" : nameOf(data.labels[at]);
     tip.hidden = false;
     const mouse = event.event.touches?.[0] ?? event.event.changedTouches?.[0] ?? event.event;
@@ -183,6 +183,10 @@
     const list = [...data.norms].reverse();
     const log = list.every((each) => each.five[0] > 0);
     place.style.height = `${70 + 30 * list.length}px`;
+    const ticks = [];
+    for (let power = -12; power <= 12; power += 1) for (const digit of [1, 2, 5]) ticks.push(digit * 10 ** power);
+    const written = ticks.map((v) => (v >= 1e5 || v < 1e-3 ? v.toExponential(0) : String(Number(v.toPrecision(1)))));
+    const scale = log ? { type: "log", tickvals: ticks, ticktext: written } : {};
     draw("plot-norms", [{
       type: "box", orientation: "h", y: list.map((_, i) => i),
       lowerfence: list.map((each) => each.five[0]), q1: list.map((each) => each.five[1]),
@@ -190,7 +194,7 @@
       upperfence: list.map((each) => each.five[4]),
       line: { color: css("--accent"), width: 1.2 }, hoverinfo: "x", width: 0.5,
     }], {
-      xaxis: axis({ type: log ? "log" : "linear", title: { text: log ? "L2 norm, logarithmic" : "L2 norm" }, nticks: 8 }),
+      xaxis: axis({ ...scale, title: { text: log ? "L2 norm, logarithmic" : "L2 norm" } }),
       yaxis: axis({
         tickvals: list.map((_, i) => i), showgrid: false,
         ticktext: list.map((each) => shortened(each.name, phone.matches ? 14 : 40)),

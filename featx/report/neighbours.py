@@ -46,13 +46,14 @@ class Strips:
 
 
 def chosen_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
-    """Up to QUERIES of some rows: of as many classes as there are, then any."""
+    """Up to QUERIES of some rows, random ones, the classes in turn."""
     order = np.random.default_rng(seed).permutation(rows)
-    _, first = np.unique(store.labels[order], return_index=True)
-    # The first row of each class, in the random order; then the others.
-    rest = np.setdiff1d(np.arange(len(order)), first)
-    places = np.concatenate([np.sort(first), rest])[:QUERIES]
-    return [int(row) for row in order[places]]
+    labels = store.labels[order]
+    by_class = np.argsort(labels, kind="stable")
+    _, starts, counts = np.unique(labels[by_class], return_index=True, return_counts=True)
+    turn = np.empty(len(order), np.int64)
+    turn[by_class] = np.arange(len(order)) - np.repeat(starts, counts)
+    return [int(row) for row in order[np.argsort(turn, kind="stable")[:QUERIES]]]
 
 
 def nearest_strips(

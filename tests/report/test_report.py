@@ -265,6 +265,16 @@ def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_a_million_rows() -> None:
+    run = make_run(1_000_000, 1 << 18, {"flat": (8,)}, dtype="float16", failed=range(0, 999, 3))
+    run.write(Path("store"), packed=True)
+    page = report(report={"rows": 500})
+    assert "Over 500 random rows of 999 667 (seed 0)" in page.words
+    assert "among all 999 667 ok rows" in page.words
+    assert Path("store/report.html").stat().st_size < 6 << 20
+
+
+@pytest.mark.slow
 def test_the_command(
     featx: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -113,12 +113,13 @@ def test_nearest_rows_are_exact_and_know_their_class(monkeypatch: pytest.MonkeyP
     assert not part.whole
 
 
-def test_queries_are_of_as_many_classes_as_there_are() -> None:
+def test_queries_take_the_classes_in_turn() -> None:
     labels = [0] * 30 + [1] * 2
     store = store_of({"flat": np.ones((32, 2), np.float32)}, labels)
     for seed in range(5):
         rows = chosen_queries(store, np.arange(32), seed)
         assert len(set(rows)) == 6
+        assert [labels[row] for row in sorted(rows)] == [0, 0, 0, 0, 1, 1]
         assert {labels[row] for row in rows[:2]} == {0, 1}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ReduceError, StoreError
-from featx.probe.data import Labelled, layer_rows
+from featx.probe.data import BLOCK_BYTES, Labelled, layer_rows
 from featx.store.reader import FeatureStore
 
 COMPONENTS = 50
@@ -59,7 +59,10 @@ def layer_map(
         return LayerMap(layer, width, False, None, (0, 0), None, f"{len(rows)} rows make no map.")
     try:
         taken = layer_rows(Labelled(store, rows, store.labels[rows], store.classes, ()), layer)
-        vectors = taken.read(np.arange(len(rows))).numpy()
+        # A row may be much larger than the vector that it becomes.
+        step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+        blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
+        vectors = np.concatenate([taken.read(places).numpy() for places in blocks])
     except (ReduceError, StoreError) as error:
         return LayerMap(layer, width, False, None, (0, 0), None, str(error))
     pooled = taken.pooled is not None

@@ -97,7 +97,7 @@ def render(page: Page) -> str:
     environment.filters |= {
         "number": number, "count": count, "percent": percent, "share": share, "seconds": time_text,
     }  # fmt: skip
-    return environment.get_template("template.html").render(
+    text = environment.get_template("template.html").render(
         page=page,
         generator=GENERATOR,
         title=f"{page.store.root.name}: a report of featx",
@@ -111,6 +111,7 @@ def render(page: Page) -> str:
         max_mib=MAX_BYTES >> 20,
         pixels=PIXELS,
     )
+    return as_utf8(text)  # the path of a store may have bytes that are none
 
 
 def as_json(values: Any) -> str:

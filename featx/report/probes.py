@@ -34,7 +34,6 @@ class Probed:
     balanced: float | None
     top5: float | None
     calibration: float | None
-    validation: float | None
     few: list[tuple[str, float, float | None]]
 
 
@@ -130,13 +129,13 @@ def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
 def _probed(layer: str, method: str, about: Mapping[str, Any], best: bool) -> Probed:
     low, high = about["interval"]
     few = [
-        (str(shots), float(each["mean"]), each["std"])
+        (str(shots), float(each["mean"]), _number(each["std"]))
         for shots, each in about.get("few_shot", {}).items()
     ]
     return Probed(
         layer, method, best, float(about["accuracy"]), (float(low), float(high)),
-        about["balanced_accuracy"], about["top5"], about["calibration_error"],
-        about["validation_accuracy"], few,
+        _number(about["balanced_accuracy"]), _number(about["top5"]),
+        _number(about["calibration_error"]), few,
     )  # fmt: skip
 
 
@@ -157,6 +156,10 @@ def _confusion(classes: list[str], matrix: list[list[int]]) -> Confusion:
         left_out=len(classes) - len(shown),
         pairs=pairs,
     )
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]  # or it raises
 
 
 def _spelled(name: object) -> str:

@@ -90,7 +90,7 @@ class Thumbnails:
 
     def finish(self) -> None:
         """No more will come: say why where not a single picture could be read."""
-        if self.unread and not self.uris:
+        if self.unread and not self.uris and not self.why_none:
             self.why_none = (
                 f"none of {len(self.unread)} pictures could be read now ({self._said}). If they "
                 "lie elsewhere, say where: data=folder data.root=DIR."
@@ -100,9 +100,11 @@ class Thumbnails:
         """A data URI, or None where the picture cannot be had."""
         try:
             return self._read(bytes(self._store.key_bytes[row]))
-        except (ImageFault, OSError) as error:
+        except FeatxError as error:  # of the whole data set, which is listed at the first picture
+            self.why_none = str(error)
+        except (ImageFault, OSError, LookupError) as error:
             self._said = str(error)
-            return None
+        return None
 
     def add_every(self, rows: list[int]) -> None:
         """Pictures of rows spread evenly over the list, as many as there is room for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -141,6 +142,21 @@ def test_without_labels_and_without_pictures(tmp_path: Path) -> None:
     assert data_of()["pictures"] == {}
     page = report(data={"name": "folder", "root": str(tmp_path / "elsewhere")})
     assert "21 thumbnails" in page.words
+
+
+def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
+    keys = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
+    table = photos / "photos.csv"
+    table.write_text("\n".join(["path,label", *(f"{key},{key[:3]}" for key in keys)]))
+    odd = os.fsdecode(b"st\xffre")
+    extract({"name": "table", "root": str(table)}, out=odd)
+    assert run_job("report", store=odd, device="cpu", out="p.html", report={"tsne": False}) == 0
+    assert "21 thumbnails" in Elements(Path("p.html").read_text("utf-8")).words
+    table.unlink()
+    assert run_job("report", store=odd, device="cpu", out="p.html", report={"tsne": False}) == 0
+    page = Elements(Path("p.html").read_text("utf-8"))
+    assert "There are no thumbnails: data.root=" in page.words
+    assert "st\\xffre" in page.text
 
 
 def test_pictures_that_went_are_counted(photos: Path) -> None:

@@ -85,6 +85,17 @@ def test_a_map_of_two_groups_keeps_them_apart() -> None:
     assert np.array_equal(again.tsne, found.tsne)
 
 
+def test_large_maps_are_averaged_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(size=(11, 9, 32, 32)).astype(np.float32)
+    store = store_of({"map": values}, [0, 1] * 5 + [0])
+    monkeypatch.setattr("featx.report.maps.BLOCK_BYTES", 4 * 4 * 9 * 32 * 32)
+    found = layer_map(store, "map", np.arange(11), 0, tsne=False)
+    expected, _ = principal_components(values.mean((2, 3)), 2)
+    assert found.pooled
+    assert found.width == 9
+    assert found.pca == pytest.approx(expected, abs=1e-5)
+
+
 def test_what_has_no_map_says_why() -> None:
     store = store_of({"flat": np.ones((9, 3), np.float32)}, [0] * 9)
     assert "the same vector" in layer_map(store, "flat", np.arange(9), 0, True).note
@@ -176,6 +187,9 @@ def test_a_probe_of_another_state_says_so() -> None:
     assert "another state" in found.note
     assert found.confusion is not None
     assert found.confusion.pairs == [(1, "cat", "dog")]
+    odd = {"flat": {"ridge": {**about, "top5": "<b>"}}}
+    file.write_text(json.dumps({**said, "layers": odd}))
+    assert "not as job=probe writes it" in probes_of(store).note
     file.write_text(json.dumps({**said, "fingerprint": store.attrs["fingerprint"]}))
     assert probes_of(store).note == ""
 

@@ -55,13 +55,13 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     store = FeatureStore(config.store)
     layers = _in_order(store, matching_layers(store, config.layer))
     path = _file_of(config, store)
+    disk = Disk(path.parent)
+    disk.make_folder(path.parent)  # before the work, so that a wrong name is told at once
     if not store.complete:
         tell(f"{store.root} is not complete; the page says so, and shows what is there")
     page = _looked_at(config, store, layers, tell)
     page.seconds = time.perf_counter() - begun
     text = render(page)
-    disk = Disk(path.parent)
-    disk.make_folder(path.parent)
     disk.replace(path, text.encode())
     return {
         "file": str(path),

@@ -244,6 +244,8 @@ def test_where_it_goes() -> None:
     with pytest.raises(StoreError, match=r"mine\.html is there and is no report"):
         report(out="mine.html")
     assert Path("mine.html").read_text() == "<p>mine"
+    with pytest.raises(StoreError, match="cannot"):
+        report(out="mine.html/page.html")
     Path("taken.html").mkdir()
     with pytest.raises(StoreError, match="is a folder"):
         report(out="taken.html")

@@ -7,12 +7,17 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
+
+from featx.supervisor import is_echo, supervised
 
 
 def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
-    sys.exit(run_command())
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _leave)
+    sys.exit(supervised(run_command, _was_decoding))
 
 
 def run_command() -> int:
@@ -36,6 +41,7 @@ def run_command() -> int:
         codes.append(_guarded(node, debug))
 
     compose.register()
+    signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _terminated)
     try:
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
@@ -76,10 +82,27 @@ def _guarded(node: Any, debug: bool) -> int:
         return error.exit_code
 
 
+def _leave(signum: int, frame: object) -> None:
+    """While nothing but imports goes on."""
+    os._exit(128 + signum)
+
+
+def _interrupted(signum: int, frame: object) -> None:
+    if not is_echo(signum):
+        raise KeyboardInterrupt
+
+
 def _terminated(signum: int, frame: object) -> None:
     from featx.loop import Interrupted
 
-    raise Interrupted(signum)
+    if not is_echo(signum):
+        raise Interrupted(signum)
+
+
+def _was_decoding(folder: Path, pid: int) -> bool:
+    from featx.suspects import was_decoding
+
+    return was_decoding(folder, pid)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,10 @@ class Config:
     codec: str = "none"
     """Compression of the stored chunks: none, lzf, gzip, zstd or blosc2."""
     max_failures: float = 0.01
-    """Share (below 1) or number of images that may fail before the exit code is 3."""
+    """Share (below 1) or number of images that may fail: more end in exit code 3, or at once with 1
+    where more than a minute of work is left."""
+    retry_failed: bool = False
+    """Try the images that failed once more, and put those that can be read now into their rows."""
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     pack: Any = "auto"
@@ -289,6 +292,7 @@ class Config:
             "stats": (self.stats != StatsConfig(), ("stats",)),
             "verify": (self.verify != VerifyConfig(), ("verify",)),
             "profile": (self.profile, ("extract", "stats", "attribute")),
+            "retry_failed": (self.retry_failed, ("extract", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
             "probe": (self.probe != ProbeConfig(), ("probe",)),
@@ -309,6 +313,10 @@ class Config:
         if self.job.name in _OF_A_STORE and self.store is None:
             raise ConfigError(
                 f"job={self.job.name} needs store=DIR, the folder or features.h5 that it reads."
+            )
+        if self.retry_failed and self.overwrite:
+            raise ConfigError(
+                "retry_failed=true mends a store and overwrite=true deletes it; give one."
             )
         if self.grow and self.overwrite:
             raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")

@@ -3,7 +3,7 @@
 The only file that names a decoder. Pillow opens everything and decodes whatever is odd; sound JPEGs
 are decoded by simplejpeg where it is installed, to the same pixels in less time. For decode=fast,
 JPEGs far larger than needed are decoded at a half, a quarter or an eighth of their size, which
-libjpeg does while it decodes.
+libjpeg does while it decodes. HEIC is decoded by pillow-heif where it is installed.
 """
 
 from __future__ import annotations
@@ -15,22 +15,31 @@ import struct
 import threading
 import zlib
 from dataclasses import dataclass, replace
+from importlib.metadata import version as version_of
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageColor, ImageFile, UnidentifiedImageError
+from PIL import AvifImagePlugin, Image, ImageColor, ImageFile, UnidentifiedImageError
 
 from featx.errors import ConfigError
 from featx.options import DataConfig
 from featx.types import ImageFault, Status
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM")
-"""The only parsers an image can reach, whatever its name says. JPEG includes MPO, which Pillow does
-not register by itself."""
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
+"""The only parsers of Pillow that an image can reach, whatever its name says. JPEG includes MPO,
+which Pillow does not register by itself."""
 
 _SIGNATURE = re.compile(
-    rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II[*+]\0|MM\0[*+]|RIFF....WEBP|P[1-6]\s", re.DOTALL
+    rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II[*+]\0|MM\0[*+]|RIFF....WEBP|P[1-6]\s|....ftypavi[fs]",
+    re.DOTALL,
 )
+_HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
+"""HEVC in its container; the last two may hold AVIF as well, which Pillow tries first."""
+
+_HEIF_NAME = re.compile(rb"\.(heic|heif|hif)", re.IGNORECASE)
+
+_CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full")
+"""What decoders say of a file that ends too early."""
 
 PILLOW, SIMPLEJPEG = "pillow", "simplejpeg"
 """Who decodes JPEGs."""
@@ -57,12 +66,14 @@ class ImagePolicy:
         background: (R, G, B) under transparent pixels.
         max_pixels: a picture of more pixels is refused before it is decoded.
         jpeg: who decodes JPEGs where pixels are asked for; all give the same ones.
+        heif: the version of pillow-heif that the store is bound to, None where it is to none.
     """
 
     exif: str
     background: tuple[int, int, int]
     max_pixels: int
     jpeg: str = PILLOW
+    heif: str | None = None
 
     @classmethod
     def from_config(cls, config: DataConfig) -> ImagePolicy:
@@ -81,26 +92,35 @@ class _PillowSettings:
     """Pillow's global settings as featx needs them, while any thread decodes.
 
     Its own pixel limit is off: ours is in force, which records where Pillow's only warns. Truncated
-    files are refused, whatever another library in this process has asked for.
+    files are refused, whatever another library in this process has asked for. An AVIF is decoded
+    in one thread, as the loader has one for every CPU.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._before: tuple[int | None, bool] = (None, False)
+        self._before: tuple[int | None, bool, int] = (None, False, 0)
 
     def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
-                self._before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES)
-                Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+                self._before = self._now()
+                self._set(None, False, 1)
             self._users += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = self._before
+                self._set(*self._before)
+
+    def _now(self) -> tuple[int | None, bool, int]:
+        lenient = ImageFile.LOAD_TRUNCATED_IMAGES
+        return Image.MAX_IMAGE_PIXELS, lenient, AvifImagePlugin.DEFAULT_MAX_THREADS
+
+    def _set(self, max_pixels: int | None, lenient: bool, avif_threads: int) -> None:
+        Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, lenient
+        AvifImagePlugin.DEFAULT_MAX_THREADS = avif_threads
 
 
 _pillow_settings = _PillowSettings()
@@ -124,6 +144,30 @@ def jpeg_decoder(begun: str | None = None) -> str:
             'pip install "featx[jpeg]", or choose a new out.'
         )
     return begun
+
+
+def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> str | None:
+    """The version of pillow-heif that a store is bound to, None where it is to none.
+
+    A new store is, where pillow-heif is installed and a key names such a picture. Other stores
+    decode what they meet with what is there.
+
+    Args:
+        keys: (N,) of the listing.
+        begun: the version that the store was begun with, None where it is bound to none.
+        new: whether the store is begun now.
+
+    Raises:
+        ConfigError: the store is bound to it, and it is not installed.
+    """
+    installed = importlib.util.find_spec("pillow_heif") is not None
+    if begun is not None and not installed:
+        raise ConfigError(
+            "this store was begun with pillow-heif, which is not installed here: "
+            'pip install "featx[heif]", or choose a new out.'
+        )
+    named = new and installed and _HEIF_NAME.search(np.ascontiguousarray(keys).data)
+    return version_of("pillow_heif") if begun is not None or named else None
 
 
 def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[np.uint8]:
@@ -176,14 +220,16 @@ def _guarded(
 def _decode(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
-    image = Image.open(io.BytesIO(data), formats=FORMATS)
+    image = _open(data)
     width, height = image.size
     if width * height > policy.max_pixels:
         raise ImageFault(Status.TOO_LARGE, f"{width} x {height} pixels, over {policy.max_pixels}")
     if image.format == "PNG":
         _check_png(data)
         _mend_transparency(image)
-    if at_least is not None and min(width, height) >= 4 * at_least and image.mode == "RGB":
+    # Of HEIC, `draft` would take a thumbnail.
+    scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
+    if at_least is not None and min(width, height) >= 4 * at_least and scalable:
         scale = 2 * at_least / min(width, height)
         image.draft("RGB", (int(width * scale), int(height * scale)))
     if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
@@ -196,6 +242,21 @@ def _decode(
     turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
     rgb = to_rgb(image, policy.background)
     return rgb if turn == 1 else rgb.transpose(_TRANSPOSE[turn])
+
+
+def _open(data: bytes) -> ImageFile.ImageFile:
+    """An image of which the header is read: by a parser of the allow-list, or pillow-heif's."""
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        if not _HEIF.match(data):
+            raise
+    if importlib.util.find_spec("pillow_heif") is None:
+        raise ImageFault(Status.UNSUPPORTED, 'HEIC needs pip install "featx[heif]"')
+    from pillow_heif import HeifImageFile
+
+    image: ImageFile.ImageFile = HeifImageFile(io.BytesIO(data))  # type: ignore[no-untyped-call]
+    return image
 
 
 def _sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
@@ -299,11 +360,20 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
     if isinstance(error, Image.DecompressionBombError):
         status = Status.TOO_LARGE
     elif isinstance(error, UnidentifiedImageError):
-        known = _SIGNATURE.match(data) is not None
-        status = Status.DECODE_ERROR if known else Status.UNSUPPORTED
-        message = "its header is damaged" if known else "not an image of a known format"
-    elif isinstance(error, EOFError | struct.error | zlib.error) or "runcat" in message:
+        status, message = _unknown(data)
+    elif isinstance(error, EOFError | struct.error | zlib.error) or _CUT_SHORT.search(message):
         status = Status.TRUNCATED
     else:
         status = Status.DECODE_ERROR
     return ImageFault(status, message, type(error).__name__)
+
+
+def _unknown(data: bytes) -> tuple[Status, str]:
+    """Why no parser takes a file."""
+    if _SIGNATURE.match(data) is None:
+        return Status.UNSUPPORTED, "not an image of a known format"
+    if data[4:11] == b"ftypavi" and not AvifImagePlugin.SUPPORTED:
+        return Status.UNSUPPORTED, "AVIF needs a Pillow that has it, such as its wheels on PyPI"
+    if data.startswith(b"\xff\xd8"):
+        return Status.DECODE_ERROR, "its header is damaged, or it is a lossless or 12-bit JPEG"
+    return Status.DECODE_ERROR, "its header is damaged"

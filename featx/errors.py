@@ -13,6 +13,7 @@
     │   └── StoreLockedError            another process is writing this store
     └── RunError (RuntimeError)         the run failed on its way; the store stays resumable
         ├── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
+        ├── TooManyFailuresError        more images fail than max_failures, and much is left to do
         └── GradientAlarm               gradients explode, vanish, or are not finite (gradients)
 
 Errors up to StoreError are the user's to mend and end the command with exit code 2;
@@ -82,6 +83,10 @@ class RunError(FeatxError, RuntimeError):
     """The run failed on its way; what was committed stays, the same command goes on."""
 
     exit_code = 1
+
+
+class TooManyFailuresError(RunError):
+    """More images failed than max_failures allows, long before the end."""
 
 
 class NonFiniteError(RunError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -15,19 +14,17 @@ from featx.events import RunEvents, require_tensorboard
 from featx.loop import (
     Figures,
     exit_code,
-    failures_of,
     failures_text,
-    labels_of,
     peak_memory_mib,
     run_parts,
 )
 from featx.prepare import Prepared, StorePurpose, prepare
 from featx.progress import complain, describe_run, facts
+from featx.rows import RetryWork, StoreWork, readable_again
 from featx.store import layout
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
-from featx.store.writer import PartBuilder
-from featx.types import Batch, Failure, Part, Source
+from featx.types import Source, Status
 
 
 def run_extraction(
@@ -65,7 +62,9 @@ def run_extraction(
         complain(facts([*describe_run(prepared), ("store", _store_text(session))]))
         complain("")
         events = RunEvents(prepared, session) if config.tensorboard else None
-        work = _StoreWork(prepared, session, events)
+        if config.retry_failed:
+            _retry(prepared, session)
+        work = StoreWork(prepared, session, events)
         figures = run_parts(prepared, work, session.disk, events)
         packing = time.perf_counter()
         _pack(config, session)
@@ -98,78 +97,15 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     )
 
 
-class _StoreWork:
-    """Features of the rows, into the parts of a store.
-
-    Args:
-        prepared: the run.
-        session: its store, held.
-        events: sees every batch; None where nobody wants to see any.
-
-    Attributes:
-        faint: layer -> rows that float16 hardly holds.
-        seconds: there are no stages beside those of every run.
-    """
-
-    def __init__(self, prepared: Prepared, session: StoreSession, events: RunEvents | None) -> None:
-        self.faint: Counter[str] = Counter()
-        self.seconds: dict[str, float] = {}
-        self._events = events
-        self._prepared = prepared
-        self._session = session
-        self._builder: PartBuilder | None = None
-
-    @property
-    def rows_asked(self) -> int:
-        return self._session.rows_asked
-
-    @property
-    def rows_done(self) -> int:
-        return self._session.rows_done
-
-    def missing(self) -> list[Part]:
-        return self._session.missing()
-
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        if self._builder is None:
-            self._builder = PartBuilder(part, self._prepared.specs)
-        features, failures = compute_rows(self._prepared, batch, self.faint)
-        self._builder.add(batch.start, features, failures)
-        if self._events is not None:
-            self._events.batch(batch, features, failures)
-        return failures
-
-    def hand_over(self) -> Callable[[], None]:
-        assert self._builder is not None, "no batch of a part was taken"
-        builder, self._builder = self._builder, None
-        return functools.partial(self._session.commit, builder)
-
-
-def compute_rows(
-    prepared: Prepared, batch: Batch, faint: Counter[str]
-) -> tuple[dict[str, Any], list[Failure]]:
-    """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
-
-    Args:
-        prepared: the run.
-        batch: n rows of it, and padding.
-        faint: layer -> rows that float16 hardly holds; added to.
-
-    Returns:
-        dataset name -> (n, ...) as stored, and the rows that failed.
-
-    Raises:
-        NonFiniteError: a feature is not finite, and nonfinite=error.
-    """
-    from featx.engine import stored_bits
-
-    values = prepared.engine.run(batch.images, labels_of(prepared, batch))
-    failures = failures_of(prepared, batch, values)
-    failed = {failure.row for failure in failures}
-    ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    for name, rows in prepared.engine.faint_rows().items():
-        faint[name] += int(rows[ok].sum())
-    return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
+def _retry(prepared: Prepared, session: StoreSession) -> None:
+    """Try the failed images again, and put those that can be read now into their rows."""
+    failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
+    rows = readable_again(prepared, failed)
+    complain(f"{len(rows)} of {len(failed)} failed images can be read now\n")
+    if rows:
+        session.unpack()
+        run_parts(prepared, RetryWork(prepared, session, rows))
+        session.survey_anew()
 
 
 def _pack(config: Config, session: StoreSession) -> None:

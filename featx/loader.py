@@ -1,4 +1,4 @@
-"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
+"""Rows of the listing -> ordered, full Batches; threads read ahead, a little, and decode.
 
 A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
 the batch. Nothing is substituted, nothing moves up.
@@ -13,20 +13,29 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.profiler import record_function
 
+from featx.alone import decode_alone
 from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.preprocess import Preprocess
+from featx.suspects import Suspects
+from featx.threads import Threads
 from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
 
 PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
+
+READERS = 8
+"""Threads that only read: they mostly wait for a disk or a network, so more than there are CPUs."""
 
 AHEAD_ROWS = 64
 """Images being read ahead where they are asked for one by one."""
@@ -43,7 +52,7 @@ class LoaderTimes:
     bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, read: float, decode: float, num_bytes: int) -> None:
+    def add(self, read: float = 0.0, decode: float = 0.0, num_bytes: int = 0) -> None:
         with self._lock:
             self.read += read
             self.decode += decode
@@ -57,6 +66,12 @@ class Loader:
         reference: by the weights' own transform, instead of on uint8.
         batch_size: images of a Batch.
         pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+        decode_ahead: also decode while earlier batches are computed. Where the processor does both,
+            that only takes turns with the model and empties its caches: then only reading is ahead.
+        timeout_s: an image that takes longer to be decoded is decoded again in a process of its
+            own, and fails where that takes as long; None waits for ever.
+        suspects: which images are decoded each in a process of its own, and where is noted what is
+            being decoded.
     """
 
     def __init__(
@@ -68,6 +83,9 @@ class Loader:
         reference: bool,
         batch_size: int,
         pinned: bool = False,
+        decode_ahead: bool = True,
+        timeout_s: float | None = None,
+        suspects: Suspects | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
@@ -77,11 +95,20 @@ class Loader:
         self._reference = reference or not preprocess.has_fast_path
         self._batch_size = batch_size
         self._pinned = pinned
+        self._decode_ahead = decode_ahead
+        self._timeout_s = timeout_s
+        self._suspects = Suspects(None) if suspects is None else suspects
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._threads = ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-loader")
-        self._stack.callback(self._threads.shutdown, wait=True, cancel_futures=True)
+        self._notes = self._stack.enter_context(self._suspects.notes())
+        decoders = Threads(num_cpus(), self._timeout_s, "featx-loader")
+        self._decoders = self._stack.enter_context(decoders)
+        if not self._decode_ahead:  # in a queue of their own: decoding is not behind later reading
+            readers = Threads(READERS, None, "featx-loader-reader")
+            self._readers = self._stack.enter_context(readers)
+        return self
+
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,7 +120,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        waiting: deque[tuple[Part, Batch, list[Future[Failure | None]]]] = deque()
+        waiting: deque[tuple[Part, Batch, list[Future[bytes | Failure | None]]]] = deque()
         spans = (
             (part, start, min(self._batch_size, part.stop - start))
             for part in parts
@@ -108,9 +135,9 @@ class Loader:
 
     def load(self, rows: Iterable[int]) -> torch.Tensor:
         """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
-        batch = torch.zeros((1, 3, *self._preprocess.crop), dtype=self._dtype)
-        found = [batch[0].clone() for row in rows if self._fill(row, batch[0]) is None]
-        return torch.stack(found) if found else batch[:0]
+        found = [image for image in self.each(rows) if image is not None]
+        none = torch.zeros((0, 3, *self._preprocess.crop), dtype=self._dtype)
+        return torch.stack(found) if found else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
         """The image of each row in turn, (3, H, W); None where it fails.
@@ -121,63 +148,97 @@ class Loader:
         waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
         for row in rows:
             place = torch.zeros((3, *self._preprocess.crop), dtype=self._dtype)
-            waiting.append((place, self._threads.submit(self._fill, row, place)))
+            waiting.append((place, self._decoders.submit(self._fill, row, place)))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
         while waiting:
             yield _unless_failed(*waiting.popleft())
 
+    def settle_suspects(self) -> None:
+        """Decode what a run was decoding when it died, image by image in a process of its own.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        with self._suspects.left_behind() as keys:
+            there = self._listing.keys[np.isin(self._listing.keys, list(keys))] if keys else ()
+            for key in map(bytes, there):
+                with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
+                    self._decoded_alone(key, self._read(key))
+
     @property
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self._reference else torch.uint8
 
-    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
+    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[bytes | Failure | None]]]:
         shape = (self._batch_size, 3, *self._preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
-        futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
+        futures: list[Future[bytes | Failure | None]] = []
+        for i in range(count):
+            if self._decode_ahead:
+                futures.append(self._decoders.submit(self._fill, start + i, images[i]))
+            else:
+                futures.append(self._readers.submit(self._fetch, start + i))
         return Batch(images, start, count, []), futures
 
     def _finish(
-        self, part: Part, batch: Batch, futures: list[Future[Failure | None]]
+        self, part: Part, batch: Batch, futures: list[Future[bytes | Failure | None]]
     ) -> tuple[Part, Batch]:
         results = [future.result() for future in futures]
-        batch.failures = [failure for failure in results if failure is not None]
+        decoding = {
+            i: self._decoders.submit(self._decode, batch.start + i, result, batch.images[i])
+            for i, result in enumerate(results)
+            if isinstance(result, bytes)
+        }
+        for i, future in decoding.items():
+            results[i] = future.result()
+        batch.failures = [result for result in results if isinstance(result, Failure)]
         return part, batch
 
     def _fill(self, row: int, place: torch.Tensor) -> Failure | None:
         """Put one image in its place, or say why there is none."""
+        data = self._fetch(row)
+        return data if isinstance(data, Failure) else self._decode(row, data, place)
+
+    def _fetch(self, row: int) -> bytes | Failure:
+        """The bytes of one image, or why there are none."""
         key = bytes(self._listing.keys[row])
         begun = time.perf_counter()
         try:
             with record_function("read"):
                 data = self._read(key)
-            read = time.perf_counter()
+        except ImageFault as fault:
+            return Failure(row, key, fault.status, fault.error, str(fault))
+        except MemoryError as error:
+            raise _out_of_memory(key) from error
+        self.times.add(read=time.perf_counter() - begun, num_bytes=len(data))
+        return data
+
+    def _decode(self, row: int, data: bytes, place: torch.Tensor) -> Failure | None:
+        """Put one image in its place, or say why there is none."""
+        key = bytes(self._listing.keys[row])
+        begun = time.perf_counter()
+        try:
             with record_function("decode"):
-                place.copy_(self._prepare(data))
+                place.copy_(self._prepare(key, data))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
         except MemoryError as error:
-            # The machine, not the image: such a failure never becomes a row.
-            raise RunError(
-                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
-                "and give the same command again. Less is needed with a smaller batch_size or "
-                "data.max_pixels."
-            ) from error
-        self.times.add(read - begun, time.perf_counter() - read, len(data))
+            raise _out_of_memory(key) from error
+        self.times.add(decode=time.perf_counter() - begun)
         return None
 
-    def _prepare(self, data: bytes) -> torch.Tensor:
+    def _prepare(self, key: bytes, data: bytes) -> torch.Tensor:
         resize = self._preprocess.resize
         expected = (3, *self._preprocess.crop)
-        if self._reference:
-            image = decode(data, self._policy)
-            width, height = image.size
-            transformed = functools.partial(self._preprocess.reference, image)
+        picture = self._decoded(key, data)
+        if isinstance(picture, Image.Image):
+            width, height = picture.size
+            transformed = functools.partial(self._preprocess.reference, picture)
         else:
-            pixels = decode_pixels(data, self._policy, resize)
-            height, width, _ = pixels.shape
-            transformed = functools.partial(self._preprocess.crop_uint8, pixels)
+            height, width, _ = picture.shape
+            transformed = functools.partial(self._preprocess.crop_uint8, picture)
         short, long = sorted((width, height))
         if resize and resize * resize * long > self._policy.max_pixels * short:
             raise ImageFault(
@@ -197,6 +258,27 @@ class Loader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
+    def _decoded(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
+        """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+        if self._decoders.again or key in self._suspects:
+            pixels = self._decoded_alone(key, data)
+            return Image.fromarray(pixels) if self._reference else pixels
+        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(key)
+        with self._decoders.watched(), noted:
+            if self._reference:
+                return decode(data, self._policy)
+            return decode_pixels(data, self._policy, self._preprocess.resize)
+
+    def _decoded_alone(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
+        """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
+        at_least = None if self._reference else self._preprocess.resize
+        try:
+            return decode_alone(data, self._policy, at_least, self._timeout_s)
+        except ImageFault as fault:
+            if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
+                self._suspects.remember(key)
+            raise
+
     def _read(self, key: bytes) -> bytes:
         for wait_s in (*_RETRY_WAITS_S, None):
             try:
@@ -211,6 +293,14 @@ class Loader:
                     ) from error
                 time.sleep(wait_s)
         raise AssertionError("unreachable")
+
+
+def _out_of_memory(key: bytes) -> RunError:
+    """The machine's fault, not the image's: such a failure never becomes a row."""
+    return RunError(
+        f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory and "
+        "give the same command again. Less is needed with a smaller batch_size or data.max_pixels."
+    )
 
 
 def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:

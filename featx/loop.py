@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.config import Config
-from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError
+from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError
 from featx.machine import num_cpus
 from featx.prepare import Prepared
 from featx.progress import Progress, bottleneck, complain
+from featx.supervisor import is_echo
 from featx.types import Batch, Failure, Part, Status
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 GRACE_S = 5.0
 """How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
+
+EARLY_STOP_S = 60.0
+"""A run with too many failures ends early where at least this much work is left."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -81,6 +85,10 @@ class Work(Protocol):
     def rows_done(self) -> int:
         """Rows in committed parts."""
 
+    @property
+    def rows_failed(self) -> int:
+        """Rows in committed parts whose image failed."""
+
     def missing(self) -> list[Part]:
         """The parts that are still to be done, in order."""
 
@@ -107,14 +115,16 @@ def run_parts(
 
     Raises:
         Interrupted: a signal asked for the end; what was whole is committed.
+        TooManyFailuresError: more images failed than max_failures, and much is left to do.
     """
     from featx.timeline import span  # which imports torch
 
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
-    waited = 0.0
+    waited, computed = 0.0, 0
     done_before = work.rows_done
     missing = work.missing()
+    rows_missing = sum(len(part) for part in missing)
     loader = prepared.loader(engine.compute.batch_size)
     begun = time.perf_counter()
     with (
@@ -139,11 +149,15 @@ def run_parts(
             part, batch = following
             with span("batch"):
                 failures = work.take(part, batch)
+            computed += batch.count
             if batch.start + batch.count == part.stop:
                 commits.begin(work.hand_over())
                 if events is not None:
                     commits.finish()  # they tell of committed parts only
                     events.part(part, _seconds(loader, engine, waited, commits.seconds))
+                left = rows_missing - computed
+                left_s = left * (time.perf_counter() - begun) / computed
+                _refuse_failures(prepared.config, work, work.rows_asked - left, left_s)
             progress.step(batch.count, len(failures), wait)
             if timeline is not None:
                 timeline.step()
@@ -157,6 +171,23 @@ def run_parts(
         return Figures(seconds, None, loader.times.bytes, None)
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
+
+
+def _refuse_failures(config: Config, work: Work, done: int, left_s: float) -> None:
+    """Raise TooManyFailuresError where going on would only give more of the same.
+
+    Args:
+        done: rows that are computed.
+        left_s: how long the others will take.
+    """
+    failed, rows = work.rows_failed, work.rows_asked
+    if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
+        raise TooManyFailuresError(
+            f"{failed} of the first {done} images failed, more than max_failures="
+            f"{config.max_failures:g} allows of {rows} in all, and about "
+            f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
+            "the images. To go on, give the same command with a larger max_failures."
+        )
 
 
 class _Commits:
@@ -327,6 +358,8 @@ def _signals() -> Iterator[list[int]]:
         return
 
     def note(signum: int, frame: object) -> None:
+        if is_echo(signum):
+            return
         if stop:
             raise Interrupted(stop[0])
         stop.append(signum)

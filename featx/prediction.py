@@ -19,7 +19,6 @@ import numpy.typing as npt
 from featx.config import Config, with_statistics_at
 from featx.data.base import FolderSource
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
-from featx.extraction import compute_rows
 from featx.keys import from_saved
 from featx.loop import Figures, run_parts
 from featx.options import DataConfig, ModelConfig
@@ -27,6 +26,7 @@ from featx.prepare import PART_SECONDS, Prepared, list_images, prepare
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
 from featx.recheck import refuse_unnamed_code, request_of
+from featx.rows import compute_rows
 from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid
@@ -240,6 +240,7 @@ class _PredictPurpose:
     ) -> None:
         self.dtype = dtype
         self.settings: dict[str, Any] = {}
+        self.folder: Path | None = None
         self._config = config
         self._resolved = resolved
         self._files = files
@@ -288,6 +289,10 @@ class _PredictWork:
     @property
     def rows_asked(self) -> int:
         return len(self._prepared.listing)
+
+    @property
+    def rows_failed(self) -> int:
+        return 0  # scores lie in memory: ending early would lose them
 
     def missing(self) -> list[Part]:
         grid = Grid(self.rows_asked, self._prepared.part_rows)

@@ -16,7 +16,7 @@ import numpy as np
 
 from featx.config import Config, layer_requests
 from featx.data import open_source
-from featx.decode import PILLOW, ImagePolicy, jpeg_decoder
+from featx.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.models import build_backbone, resolve_library
 from featx.options import GRADIENTS, ReduceConfig
@@ -26,6 +26,7 @@ from featx.store.layout import PART_BYTES, Grid
 from featx.store.listing import in_stored_order, listing_identity, marks_digest, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest
 from featx.store.session import missing_parts
+from featx.suspects import Suspects
 from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Prepared:
     Attributes:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
+        suspects: images that are decoded with care.
         seconds_per_image: of the backbone alone, measured on the probe.
     """
 
@@ -61,6 +63,7 @@ class Prepared:
     seconds_per_image: float
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    suspects: Suspects = field(default_factory=lambda: Suspects(None))
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +77,11 @@ class Prepared:
             layers=tuple(self.specs),
             grid=Grid(len(self.listing), self.part_rows),
             codec=self.config.codec,
-            resolved={**self.engine.compute.as_dict(), "jpeg": self.policy.jpeg},
+            resolved={
+                **self.engine.compute.as_dict(),
+                "jpeg": self.policy.jpeg,
+                **({} if self.policy.heif is None else {"heif": self.policy.heif}),
+            },
         )
 
     def loader(self, batch_size: int) -> Loader:
@@ -91,6 +98,9 @@ class Prepared:
             reference,
             batch_size,
             pinned=self.engine.device.type == "cuda",
+            decode_ahead=self.engine.device.type != "cpu",
+            timeout_s=self.config.data.timeout_s,
+            suspects=self.suspects,
         )
 
 
@@ -100,9 +110,11 @@ class Purpose(Protocol):
     Attributes:
         dtype: in which the engine gives its values.
         settings: of the fingerprint, beside those of every run.
+        folder: that the run writes to, None where it writes to none.
     """
 
     dtype: str
+    folder: Path | None
     settings: dict[str, Any]
 
     def list_images(self) -> tuple[Source, Listing]:
@@ -141,14 +153,14 @@ class StorePurpose:
     def __init__(
         self, config: Config, known_rows_only: bool = False, source: Source | None = None
     ) -> None:
-        out = Path(config.out).expanduser()
-        check_out(out)
+        self.folder: Path | None = Path(config.out).expanduser()
+        check_out(self.folder)
         self.dtype = config.dtype
         self.settings = {"dtype": config.dtype, "codec": config.codec}
         self._config = config
         self._known_rows_only = known_rows_only
         self._source = source
-        self._stored = None if config.overwrite else load_manifest(out)[0]
+        self._stored = None if config.overwrite else load_manifest(self.folder)[0]
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows of the store first, and then what is new."""
@@ -231,11 +243,12 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     Args:
         config: checked.
         config_yaml: as the user gave it, for the store.
-        purpose: what the run is for; None for the store in `out`.
+        purpose: what the run is for; None for the store in `out`, where nothing is written.
 
     Raises:
         FeatxError: whatever is wrong with the config, before anything is written.
     """
+    suspects = Suspects(None if purpose is None else purpose.folder)
     purpose = StorePurpose(config) if purpose is None else purpose
     source, listing = purpose.list_images()
     policy = ImagePolicy.from_config(config.data)
@@ -259,9 +272,21 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         engine.bind(chosen)
         reference = uses_reference(config, backbone)
         begun = purpose.begun({tap.name for tap, _ in chosen})
-        before = begun.resolved.get("jpeg", PILLOW) if begun else None
-        policy = replace(policy, jpeg=PILLOW if reference else jpeg_decoder(before))
-        with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
+        before = begun.resolved if begun else {"jpeg": None}
+        jpeg = PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW))
+        heif = heif_version(listing.keys, before.get("heif"), new=begun is None)
+        policy = replace(policy, jpeg=jpeg, heif=heif)
+        with Loader(
+            source,
+            listing,
+            backbone.preprocess,
+            policy,
+            reference,
+            1,
+            timeout_s=config.data.timeout_s,
+            suspects=suspects,
+        ) as loader:
+            loader.settle_suspects()
             rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
             images = loader.load(rows.tolist())
         resolver = Resolver(config, engine, images, len(listing), begun)
@@ -291,6 +316,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             seconds_per_image=resolver.seconds_per_image,
             choices=resolver.choices,
             left_out=selection.left_out,
+            suspects=suspects,
         )
 
 
@@ -391,6 +417,7 @@ def _fingerprint(
         "decode": "reference" if reference else "fast",
         # Stores of early runs knew Pillow only, whose version stands below.
         **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
+        **({} if policy.heif is None else {"version.pillow_heif": policy.heif}),
         "data.exif": policy.exif,
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from featx.config import Config, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
-from featx.extraction import compute_rows
-from featx.keys import from_saved
+from featx.keys import data_of_saved, from_saved
 from featx.options import PROJECTIONS, ReduceConfig
 from featx.prepare import Prepared, prepare
+from featx.rows import compute_rows
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run
 from featx.store.reader import FeatureStore
@@ -113,8 +113,8 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     """
     before = from_saved(run.header.config)
     refuse_unnamed_code(config, before, str(root))
-    data = from_saved(manifest.runs[-1].header.config).data
-    data = data if config.data.root is None else replace(data, root=config.data.root)
+    latest = from_saved(manifest.runs[-1].header.config)
+    data = data_of_saved(latest, config.data, str(root))
     device = before.device if config.device == "auto" else config.device
     before = with_statistics_at(before, config.reduce.stats)
     return replace(
@@ -124,6 +124,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         out=str(root),
         overwrite=False,
         grow=False,
+        retry_failed=False,
         tensorboard=False,
         profile=False,
     )
@@ -148,8 +149,7 @@ def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
 
 def _holds(run: Run, absent: list[Part], row: int) -> bool:
     """Whether a row is one of a run's, and its part is there."""
-    inside = run.grid.first_row <= row < run.grid.stop_row
-    return inside and not any(part.start <= row < part.stop for part in absent)
+    return run.grid.holds(row) and not any(part.start <= row < part.stop for part in absent)
 
 
 def _layers_at_once(
@@ -224,17 +224,13 @@ def _extracted(
     size = prepared.engine.compute.batch_size
     spans: dict[int, list[int]] = {}
     for row in rows:
-        spans.setdefault(row - (row - _part_of(run, row).start) % size, []).append(row)
+        spans.setdefault(row - (row - run.grid.part_of(row).start) % size, []).append(row)
     parts = [
-        Part(0, start, min(start + size, _part_of(run, start).stop)) for start in sorted(spans)
+        Part(0, start, min(start + size, run.grid.part_of(start).stop)) for start in sorted(spans)
     ]
     with prepared.loader(size) as loader:
         for _, batch in loader.batches(parts):
             yield from _rows_of(prepared, batch, spans[batch.start])
-
-
-def _part_of(run: Run, row: int) -> Part:
-    return run.grid.part((row - run.grid.first_row) // run.grid.part_rows)
 
 
 def _rows_of(

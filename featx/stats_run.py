@@ -31,8 +31,8 @@ from featx.reduce import channel_axis, positions_last
 from featx.stats_file import PARTS_FOLDER, STATS_FILE, Statistics, begun_settings
 from featx.stats_parts import MomentsOfParts
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
+from featx.store.failures import failures_csv
 from featx.store.layout import LOCK, Grid
-from featx.store.session import failures_csv
 from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
 
 FAILURES_CSV = "stats-failures.csv"
@@ -69,9 +69,9 @@ class StatsPurpose:
             self.settings["target"] = config.target
         self._config = config
         self._source = source
-        out = Path(config.out).expanduser()
-        check_out(out)
-        self._begun = None if config.overwrite else begun_settings(out)
+        self.folder: Path | None = Path(config.out).expanduser()
+        check_out(self.folder)
+        self._begun = None if config.overwrite else begun_settings(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows as the data set lists them; a store in the same folder has its own order."""
@@ -88,6 +88,7 @@ class StatsPurpose:
         resolved = {key: self._begun[key] for key in _RESOLVED}
         resolved["fold"] = self._begun.get("fold", False)
         resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
+        resolved["heif"] = self._begun.get("version.pillow_heif")
         return Begun(resolved, self._begun["part_rows"], "the statistics were")
 
     def part_limits(
@@ -187,6 +188,10 @@ class _StatsWork:
     @property
     def rows_done(self) -> int:
         return self.rows_asked - sum(len(part) for part in self.missing())
+
+    @property
+    def rows_failed(self) -> int:
+        return len(self._parts.failures)
 
     def missing(self) -> list[Part]:
         grid = Grid(self.rows_asked, self._prepared.part_rows)

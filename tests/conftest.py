@@ -91,17 +91,17 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
     """(layers, first row) of every batch that a run computes."""
-    from featx import extraction
+    from featx import rows
 
     seen: list[tuple[frozenset[str], int]] = []
-    compute = extraction.compute_rows
+    compute = rows.compute_rows
 
     def noted(prepared: Any, batch: Any, faint: Any) -> Any:
         features, failures = compute(prepared, batch, faint)
         seen.append((frozenset(features), batch.start))
         return features, failures
 
-    monkeypatch.setattr(extraction, "compute_rows", noted)
+    monkeypatch.setattr(rows, "compute_rows", noted)
     return seen
 
 
@@ -109,6 +109,17 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that a test lets fail is asked again without waiting."""
     monkeypatch.setattr("featx.store.commit.RETRY_WAITS_S", ())
+
+
+@pytest.fixture(autouse=True)
+def _packed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run within a test starts no child to pack its store: hundreds would take minutes.
+
+    The child has tests of its own (store/test_pack.py), and every test of the command has it.
+    """
+    from featx.store import pack
+
+    monkeypatch.setattr("featx.extraction.pack_in_child", lambda root, lock: pack.pack(root))
 
 
 @pytest.fixture

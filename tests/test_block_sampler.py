@@ -167,7 +167,7 @@ def test_the_smallest_stores(tmp_path: Path, num_rows: int) -> None:
     assert len(loader) == min(num_rows, 1)
 
 
-@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+@pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_epochs_of_a_loader(root: Path, run: MadeRun, method: str | None) -> None:
     """The same orders with workers as without, also where the parent has read and keeps blocks."""

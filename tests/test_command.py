@@ -36,47 +36,75 @@ def datasets(path: Path) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
-        (["data.rot=3"], "Nearest: data.root"),
-        (["+foo=1"], "unknown key 'foo'"),
-        (
-            ["job=extrct"],
-            "expected one of attribute, bench, export, extract, layers, pack, plan, predict, "
-            "probe, similar, stats, verify. Nearest: extract",
-        ),
-        (["model=resnet5O"], "Nearest: resnet50"),
-        (["data=folder"], "data.root=DIR"),
-        (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),
-        (["data.root=photos"], "add data=folder"),
-        (["reduce=agv"], "Nearest: avg"),
-        (["reduce=avg", "reduce.p=3"], "reduce.p has an effect with reduce=gem only"),
-        (["layers=[]"], "layers is empty"),
-        (["layers={layer4: agv}"], "reduce=agv: expected one of"),
-        (["layers=["], "cannot read 'layers=['"),
-        (["batch_size=many"], "batch_size=many: expected auto or a whole number"),
-        (["part_rows=100"], "expected a power of two, such as 128"),
-        (["batch_size=64", "part_rows=32"], "batch_size=64 is larger than part_rows=32"),
-        (["dtype=int8"], "dtype=int8: expected one of float16, float32"),
-        (["device=tpu"], "device=tpu: expected auto, cpu"),
-        (["model=custom"], "model.target"),
-        (["model.target=a:b"], "model.target has an effect with model=custom only"),
-        (["data.background=notacolour"], "notacolour: expected a colour name"),
-        (["max_failures=-1"], "expected 0 or more"),
-    ],
-)
-def test_a_mistake_ends_with_one_message_and_code_2_before_any_model_loads(
-    featx: Featx, overrides: list[str], expected: str
+MISTAKES = [
+    (["precison=fp32"], "unknown key 'precison'. Nearest: precision"),
+    (["data.rot=3"], "Nearest: data.root"),
+    (["+foo=1"], "unknown key 'foo'"),
+    (
+        ["job=extrct"],
+        "expected one of attribute, bench, export, extract, layers, pack, plan, predict, "
+        "probe, similar, stats, verify. Nearest: extract",
+    ),
+    (["model=resnet5O"], "Nearest: resnet50"),
+    (["data=folder"], "data.root=DIR"),
+    (["data=folder", "data.root=/no/such/folder"], "/no/such/folder does not exist"),
+    (["data.root=photos"], "add data=folder"),
+    (["reduce=agv"], "Nearest: avg"),
+    (["reduce=avg", "reduce.p=3"], "reduce.p has an effect with reduce=gem only"),
+    (["layers=[]"], "layers is empty"),
+    (["layers={layer4: agv}"], "reduce=agv: expected one of"),
+    (["layers=["], "cannot read 'layers=['"),
+    (["batch_size=many"], "batch_size=many: expected auto or a whole number"),
+    (["part_rows=100"], "expected a power of two, such as 128"),
+    (["batch_size=64", "part_rows=32"], "batch_size=64 is larger than part_rows=32"),
+    (["dtype=int8"], "dtype=int8: expected one of float16, float32"),
+    (["device=tpu"], "device=tpu: expected auto, cpu"),
+    (["model=custom"], "model.target"),
+    (["model.target=a:b"], "model.target has an effect with model=custom only"),
+    (["data.background=notacolour"], "notacolour: expected a colour name"),
+    (["max_failures=-1"], "expected 0 or more"),
+]
+
+SEVERAL = """
+import contextlib, io, json, sys
+from featx.__main__ import run_command
+
+for overrides in json.loads(sys.argv[1]):
+    sys.argv = ["featx", *overrides]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run_command()
+    print(json.dumps([code, out.getvalue(), err.getvalue(), "torch" in sys.modules]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[list[object]]:
+    """What the command answers to each mistake: exit code, stdout, stderr, whether torch loaded."""
+    asked = json.dumps([overrides for overrides, _ in MISTAKES])
+    command = [sys.executable, "-c", SEVERAL, asked]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda i: " ".join(MISTAKES[i][0]))
+def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
+    answers: list[list[object]], number: int
 ) -> None:
+    code, out, err, with_torch = answers[number]
+    assert code == 2
+    assert MISTAKES[number][1] in str(err)
+    assert "Traceback" not in str(err)
+    assert out == ""
+    assert not with_torch
+
+
+def test_a_mistake_is_found_within_seconds(featx: Featx) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = featx(*overrides)
+    done = featx("precison=fp32")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert "unknown key 'precison'. Nearest: precision" in done.stderr
     # Of the processor: another program at work beside the tests does not count.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 4
 
@@ -166,6 +194,7 @@ def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_layers_lists_what_can_be_captured(featx: Featx, tmp_path: Path) -> None:
     done = featx("job=layers", "job.json=true", "model=resnet18", "model.weights=null")
     assert done.returncode == 0, done.stderr
@@ -245,8 +274,8 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 @pytest.mark.parametrize(
     ("signum", "code"),
     [
-        (signal.SIGINT, 130),
-        # The other two are killed in test_resume.py as well, with a smaller model.
+        # All three are sent in test_resume.py as well, to a smaller model.
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
     ],
@@ -276,6 +305,7 @@ def test_a_stopped_run_goes_on_and_ends_bit_identical(
         assert stopped[name].tobytes() == whole[name].tobytes(), name
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_conf_and_pictures(tmp_path: Path) -> None:
     """Built, installed in a fresh environment, run from an empty folder far from the checkout."""
     subprocess.run(

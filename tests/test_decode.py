@@ -114,6 +114,7 @@ OPAQUE_MODES = [
         [[255] * 3, [0, 255, 255], [255, 0, 0], [0] * 3, [155] * 3],
     ),
     ("YCbCr", [(128, 128, 128), (0, 128, 128), (76, 85, 255)], [[128] * 3, [0] * 3, [254, 0, 0]]),
+    ("HSV", [(0, 0, 255), (85, 255, 255)], [[255] * 3, [0, 255, 0]]),
     ("I;16", [0, 257, 51_400, 65_535], [[0] * 3, [1] * 3, [200] * 3, [255] * 3]),
     ("I;16B", [0, 257, 51_400, 65_535], [[0] * 3, [1] * 3, [200] * 3, [255] * 3]),
     ("I;16L", [0, 257, 51_400, 65_535], [[0] * 3, [1] * 3, [200] * 3, [255] * 3]),
@@ -128,6 +129,11 @@ def test_an_opaque_mode(mode: str, values: list[Any], expected: list[list[int]])
     rgb = to_rgb(one_row(mode, values), BACKGROUND)
     assert rgb.mode == "RGB"
     assert np.asarray(rgb)[0].tolist() == expected
+
+
+def test_lab_becomes_rgb_within_rounding() -> None:
+    rgb = to_rgb(one_row("LAB", [(0, 128, 128), (255, 128, 128)]), BACKGROUND)
+    np.testing.assert_allclose(np.asarray(rgb, int)[0], [[0] * 3, [255] * 3], atol=1)
 
 
 TRANSPARENT_MODES = [
@@ -416,7 +422,7 @@ def test_an_apng_with_a_still_picture_beside_the_animation() -> None:
 # Formats
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "MPO"])
+@pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
 def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) -> None:
     """Pillow registers its plug-ins late; which came first must not matter, nor in which thread."""
     image = make_picture(40, 30)

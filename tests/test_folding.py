@@ -140,7 +140,7 @@ def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
     [
         (False, False),
         (False, True),
-        (True, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
         pytest.param(True, False, marks=pytest.mark.slow),
     ],
 )
@@ -210,7 +210,14 @@ def test_a_store_that_was_begun_without_it_goes_on_without_it(photos: Path) -> N
     assert extract(photos, **OWN).complete
 
 
-@pytest.mark.parametrize("name", ["resnet18", "tf_efficientnet_lite0", "mobilenetv3_small_100"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow),
+        pytest.param("mobilenetv3_small_100", marks=pytest.mark.slow),
+    ],
+)
 def test_library_models(name: str) -> None:
     import timm
 

@@ -79,7 +79,10 @@ def make_loader(
     preprocess: Preprocess = PREPROCESS,
     policy: ImagePolicy = POLICY,
 ) -> Loader:
-    return Loader(source, source.listing(), preprocess, policy, reference, batch_size)
+    return Loader(
+        source, source.listing(), preprocess, policy, reference, batch_size,
+        decode_ahead=decode_ahead,
+    )  # fmt: skip
 
 
 def parts_of(num_rows: int, part_rows: int) -> list[Part]:
@@ -102,6 +105,16 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
     """What a row is, without the loader."""
     image = decode(data, POLICY, None if reference else SIDE)
     return to_tensor(image) if reference else PREPROCESS.crop_uint8(np.array(image))
+
+
+decode_ahead = True
+"""As the loader that `make_loader` makes; `either_way` runs a test with both."""
+
+
+@pytest.fixture(params=[True, False], autouse=True, ids=["ahead", "in turn"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this file: decoding ahead of the batches that are computed, and between."""
+    monkeypatch.setattr(f"{__name__}.decode_ahead", request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +313,45 @@ def test_a_transform_without_a_fast_path_takes_the_reference() -> None:
     preprocess = Preprocess(to_tensor, (SIDE, SIDE), SIDE, "nearest", (0, 0, 0), (1, 1, 1))
     rows = rows_of(load_all(MemorySource(GOOD), [Part(0, 0, 4)], preprocess=preprocess))
     assert all(torch.equal(rows[i], expected_row(GOOD[i], reference=True)) for i in range(4))
+
+
+# A decoder that hangs
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("fault", [None, ImageFault(Status.TIMEOUT, "too long", "TimeoutError")])
+def test_a_decoder_that_hangs_costs_no_neighbour(
+    monkeypatch: pytest.MonkeyPatch, reference: bool, fault: ImageFault | None
+) -> None:
+    """Decoded again by itself: its pixels are used, or its fault is recorded."""
+    wake, waited = threading.Event(), []
+    for name in ("decode", "decode_pixels"):
+        real = getattr(loader_module, name)
+
+        def stuck(data: bytes, *rest: object, real: object = real) -> object:
+            if data in (GOOD[5], GOOD[6]):
+                waited.append(data)
+                wake.wait(30)
+            return real(data, *rest)
+
+        monkeypatch.setattr(loader_module, name, stuck)
+    if fault is not None:
+
+        def never(*_: object) -> None:
+            raise fault
+
+        monkeypatch.setattr(loader_module, "decode_alone", never)
+    source = MemorySource(GOOD)
+    with Loader(source, source.listing(), PREPROCESS, POLICY, reference, 4, timeout_s=1) as loader:
+        batches = list(loader.batches(parts_of(23, 8)))
+        wake.set()
+    assert sorted(waited) == sorted(GOOD[5:7])
+    failures = [failure for _, batch in batches for failure in batch.failures]
+    bad = [5, 6] if fault else []
+    assert [(f.row, f.status) for f in failures] == [(row, Status.TIMEOUT) for row in bad]
+    for row, x in rows_of(batches).items():
+        expected = torch.zeros_like(x) if row in bad else expected_row(GOOD[row], reference)
+        assert torch.equal(x, expected)
 
 
 # Failures of the environment

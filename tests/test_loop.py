@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from featx.config import Config
 from featx.errors import RunError
 from featx.loader import LoaderTimes
 from featx.loop import Interrupted, run_parts
@@ -41,6 +42,7 @@ class Work:
     """Notes what happens when; `commit` is what a part's commit does beside that."""
 
     rows_asked = 12
+    rows_failed = 0
     seconds: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
 
     def __init__(self, commit: Callable[[int], None] = lambda index: None) -> None:
@@ -74,7 +76,7 @@ def prepared() -> Any:
         compute=SimpleNamespace(batch_size=2), device=torch.device("cpu"), model_seconds=0.0,
         copy_seconds=0.0,
     )  # fmt: skip
-    config = SimpleNamespace(profile=False)
+    config = Config()
     return SimpleNamespace(engine=engine, loader=lambda size: Images(), config=config)
 
 

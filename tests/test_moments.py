@@ -510,7 +510,7 @@ def check_same_bytes(
     assert sorted(path.name for path in (root / "killed").iterdir()) == ["stats.h5"]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(num_rows=st.integers(1, 100), failed=st.sets(st.integers(0, 99)))
 def test_parts_of_any_length_give_the_same_bits(
     tmp_path_factory: pytest.TempPathFactory, num_rows: int, failed: set[int]
@@ -836,6 +836,7 @@ def test_nothing_is_written_before_what_is_there_was_looked_for(tmp_path: Path) 
         store.finish()
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_is_an_error(tmp_path: Path) -> None:
     """In a process of its own, because HDF5 may hang or take the process down with it."""
     path = Run(21, 8, failed=[3]).whole(tmp_path)

@@ -213,6 +213,7 @@ def test_vit_b_16_with_all_defaults(pictures: Path, tmp_path: Path) -> None:
         assert smallest_cosine(store[layer][:], expected[layer]) >= 0.999, layer
 
 
+@pytest.mark.slow
 def test_permuted_pictures_and_other_batch_sizes_give_the_same_rows(
     pictures: Path, tmp_path: Path
 ) -> None:

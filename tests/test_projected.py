@@ -178,6 +178,7 @@ def test_the_parameters_of_the_first_reduction_come_from_the_file() -> None:
 # By whose statistics
 
 
+@pytest.mark.slow
 def test_the_numbers_are_the_identity_and_not_the_path(photos: Path) -> None:
     take(photos, out="stats")
     reduce = {"name": "pca", "stats": "stats", "k": 4}
@@ -314,7 +315,7 @@ def sample(capsys: pytest.CaptureFixture[str], **keys: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.parametrize("mapping", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_rows_are_extracted_again_also_when_the_statistics_moved(
     photos: Path, capsys: pytest.CaptureFixture[str], mapping: bool
 ) -> None:
@@ -336,6 +337,7 @@ def test_rows_are_extracted_again_also_when_the_statistics_moved(
         sample(capsys, reduce={**moved, "stats": "fewer"})
 
 
+@pytest.mark.slow
 def test_repair_needs_the_statistics(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     take(photos, out="stats")
     stored(photos, reduce={"name": "pca", "stats": "stats", "k": 4})

@@ -174,6 +174,7 @@ def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str
     assert [line.split()[1] for line in sample(capsys)[1]["different"]] == ["7"]
 
 
+@pytest.mark.slow
 def test_a_store_that_grew_by_a_higher_limit_and_by_new_pictures(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

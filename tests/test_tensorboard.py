@@ -20,7 +20,7 @@ from tiny_model import KEYS, MODEL, Tiny, run_job, write_picture
 from tiny_model import extract as extract_and_pack
 
 import featx
-from featx import events, extraction
+from featx import events, rows
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
 from featx.fingerprint import digest
@@ -140,18 +140,18 @@ def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path)
 def test_a_run_that_was_stopped_goes_on_with_the_next_step(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute = extraction.compute_rows
+    compute = rows.compute_rows
 
     def interrupted(prepared: Any, batch: Any, faint: Any) -> Any:
         if batch.start == 8:
             os.kill(os.getpid(), signal.SIGTERM)
         return compute(prepared, batch, faint)
 
-    monkeypatch.setattr(extraction, "compute_rows", interrupted)
+    monkeypatch.setattr(rows, "compute_rows", interrupted)
     with pytest.raises(Interrupted):
         extract(photos, tensorboard=True)
     assert steps(read_back()) == [4, 8, 12]
-    monkeypatch.setattr(extraction, "compute_rows", compute)
+    monkeypatch.setattr(rows, "compute_rows", compute)
     extract(photos, tensorboard=True)
     found = read_back()
     assert steps(found) == [4, 8, 12, 16, 20, 21]

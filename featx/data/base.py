@@ -18,7 +18,8 @@ from featx.errors import DataError
 from featx.types import ImageFault, Listing, Status
 
 EXTENSIONS = frozenset(
-    b".jpg .jpeg .jpe .jfif .png .apng .webp .bmp .dib .gif .tif .tiff .ppm .pgm .pbm .pnm".split()
+    b".jpg .jpeg .jpe .jfif .png .apng .webp .bmp .dib .gif .tif .tiff .ppm .pgm .pbm .pnm "
+    b".avif .avifs .heic .heif .hif".split()
 )
 """Names with these endings, in any case, count as images; what they hold is found out later."""
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from featx.errors import ConfigError, StoreError
-from featx.keys import from_saved
+from featx.keys import data_of_saved, from_saved
 from featx.options import DataConfig
 from featx.store.reader import FeatureStore
 
@@ -19,9 +17,10 @@ def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
 
     Raises:
         StoreError: the store keeps no config that this featx can read.
+        ConfigError: it names a URL, and the command does not.
     """
     try:
-        data = from_saved(str(store.attrs.get("config", ""))).data
+        saved = from_saved(str(store.attrs.get("config", "")))
     except ConfigError as error:
         raise StoreError(f"{store.root} does not say where its pictures are: {error}") from error
-    return data if asked.root is None else replace(data, name="folder", root=asked.root)
+    return data_of_saved(saved, asked, str(store.root))

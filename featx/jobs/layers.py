@@ -101,7 +101,10 @@ def _first_picture(
 
     policy = replace(ImagePolicy.from_config(config.data), jpeg=jpeg_decoder())
     reference = uses_reference(config, backbone)
-    with Loader(source, listing, backbone.preprocess, policy, reference, 1) as loader:
+    timeout_s = config.data.timeout_s
+    with Loader(
+        source, listing, backbone.preprocess, policy, reference, 1, timeout_s=timeout_s
+    ) as loader:
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])
             if len(images):

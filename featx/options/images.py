@@ -83,6 +83,9 @@ class DataConfig:
     """The colour under transparent pixels: a name or #rrggbb."""
     max_pixels: int = 89_478_485
     """A picture of more pixels is a recorded failure (too large), found before it is decoded."""
+    timeout_s: float | None = 30
+    """Seconds that decoding a picture may take; where it takes longer, also in a process of its
+    own, it is a recorded failure (timeout). null waits for ever."""
     limit: int | None = None
     """Only the first rows of the listing."""
 
@@ -107,6 +110,10 @@ class DataConfig:
             raise ConfigError("data.extensions is empty: no name would count as an image.")
         if self.depth is not None and self.depth < 0:
             raise ConfigError(f"data.depth={self.depth}: expected a whole number of at least 0.")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(
+                f"data.timeout_s={self.timeout_s}: expected seconds above 0, or null for no limit."
+            )
         for key in ("max_pixels", "limit"):
             value = getattr(self, key)
             if value is not None and value < 1:

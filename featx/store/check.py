@@ -285,8 +285,14 @@ def _check_attributes(path: Path, file: h5py.File, expected: _Expected, report: 
         if value != "" and (found := file.attrs.get(name)) != value:
             of_rows = name in ("fingerprint", "complete", "part", "start")
             rows = (expected.start, expected.stop) if of_rows else ()
-            what = f"its attribute {name} is {found}, expected {value}"
+            what = f"its attribute {name} is {_short(found)}, expected {_short(value)}"
             report.damages.append(Damage(path, what, *rows))
+
+
+def _short(value: object) -> str:
+    """A config of a hundred lines is no help in a message."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _check_columns(

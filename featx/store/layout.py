@@ -117,6 +117,14 @@ class Grid:
         stop = min(start + self.part_rows, self.stop_row)
         return Part(self.first_part + index, start, stop)
 
+    def holds(self, row: int) -> bool:
+        """Whether a row of the listing is one of the run's."""
+        return self.first_row <= row < self.stop_row
+
+    def part_of(self, row: int) -> Part:
+        """The part that holds a row of the listing."""
+        return self.part((row - self.first_row) // self.part_rows)
+
     def chunk_rows(self, row_bytes: int, compressed: bool) -> int:
         """Rows per chunk: a power of two, so that no chunk straddles two parts."""
         budget = CHUNK_BYTES_COMPRESSED if compressed else CHUNK_BYTES

@@ -25,6 +25,7 @@ from featx.store import codecs, layout
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import write_raw
+from featx.store.failures import read_failures, write_failures
 from featx.store.files import damage_text, open_hdf5
 from featx.store.listing import read_listing
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
@@ -35,10 +36,8 @@ from featx.store.writer import (
     create_columns,
     create_layer,
     make_groups,
-    read_failures,
     write_classes,
     write_columns,
-    write_failures,
 )
 from featx.types import Failure, LayerSpec, Listing, Status
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -12,12 +12,14 @@ import numpy as np
 from featx.errors import RunError, StoreError
 from featx.store import layout
 from featx.store.check import Damage, Report
+from featx.store.checksums import check_chunks
 from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import from_raw, read_raw
+from featx.store.failures import read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
-from featx.store.writer import PartBuilder, read_failures
+from featx.store.writer import PartBuilder
 from featx.types import Failure, Listing, Part
 
 
@@ -54,11 +56,45 @@ def set_damage_aside(report: Report) -> list[Path]:
             disk.publish(descriptor, manifest.to_json())
         if packed in damaged and packed.exists():
             if _is_of(listing, manifest):
-                _take_apart(disk, packed, manifest, listing, report)
+                bad = [damage for damage in report.damages if damage.path == packed]
+                _parts_from(disk, packed, manifest, listing, bad)
             moved.append(disk.set_aside(packed, root / layout.QUARANTINE))
         if root / layout.LISTING in damaged and _is_of(listing, manifest):
             disk.publish(root / layout.LISTING, listing_file(listing))
         return moved
+
+
+def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
+    """All rows of a store's features.h5 as parts again; then it goes.
+
+    Args:
+        root: of the store, whose lock is held.
+        manifest: its runs.
+        listing: all its rows.
+
+    Raises:
+        StoreError: features.h5 is damaged; nothing has changed then.
+        RunError: the disk is full or fails; features.h5 stays.
+    """
+    disk, packed = Disk(root), root / layout.PACKED
+    try:
+        with open_for_a_look(packed) as file:
+            check_chunks(file)
+            runs = manifest.runs[: num_runs_of(file)]
+    except layout.UNREADABLE as error:
+        raise StoreError(
+            f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true makes what is "
+            "damaged anew."
+        ) from error
+    _parts_from(disk, packed, manifest, listing, [])
+    names = [layout.part_name(part.index) for run in runs for part in run.parts()]
+    lacking = [name for name in names if not (root / layout.PARTS / name).exists()]
+    if lacking:
+        raise StoreError(
+            f"{packed} does not say why some rows failed ({lacking[0]}). "
+            "job=verify verify.repair=true extracts them again."
+        )
+    disk.remove(packed)
 
 
 def _is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
@@ -66,8 +102,8 @@ def _is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
     return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 
-def _take_apart(
-    disk: Disk, packed: Path, manifest: Manifest, listing: Listing, report: Report
+def _parts_from(
+    disk: Disk, packed: Path, manifest: Manifest, listing: Listing, bad: Sequence[Damage]
 ) -> None:
     """The good rows of features.h5 as parts.
 
@@ -75,7 +111,6 @@ def _take_apart(
         StoreError: the system cannot read it now.
         RunError: the parts cannot be written; features.h5 stays where it is.
     """
-    bad = [damage for damage in report.damages if damage.path == packed]
     disk.make_folder(disk.root / layout.PARTS)
     try:
         with open_for_a_look(packed) as file:

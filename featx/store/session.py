@@ -7,26 +7,28 @@ per part. The existence of a part's file is the record that the part is done.
 from __future__ import annotations
 
 import contextlib
-import csv
-import io
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
+from featx.store.checksums import check_chunks
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
-from featx.store.dtypes import memory_dtype
+from featx.store.dtypes import memory_dtype, read_raw
+from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
-from featx.store.writer import PartBuilder, read_failures
+from featx.store.repair import take_apart
+from featx.store.writer import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,11 @@ class StoreSession:
         """The failed rows known so far, in order of rows."""
         return [self._failed[row] for row in sorted(self._failed)]
 
+    @property
+    def num_failed(self) -> int:
+        """How many failed rows are known so far."""
+        return len(self._failed)
+
     def missing(self) -> list[Part]:
         """The parts that are still to be done, in order."""
         asked = [run for run in self.manifest.runs if run.names == self._asked.names]
@@ -122,6 +129,56 @@ class StoreSession:
         if new:
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
+
+    def unpack(self) -> None:
+        """The rows of features.h5 as parts again, where there is one.
+
+        Raises:
+            StoreError: it is damaged.
+            RunError: the disk is full or fails; features.h5 stays.
+        """
+        if self.packed_runs:
+            take_apart(self.root, self.manifest, self.listing)
+            self.packed_runs = 0
+
+    def parts_with(self, rows: Iterable[int]) -> list[Part]:
+        """The committed parts of the layers asked for now that hold any of some rows."""
+        asked = [run for run in self.manifest.runs if run.names == self._asked.names]
+        found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
+        return sorted((part for part in found if part.index in self._done), key=lambda p: p.index)
+
+    def stored(self, part: Part) -> tuple[dict[str, npt.NDArray[Any]], list[Failure]]:
+        """The rows of a committed part, dataset name -> (n, ...) as stored, and its failures.
+
+        Raises:
+            StoreError: it is damaged.
+        """
+        path = self.part_path(part.index)
+        try:
+            with open_for_a_look(path) as file:
+                check_chunks(file)
+                rows = {
+                    spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], 0, len(part))
+                    for spec in self._run_of(part).layers
+                }
+                return rows, read_failures(file)
+        except layout.UNREADABLE as error:
+            raise StoreError(
+                f"{path}: {damage_text(path, error)}. job=verify verify.repair=true makes it anew."
+            ) from error
+
+    def replace(self, builder: PartBuilder) -> None:
+        """Put a part in place of the one that is there; no crash leaves the store without it."""
+        run = self._run_of(builder.part)
+        data = builder.build(run, self.listing, self.manifest.to_json())
+        self.disk.replace(self.part_path(builder.part.index), data)
+
+    def survey_anew(self) -> None:
+        """Take the failures from the parts, after some were replaced."""
+        self._failed.clear()
+        self._done.clear()
+        self._survey()
+        self.write_failures()
 
     def write_summary(self, entry: Mapping[str, Any]) -> None:
         """summary.json: this run's figures on top, the earlier runs' under `runs`."""
@@ -338,19 +395,3 @@ def remove_parts(disk: Disk) -> None:
             disk.remove(path)
     with contextlib.suppress(OSError):  # not ours alone, or not there
         parts.rmdir()
-
-
-def failures_csv(failures: Sequence[Failure]) -> bytes:
-    """A whole failures.csv."""
-    text = "row,key,status,error,message\r\n" + csv_rows(failures)
-    return text.encode("utf-8", "surrogateescape")
-
-
-def csv_rows(failures: Sequence[Failure]) -> str:
-    """Lines of failures.csv: row, key, status name, error type, message."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer)
-    for failure in failures:
-        key = failure.key.decode("utf-8", "surrogateescape")
-        writer.writerow([failure.row, key, failure.status.label, failure.error, failure.message])
-    return buffer.getvalue()

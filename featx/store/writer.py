@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from featx.machine import num_cpus
 from featx.store import codecs, layout
 from featx.store.dtypes import hdf5_type, nan, raw_dtype, read_raw, write_raw
+from featx.store.failures import write_failures
 from featx.store.manifest import Run
 from featx.store.pipeline import Pipeline
 from featx.store.texts import check_texts, seal_texts
@@ -206,41 +207,3 @@ def make_groups(file: h5py.File) -> None:
 def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
     """/classes: (C,) fixed-length UTF-8 bytes."""
     file[layout.CLASSES] = layout.text_array(classes)
-
-
-def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
-    """/failures: the failed rows' position, exception name and message, in order; a checksum."""
-    ordered = sorted(failures, key=lambda failure: failure.row)
-    printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
-    columns = (
-        np.array([f.row for f in ordered], dtype=np.int64),
-        layout.text_array([f.error for f in ordered]),
-        layout.text_array(printable),
-    )
-    group = file.create_group(layout.FAILURES)
-    for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
-        group[name] = values
-    file[f"{layout.CHECKSUMS}/{layout.FAILURES}"] = np.array(
-        [layout.failures_checksum(columns)], dtype=np.uint32
-    )
-
-
-def read_failures(file: h5py.File) -> list[Failure]:
-    """What `write_failures` wrote, joined with the keys and statuses of the same file."""
-    if not file.attrs.get("num_failures", 1):
-        return []
-    group = file[layout.FAILURES]
-    start = int(file.attrs.get("start", 0))
-    keys, status = file[layout.KEY], file[layout.STATUS]
-    return [
-        Failure(
-            row=int(row),
-            key=bytes(keys[row - start]),
-            status=Status(int(status[row - start])),
-            error=error.decode("utf-8", "surrogateescape"),
-            message=message.decode("utf-8", "surrogateescape"),
-        )
-        for row, error, message in zip(
-            group["row"][:], group["error"][:], group["message"][:], strict=True
-        )
-    ]

@@ -266,6 +266,7 @@ def test_the_model_is_left_as_it_was_and_no_thread_stays(photo_folder: Path) -> 
     assert threading.active_count() == before
 
 
+@pytest.mark.slow
 def test_fast_decoding_stays_near_the_reference(photo_folder: Path) -> None:
     keys = {"model": {"name": "resnet18", "weights": None}, "layers": ["avgpool"]}
     fast = extract(photo_folder, out="fast", **keys).xy("avgpool")[0]

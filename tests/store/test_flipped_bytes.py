@@ -131,7 +131,7 @@ def check_flips(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_sample_of_flipped_bytes(tmp_path: Path, target: str) -> None:
-    check_flips(tmp_path, target, "none", num_meta=16, num_data=16)
+    check_flips(tmp_path, target, "none", num_meta=10, num_data=10)
 
 
 @pytest.mark.slow

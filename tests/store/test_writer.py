@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from made_store import MadeRun, make_run, temporary_files
 
 from featx.store import layout
+from featx.store.failures import read_failures
 from featx.store.reader import FeatureStore
-from featx.store.writer import PartBuilder, read_failures
+from featx.store.writer import PartBuilder
 from featx.types import Failure, Part, Status
 
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
@@ -51,7 +52,7 @@ def runs(draw: st.DrawFn) -> MadeRun:
 
 
 @given(runs(), st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_what_is_read_is_what_was_put_in(run: MadeRun, data: st.DataObject) -> None:
     """Bit for bit, from the parts and from the packed file, in whatever order parts came."""
     assert_round_trip(run, data)

@@ -1,0 +1,67 @@
+"""The failed rows of a store: /failures in its HDF5 files, and failures.csv beside them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+
+import h5py
+import numpy as np
+
+from featx.store import layout
+from featx.types import Failure, Status
+
+
+def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
+    """/failures: the failed rows' position, exception name and message, in order; a checksum."""
+    ordered = sorted(failures, key=lambda failure: failure.row)
+    printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
+    columns = (
+        np.array([f.row for f in ordered], dtype=np.int64),
+        layout.text_array([f.error for f in ordered]),
+        layout.text_array(printable),
+    )
+    group = file.create_group(layout.FAILURES)
+    for name, values in zip(layout.FAILURE_COLUMNS, columns, strict=True):
+        group[name] = values
+    file[f"{layout.CHECKSUMS}/{layout.FAILURES}"] = np.array(
+        [layout.failures_checksum(columns)], dtype=np.uint32
+    )
+
+
+def read_failures(file: h5py.File) -> list[Failure]:
+    """What `write_failures` wrote, joined with the keys and statuses of the same file."""
+    if not file.attrs.get("num_failures", 1):
+        return []
+    group = file[layout.FAILURES]
+    start = int(file.attrs.get("start", 0))
+    keys, status = file[layout.KEY], file[layout.STATUS]
+    return [
+        Failure(
+            row=int(row),
+            key=bytes(keys[row - start]),
+            status=Status(int(status[row - start])),
+            error=error.decode("utf-8", "surrogateescape"),
+            message=message.decode("utf-8", "surrogateescape"),
+        )
+        for row, error, message in zip(
+            group["row"][:], group["error"][:], group["message"][:], strict=True
+        )
+    ]
+
+
+def failures_csv(failures: Sequence[Failure]) -> bytes:
+    """A whole failures.csv."""
+    text = "row,key,status,error,message\r\n" + csv_rows(failures)
+    return text.encode("utf-8", "surrogateescape")
+
+
+def csv_rows(failures: Sequence[Failure]) -> str:
+    """Lines of failures.csv: row, key, status name, error type, message."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    for failure in failures:
+        key = failure.key.decode("utf-8", "surrogateescape")
+        writer.writerow([failure.row, key, failure.status.label, failure.error, failure.message])
+    return buffer.getvalue()

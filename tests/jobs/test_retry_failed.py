@@ -1,0 +1,224 @@
+"""retry_failed: images that failed are tried again; their rows are filled, no other row changes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import KEYS, extract, run_job
+
+import featx
+from featx import loop
+from featx.errors import ConfigError, StoreError, TooManyFailuresError
+from featx.loop import Interrupted
+from featx.store import session as session_module
+from featx.types import Status
+
+LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def spoil(photos: Path, rows: Sequence[int]) -> dict[str, bytes]:
+    """Cut some pictures short; returns what they were."""
+    names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
+    sound = {names[row]: (photos / names[row]).read_bytes() for row in rows}
+    for name, data in sound.items():
+        (photos / name).write_bytes(data[: len(data) // 2])
+    return sound
+
+
+def mend(photos: Path, sound: dict[str, bytes]) -> None:
+    for name, data in sound.items():
+        (photos / name).write_bytes(data)
+
+
+def same_values(store: featx.FeatureStore, other: featx.FeatureStore) -> bool:
+    return all(store[n][:].tobytes() == other[n][:].tobytes() for n in store) and (
+        store.status.tolist() == other.status.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("pack", "dtype", "codec"),
+    [(True, "float16", "none"), (True, "bfloat16", "zstd"), (False, "bfloat16", "none")],
+)
+def test_mended_images_give_the_store_of_a_run_without_faults(
+    photos: Path, pack: bool, dtype: str, codec: str
+) -> None:
+    keys = {**LENIENT, "pack": pack, "dtype": dtype, "codec": codec}
+    whole = extract(photos, out="whole", **keys)
+    sound = spoil(photos, [0, 5, 6, 20])
+    before = extract(photos, **keys)
+    assert len(before.failures) == 4
+    mend(photos, sound)
+    after = extract(photos, retry_failed=True, **keys)
+    assert after.ok.all()
+    assert after.complete
+    assert not after.failures
+    assert same_values(after, whole)
+    assert Path("store/features.h5").exists() == pack
+    assert run_job("verify", store="store") == 0
+    with Path("store/failures.csv").open(newline="") as file:
+        assert len(list(csv.reader(file))) == 1
+
+
+def test_what_still_fails_stays_on_record(
+    photos: Path, capfd: pytest.CaptureFixture[str], computed: list[Any]
+) -> None:
+    sound = spoil(photos, [1, 2, 9])
+    before = extract(photos, **LENIENT)
+    mend(photos, dict(list(sound.items())[:1]))
+    capfd.readouterr()
+    computed.clear()
+    after = extract(photos, retry_failed=True, **LENIENT)
+    assert "1 of 3 failed images can be read now" in capfd.readouterr().err
+    assert [f["row"] for f in after.failures] == [2, 9]
+    assert np.flatnonzero(~after.ok).tolist() == [2, 9]
+    assert [start for _, start in computed] == [0]  # one batch of six
+    good = np.array([row for row in range(21) if row not in (1, 2, 9)])
+    assert after["conv"][good].tobytes() == before["conv"][good].tobytes()
+    assert np.isnan(after["conv"][[2, 9]]).all()
+    assert json.loads(Path("store/summary.json").read_text())["failures"] == 2
+
+
+def test_nothing_mended_changes_nothing(photos: Path, computed: list[Any]) -> None:
+    spoil(photos, [3])
+    extract(photos, **LENIENT)
+    data = Path("store/features.h5").read_bytes()
+    computed.clear()
+    extract(photos, retry_failed=True, **LENIENT)
+    assert not computed
+    assert Path("store/features.h5").read_bytes() == data
+
+
+def test_a_store_that_is_not_whole_is_mended_and_gone_on_with(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = extract(photos, out="whole", **LENIENT)
+    sound = spoil(photos, [1])
+    commit = session_module.StoreSession.commit
+
+    def signalled(self: Any, builder: Any) -> None:
+        commit(self, builder)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module.StoreSession, "commit", signalled)
+        with pytest.raises(Interrupted):
+            extract(photos, **LENIENT)
+    mend(photos, sound)
+    assert same_values(extract(photos, retry_failed=True, **LENIENT), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_at", range(1, 14))
+def test_a_retry_cut_off_anywhere_loses_no_row(
+    photos: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every change of the disk in turn is the last one of a process."""
+    whole = extract(photos, out="whole", **LENIENT)
+    sound = spoil(photos, [2, 7])
+    before = extract(photos, **LENIENT)
+    mend(photos, sound)
+
+    class Dies(BaseException):
+        pass
+
+    calls = 0
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any, **keys: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= dies_at:
+                raise Dies
+            return method(*args, **keys)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("publish", "replace", "remove"):
+            method = getattr(session_module.Disk, name)
+            patch.setattr(session_module.Disk, name, counted(method))
+        with pytest.raises(Dies):
+            extract(photos, retry_failed=True, **LENIENT)
+    half = featx.open("store")
+    assert half.complete
+    assert half.ok.sum() >= 19
+    kept = np.flatnonzero(half.ok & before.ok)
+    assert len(kept) == 19
+    assert half["deep"][kept].tobytes() == whole["deep"][kept].tobytes()
+    assert same_values(extract(photos, retry_failed=True, **LENIENT), whole)
+
+
+def test_a_damaged_store_is_not_taken_apart(photos: Path) -> None:
+    sound = spoil(photos, [2])
+    extract(photos, **LENIENT)
+    mend(photos, sound)
+    packed = Path("store/features.h5")
+    values = featx.open("store")["conv"][10].tobytes()
+    data = bytearray(packed.read_bytes())
+    data[data.index(values) + 3] ^= 4
+    packed.write_bytes(data)
+    with pytest.raises(StoreError, match=r"differs from its checksum.*verify\.repair=true"):
+        extract(photos, retry_failed=True, **LENIENT)
+    assert packed.read_bytes() == bytes(data)
+
+
+def test_layers_of_another_run_keep_their_failure_until_they_are_retried(photos: Path) -> None:
+    whole = extract(photos, out="whole", **LENIENT)
+    sound = spoil(photos, [2])
+    extract(photos, **{**LENIENT, "layers": ["conv"]})
+    extract(photos, **LENIENT)
+    mend(photos, sound)
+    half = extract(photos, retry_failed=True, **{**LENIENT, "layers": ["conv"]})
+    assert half.status[2] == Status.TRUNCATED
+    assert half["conv"][2].tobytes() == whole["conv"][2].tobytes()
+    assert np.isnan(half["deep"][2]).all()
+    after = extract(photos, retry_failed=True, **{**LENIENT, "layers": ["deep"]})
+    assert same_values(after, whole)
+
+
+def test_keys_that_contradict_each_other(photos: Path) -> None:
+    with pytest.raises(ConfigError, match="retry_failed=true mends a store"):
+        extract(photos, retry_failed=True, overwrite=True)
+    with pytest.raises(ConfigError, match="retry_failed has an effect with job=extract"):
+        run_job("plan", data=str(photos), retry_failed=True)
+
+
+def test_too_many_failures_stop_a_long_run_early_and_resumably(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = extract(photos, out="whole", **LENIENT)
+    sound = spoil(photos, [0, 1, 2])
+    strict = {**LENIENT, "max_failures": 2}
+    monkeypatch.setattr(loop, "EARLY_STOP_S", 0.0)
+    with pytest.raises(TooManyFailuresError, match=r"3 of the first \d+ images failed") as stopped:
+        extract(photos, **strict)
+    assert stopped.value.exit_code == 1
+    half = featx.open("store")
+    assert 4 <= half.num_rows_present < 21
+    assert [f["row"] for f in half.failures] == [0, 1, 2]
+    assert Path("store/failures.csv").read_text().count("truncated,") == 3
+    mend(photos, sound)
+    assert same_values(extract(photos, retry_failed=True, **strict), whole)
+
+
+def test_a_run_that_is_nearly_done_goes_to_its_end(photos: Path) -> None:
+    spoil(photos, [0, 1, 2])
+    store = extract(photos, **{**LENIENT, "max_failures": 2})
+    assert store.complete
+    shutil.rmtree("store")
+    assert run_job("extract", **{**KEYS, "data": str(photos), "max_failures": 2.0}) == 3

@@ -1,0 +1,107 @@
+"""Whole runs over pictures that crash and hang their decoder: their rows fail, no other."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import broken_decoders
+import numpy as np
+import pytest
+from broken_decoders import ABORT, CRASH, HANG, SLOW, gif
+from conftest import with_path
+from PIL import Image
+from tiny_model import COMMAND, extract
+
+import featx
+
+BAD = {
+    "dog/005.gif": (CRASH, "crashes decoder", "SIGSEGV"),
+    "dog/007.gif": (HANG, "timeout", "TimeoutError"),
+    "cat/012.gif": (ABORT, "crashes decoder", "SIGABRT"),
+    "dog/044.gif": (CRASH, "crashes decoder", "SIGSEGV"),
+}
+SLOWLY = "cat/020.gif"
+
+
+FEW = ("dog/005.gif", "dog/007.gif")
+"""One that crashes and one that hangs: a start of the command takes seconds."""
+
+
+def write_gifs(root: Path, names: Iterable[str] = (*BAD, SLOWLY)) -> None:
+    for seed, name in enumerate(names):
+        squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        picture = Image.fromarray(squares.repeat(12, 0).repeat(12, 1))
+        comment = SLOW if name == SLOWLY else BAD[name][0]
+        (root / name).write_bytes(gif(picture, comment))
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return with_path(broken_decoders.install(folder / "broken"), Path(__file__).parent)
+
+
+def assert_only_the_bad_ones_failed(
+    photos: Path, out: Path, bad: Collection[str] = tuple(BAD)
+) -> None:
+    """The others as in a run whose decoder does them no harm, where the bad ones are pictures."""
+    store = featx.open(out)
+    harmless = extract(photos, out=out.with_name("harmless"))
+    keys = list(harmless.keys)
+    good = [row for row, key in enumerate(keys) if key not in bad]
+    assert harmless.ok.all()
+    assert np.array_equal(store["conv"][good], harmless["conv"][good])
+    assert np.isnan(store["conv"][:][~store.ok]).all()
+    assert np.flatnonzero(store.ok).tolist() == good
+    with (out / "failures.csv").open(newline="") as file:
+        rows = {row["key"]: (row["status"], row["error"]) for row in csv.DictReader(file)}
+    assert rows == {name: BAD[name][1:] for name in bad}
+
+
+@pytest.mark.slow
+def test_the_same_call_goes_on_after_each_crash(photos: Path, tmp_path: Path) -> None:
+    """From Python nobody starts the process again; every start gets further."""
+    write_gifs(photos)
+    program = (
+        "from tiny_model import extract\n"
+        "data = {'name': 'folder', 'root': 'photos', 'timeout_s': 2}\n"
+        "extract(data, max_failures=9)"
+    )
+    codes = []
+    while not codes or codes[-1] != 0:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        codes.append(done.returncode)
+        assert len(codes) < 6, done.stderr
+    assert set(codes[:-1]) <= {-signal.SIGSEGV, -signal.SIGABRT}
+    assert codes[:-1]
+    assert_only_the_bad_ones_failed(photos, tmp_path / "store")
+    assert not list((tmp_path / "store").glob(".decoding-*"))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("names", [FEW, pytest.param((*BAD, SLOWLY), marks=pytest.mark.slow)])
+def test_the_command_goes_on_by_itself(
+    photos: Path, tmp_path: Path, names: Collection[str]
+) -> None:
+    write_gifs(photos, names)
+    bad = [name for name in names if name in BAD]
+    num_crashes = sum(BAD[name][2].startswith("SIG") for name in bad)
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos",
+         "data.timeout_s=2", "max_failures=9"],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= num_crashes
+    assert f"{num_crashes} crashes decoder, such as" in done.stderr
+    assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
+    assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".suspects"}
+    assert not list(Path("store").glob(".decoding-*"))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from featx.distance import frechet_distance
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
+    from featx.jobs.report import write_report
     from featx.jobs.stats import stats
     from featx.prediction import predict
     from featx.stats_file import Statistics, open_stats
@@ -35,6 +36,7 @@ __all__ = [
     "open_stats",
     "predict",
     "stats",
+    "write_report",
 ]
 
 _HOME = {
@@ -45,6 +47,7 @@ _HOME = {
     "predict": "featx.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",
+    "write_report": "featx.jobs.report",
     "open_stats": "featx.stats_file",
     "Statistics": "featx.stats_file",
     "frechet_distance": "featx.distance",

@@ -32,6 +32,7 @@ from featx.options import (
     ModelConfig,
     ProbeConfig,
     ReduceConfig,
+    ReportConfig,
     SimilarConfig,
     StatsConfig,
     VerifyConfig,
@@ -56,12 +57,16 @@ _WITHOUT_EFFECT = {
         ("layers", "capture", "grow", "overwrite", "precision", "dtype", "codec"),
         "features are computed as the store's were; `layer` says which head is used",
     ),
+    "report": (
+        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
     "bench": (("grow", "overwrite"), "every run begins a store of its own"),
 }
 """job -> keys that it does not look at, and why."""
 
 
-_OF_A_STORE = ("predict", "similar", "export")
+_OF_A_STORE = ("predict", "similar", "export", "report")
 """Jobs that read a store and write something else."""
 
 
@@ -109,8 +114,8 @@ class Config:
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
     said so), probe (what the features of a store can tell of the labels), predict (a probe on new
     pictures), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
-    formats), verify or pack (a store that is there), status (how far a run is, from any machine),
-    bench (how fast it is here)."""
+    formats), report (a store as one HTML page), verify or pack (a store that is there), status (how
+    far a run is, from any machine), bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Any = "embedding"
@@ -132,7 +137,7 @@ class Config:
     out: str = "runs/${data.name}/${model.name}"
     """The store, a folder, where job=stats puts stats.h5; the same command with the same folder
     goes on where it stopped. For job=export and job=similar the folder of their files, when not
-    given one in the store's."""
+    given one in the store's; for job=report a folder or a name ending in .html."""
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
     dtype: str = "float16"
@@ -179,15 +184,15 @@ class Config:
     """Delete the store in `out` and start anew; with job=stats the statistics there, with
     job=export the export."""
     seed: int = 0
-    """Of random weights, of the rows that verify.sample and similar.rows choose, and of a probe's
-    splits."""
+    """Of random weights, of the rows that verify.sample, similar.rows and report.rows choose, and
+    of a probe's splits."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, status, pack, probe, predict, similar and export
-    read; null takes `out`, with the last three it has to be given."""
+    """The folder or features.h5 that job=verify, status, pack, probe, predict, similar, export and
+    report read; null takes `out`, with the last four it has to be given."""
     layer: Any = None
-    """The layers that job=probe, similar and export take: a name, a glob or a list; null takes all.
-    Nearest rows and duplicates are of one layer, which has to be named where there are several. For
-    job=predict the one whose head is used, null for the best."""
+    """The layers that job=probe, similar, export and report take: a name, a glob or a list; null
+    takes all. Nearest rows and duplicates are of one layer, which has to be named where there are
+    several. For job=predict the one whose head is used, null for the best."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -200,6 +205,8 @@ class Config:
     """What job=similar looks for; the nearest rows of every row when nothing is given."""
     export: ExportConfig = field(default_factory=ExportConfig)
     """What job=export writes."""
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """What job=report takes into its page."""
     log: LogConfig = field(default_factory=LogConfig)
     """How the command tells of a run while it goes on."""
     bench: BenchConfig = field(default_factory=BenchConfig)
@@ -333,6 +340,7 @@ class Config:
                     "predict",
                     "similar",
                     "export",
+                    "report",
                     "verify",
                     "status",
                     "bench",
@@ -352,6 +360,7 @@ class Config:
             "probe": (self.probe != ProbeConfig(), ("probe",)),
             "similar": (self.similar != SimilarConfig(), ("similar",)),
             "export": (self.export != ExportConfig(), ("export",)),
+            "report": (self.report != ReportConfig(), ("report",)),
             "bench": (self.bench != BenchConfig(), ("bench",)),
         }
         for key, (given, jobs) in used.items():

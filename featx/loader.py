@@ -109,8 +109,6 @@ class Loader:
             self._readers = self._stack.enter_context(readers)
         return self
 
-        return self
-
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 

@@ -148,8 +148,9 @@ def _ended(signum: int) -> str:
         )
     name = signal.Signals(signum).name
     return (
-        f"The process crashed ({name}), and no picture is to blame for it. Nothing committed is "
-        "lost; the same command goes on. With PYTHONFAULTHANDLER=1 before it, it shows where."
+        f"The process crashed ({name}) and is not started again: no picture is known to crash its "
+        "decoder. Nothing committed is lost; the same command goes on. With PYTHONFAULTHANDLER=1 "
+        "before it, it shows where it crashes."
     )
 
 

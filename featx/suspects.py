@@ -26,7 +26,7 @@ from featx.store.commit import Disk
 _NOTES = ".decoding-"
 _REMEMBERED = ".suspects"
 
-_SLOT_BYTES = 4096
+_SLOT_BYTES = 1024
 _NUM_SLOTS = 512
 _LENGTH = struct.Struct("<H")
 
@@ -35,8 +35,8 @@ class Notes:
     """What the threads of one process are decoding right now.
 
     Args:
-        path: of the file, new; a slot of 4 KiB for each thread, of which only those in use take
-            room on the disk. Removed by `close`.
+        path: of the file, new; removed by `close`. It has a slot of 1 KiB for each thread, and no
+            note of a longer key.
 
     Raises:
         OSError: there can be no such file here.
@@ -51,8 +51,12 @@ class Notes:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)  # tells the notes of the living from the others
-            os.ftruncate(self._file, _NUM_SLOTS * _SLOT_BYTES)
-            self._memory = mmap.mmap(self._file, 0)
+            size = _NUM_SLOTS * _SLOT_BYTES
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, size)  # on a full disk a write would be SIGBUS
+            else:
+                os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
         except OSError:
             self.close()
             raise

@@ -31,6 +31,8 @@ from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (10, 20, 30), 89_478_485)
 MAX_S = 10.0
+"""Of the processor, as other programs may be at work beside the tests."""
+
 MAX_BYTES = 1 << 30
 
 _TELLING = (b"\0", b"\xff", b"\x7f\xff\xff\xff", b"\x80\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\1")
@@ -137,9 +139,9 @@ def mutant(name: str, number: int) -> bytes:
 
 def check(data: bytes, policy: ImagePolicy, at_least: int | None) -> Status:
     """Decode one mutant; raises where that is not a picture or a fault, in good time."""
-    begun = time.perf_counter()
+    begun = time.process_time()
     found = outcome(data, policy, at_least)
-    assert time.perf_counter() - begun < MAX_S, "too slow"
+    assert time.process_time() - begun < MAX_S, "too slow"
     if isinstance(found, ImageFault):
         assert found.status not in (Status.OK, Status.ABSENT), found.status
         assert str(found), "a fault without a message"
@@ -184,9 +186,9 @@ def main(count: int, number: int, last: Path) -> None:
         nonlocal slowest
         data = mutant(name, variant)
         last.write_bytes(data)
-        begun = time.perf_counter()
+        begun = time.process_time()
         statuses[check(data, replace(POLICY, jpeg=jpeg), at_least).label] += 1
-        slowest = max(slowest, time.perf_counter() - begun)
+        slowest = max(slowest, time.process_time() - begun)
         grown = peak_bytes() - before
         assert grown < MAX_BYTES, f"{grown >> 20} MiB"
 

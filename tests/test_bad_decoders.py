@@ -85,8 +85,9 @@ def test_the_same_call_goes_on_after_each_crash(photos: Path, tmp_path: Path) ->
     assert not list((tmp_path / "store").glob(".decoding-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
-@pytest.mark.parametrize("names", [FEW, pytest.param((*BAD, SLOWLY), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [FEW, (*BAD, SLOWLY)])
 def test_the_command_goes_on_by_itself(
     photos: Path, tmp_path: Path, names: Collection[str]
 ) -> None:
@@ -95,7 +96,7 @@ def test_the_command_goes_on_by_itself(
     num_crashes = sum(BAD[name][2].startswith("SIG") for name in bad)
     done = subprocess.run(
         [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos",
-         "data.timeout_s=2", "max_failures=9"],
+         "data.timeout_s=1", "max_failures=9"],
         env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

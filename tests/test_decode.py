@@ -268,6 +268,23 @@ def test_a_range_without_a_known_white_is_refused(mode: str, values: list[float]
     assert "pixels from" in str(fault)
 
 
+@pytest.mark.parametrize(
+    ("mode", "values"),
+    [(mode, values) for mode, values, _ in (*OPAQUE_MODES, *TRANSPARENT_MODES)]
+    + [("RGBA", [(200, 100, 50, 255), (1, 2, 3, 0), (9, 100, 50, 128)])],
+)
+def test_conversion_in_strips_is_the_same(
+    mode: str, values: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = Image.new(mode, (6, 10))
+    for at, value in enumerate(itertools.islice(itertools.cycle(values), 60)):
+        image.putpixel((at % 6, at // 6), value)
+    whole = np.asarray(to_rgb(image, BACKGROUND))
+    for num_pixels in (1, 6, 13, 59):
+        monkeypatch.setattr("featx.decode._STRIP_PIXELS", num_pixels)
+        assert np.array_equal(np.asarray(to_rgb(image, BACKGROUND)), whole)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_non_finite_pixels_are_refused(bad: float) -> None:
     assert fault_of(encode(one_row("F", [0.5, bad]), "TIFF")).status == Status.UNSUPPORTED

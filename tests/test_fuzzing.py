@@ -40,7 +40,7 @@ def test_mutants_neither_crash_nor_hang_nor_fill_the_memory(
     last = tmp_path / "last"
     done = subprocess.run(
         [sys.executable, fuzzing.__file__, str(count), str(seed), str(last)],
-        capture_output=True, text=True, check=False,
+        capture_output=True, text=True, check=False, timeout=120 + count / 5,
     )  # fmt: skip
     kept = f"the mutant is in {last}"
     assert done.returncode == 0, f"exit code {done.returncode}; {kept}\n{done.stderr[-4000:]}"

@@ -345,6 +345,9 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
     with Loader(source, source.listing(), PREPROCESS, POLICY, reference, 4, timeout_s=1) as loader:
         batches = list(loader.batches(parts_of(23, 8)))
         wake.set()
+    until = time.monotonic() + 10
+    while our_threads() and time.monotonic() < until:  # those left behind wake up, and end
+        time.sleep(0.01)
     assert sorted(waited) == sorted(GOOD[5:7])
     failures = [failure for _, batch in batches for failure in batch.failures]
     bad = [5, 6] if fault else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -51,7 +52,7 @@ def crashed(folder: Path, *keys: bytes) -> None:
 
 def test_what_was_being_decoded_is_known_after_a_crash(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "store"
-    keys = {b"cat/a b.jpg", "häm\udcff.png".encode("utf-8", "surrogateescape"), b"k" * 4000}
+    keys = {b"cat/a b.jpg", "häm\udcff.png".encode("utf-8", "surrogateescape"), b"k" * 1022}
     crashed(folder, *keys)
     with pytest.raises(ZeroDivisionError), Suspects(folder).left_behind():
         raise ZeroDivisionError  # it is not known yet what they are
@@ -93,6 +94,21 @@ def test_a_folder_that_cannot_be_had_is_no_reason_to_stop(tmp_path: Path) -> Non
         assert keys == set()
 
 
+def test_a_full_disk_takes_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room is reserved: a write into a mapped file without any would be SIGBUS."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Suspects(tmp_path).notes():
+        [path] = tmp_path.iterdir()
+        assert path.stat().st_blocks * 512 >= path.stat().st_size
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with Suspects(tmp_path / "new").notes() as notes:
+        assert notes is None
+    assert files(tmp_path) == []
+
+
 def test_more_threads_than_slots_and_keys_longer_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +136,7 @@ def test_any_bytes_can_be_read_as_notes(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "notes"
     path.write_bytes(content)
-    assert all(0 < len(key) <= 4094 for key in noted_keys(path))
+    assert all(0 < len(key) <= 1022 for key in noted_keys(path))
 
 
 def test_what_is_dangerous_is_remembered(tmp_path: Path) -> None:

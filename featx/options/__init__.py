@@ -44,6 +44,7 @@ from featx.options.of_stores import (
     SPLITS,
     ExportConfig,
     ProbeConfig,
+    ReportConfig,
     SimilarConfig,
 )
 
@@ -82,6 +83,7 @@ __all__ = [
     "ModelConfig",
     "ProbeConfig",
     "ReduceConfig",
+    "ReportConfig",
     "SimilarConfig",
     "StatsConfig",
     "TransformConfig",

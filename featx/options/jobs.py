@@ -17,6 +17,7 @@ JOBS = (
     "predict",
     "similar",
     "export",
+    "report",
     "verify",
     "status",
     "pack",
@@ -32,8 +33,8 @@ class JobConfig:
     name: str = "extract"
     """Taken from the key `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan, stats, probe, predict, similar, export, verify,
-    status, bench)."""
+    """Print the job's result as JSON (layers, plan, stats, probe, predict, similar, export, report,
+    verify, status, bench)."""
     show: str = "shapes"
     """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
     (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""

@@ -70,10 +70,31 @@ def nearest_rows(
     cosine = metric == "cosine"
     asked = None if key is None else row_of(store, key)
     vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=not cosine)
-    if len(vectors) < 2:
-        raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
     every = np.arange(len(vectors))
     places = every if asked is None else np.searchsorted(vectors.rows, [asked])
+    return nearest_among(vectors, places, k, metric, tell)
+
+
+def nearest_among(
+    vectors: Vectors,
+    places: npt.NDArray[np.int64],
+    k: int,
+    metric: str = "cosine",
+    tell: Callable[[int], None] = lambda rows: None,
+) -> Neighbours:
+    """The k nearest of some vectors for a part of them; see `nearest_rows`.
+
+    Args:
+        vectors: of length 1 for cosine, centred for euclidean.
+        places: (q,) of those whose neighbours are wanted.
+        k, metric, tell: as for `nearest_rows`.
+
+    Raises:
+        ConfigError: there is no other row.
+    """
+    if len(vectors) < 2:
+        raise ConfigError(f"{vectors.root} has one ok row only: it has no neighbours.")
+    cosine = metric == "cosine"
     k = min(k, len(vectors) - 1)
     found, scores = [], []
     step = min(QUERIES, vectors.rows_of(sizes.BLOCK_BYTES))

@@ -31,6 +31,7 @@ class Vectors:
         centre: minus the mean of the first ones: distances stay the same, and are more exact.
 
     Attributes:
+        root: of the store.
         rows: (n,) int64, the row of the store of each vector; what counts them is a place.
         width: numbers of a vector.
     """
@@ -46,6 +47,7 @@ class Vectors:
     ) -> None:
         self._features = store[layer]
         self._store, self.layer, self.device = store, layer, device
+        self.root = store.root
         self.rows = np.flatnonzero(store.ok) if rows is None else rows
         if not len(self.rows):
             raise ConfigError(f"{store.root} has no row of {layer} that is ok.")

@@ -50,6 +50,10 @@ class FeatureStore:
         classes: names of the classes; `labels` index them.
     """
 
+    root: Path
+    complete: bool
+    classes: tuple[str, ...]
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(path).expanduser().absolute()
         self._handles = Handles()

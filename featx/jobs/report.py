@@ -1,0 +1,58 @@
+"""job=report: a store as one HTML page, to be opened or sent as it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.keys import from_keywords, from_omegaconf
+from featx.progress import complain, facts, say, size_text
+
+
+def write_report(**keys: Any) -> Path:
+    """Run job=report from Python: the same keys as the command's, the same page.
+
+        featx.write_report(store="runs/p", out="p.html")
+
+    Args:
+        keys: `store`, `layer`, `out`, `seed`, `data` where the pictures lie elsewhere now, and
+            `report` as a mapping.
+
+    Returns:
+        The HTML file.
+
+    Raises:
+        FeatxError: whatever the command would report with exit code 1 or 2.
+    """
+    from featx.report.run import run_report  # which imports torch
+
+    node = from_keywords(keys)
+    node.job.name = "report"
+    return Path(run_report(from_omegaconf(node), complain)["file"])
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """The command's job: write the page and say where it is; returns the exit code."""
+    from featx.report.run import run_report  # which imports torch
+
+    summary = run_report(config, complain)
+    say(json.dumps(summary, indent=2) if config.job.json else _text(summary))
+    return 0
+
+
+def _text(summary: dict[str, Any]) -> str:
+    pictures = str(summary["pictures"])
+    if why := summary["without_pictures"]:
+        pictures = f"none: {why}"
+    rows = [
+        ("layers", ", ".join(summary["layers"])),
+        ("rows", f"{summary['rows_looked_at']} looked at"),
+        ("pictures", pictures),
+        *([] if summary["complete"] else [("warning", "the store is not complete")]),
+        ("seconds", f"{summary['seconds']:.1f}"),
+        ("size", size_text(summary["bytes"])),
+        ("file", summary["file"]),
+    ]
+    return facts(rows)

@@ -1,0 +1,181 @@
+"""A report from its config to its file."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import Config
+from featx.errors import MissingExtraError, StoreError
+from featx.report.failures import reasons_of
+from featx.report.layers import layer_statistics
+from featx.report.likeness import likeness_of
+from featx.report.maps import layer_map
+from featx.report.neighbours import chosen_queries, nearest_strips
+from featx.report.page import GENERATOR, Page, render
+from featx.report.probes import probes_of
+from featx.report.provenance import provenance_of
+from featx.report.speed import speed_of
+from featx.report.thumbnails import Thumbnails
+from featx.store.commit import Disk
+from featx.store.manifest import load_manifest
+from featx.store.matching import matching_layers
+from featx.store.reader import FeatureStore
+
+NAME = "report.html"
+
+MAX_LAYERS = 8
+"""Layers with maps and nearest rows, at the most; of more, the last ones."""
+
+_PACKAGES = ("plotly", "jinja2", "sklearn")
+
+
+def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Write the page of a store.
+
+    Args:
+        config: checked, with job=report.
+        tell: is given a line for what takes its time, and for what is missing.
+
+    Returns:
+        file, bytes, rows_looked_at, layers, pictures, complete, seconds; JSON types.
+
+    Raises:
+        FeatxError: there is no store, no such layer, or the page cannot be written.
+    """
+    begun = time.perf_counter()
+    _require_packages()
+    assert config.store is not None, "the config was checked"
+    store = FeatureStore(config.store)
+    layers = _in_order(store, matching_layers(store, config.layer))
+    path = _file_of(config, store)
+    disk = Disk(path.parent)
+    disk.make_folder(path.parent)  # before the work, so that a wrong name is told at once
+    if not store.complete:
+        tell(f"{store.root} is not complete; the page says so, and shows what is there")
+    page = _looked_at(config, store, layers, tell)
+    page.seconds = time.perf_counter() - begun
+    text = render(page)
+    disk.replace(path, text.encode())
+    return {
+        "file": str(path),
+        "bytes": len(text.encode()),
+        "rows_looked_at": len(page.rows),
+        "layers": list(layers),
+        "pictures": len(page.thumbnails.uris),
+        "without_pictures": page.thumbnails.why_none,
+        "complete": store.complete,
+        "seconds": round(time.perf_counter() - begun, 3),
+    }
+
+
+def _looked_at(
+    config: Config, store: FeatureStore, layers: tuple[str, ...], tell: Callable[[str], None]
+) -> Page:
+    """Everything on the page, computed."""
+    options, seed = config.report, config.seed
+    ok = np.flatnonzero(store.ok)
+    rows = _chosen(ok, options.rows, seed)
+    mapped = layers[-MAX_LAYERS:]
+    reasons = reasons_of(store)
+    thumbnails = Thumbnails(store, config.data, options.pictures)
+    tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
+    statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
+    maps = []
+    for layer in mapped:
+        tell(f"map of {layer}")
+        maps.append(layer_map(store, layer, rows, seed, options.tsne))
+    strips = []
+    if len(ok) > 1:
+        tell("nearest rows")
+        queries = chosen_queries(store, rows, seed)
+        strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
+    likeness = likeness_of(store, layers, options.rows, seed, config.device)
+    if not thumbnails.why_none:
+        tell("thumbnails")
+        _take_pictures(thumbnails, reasons, strips, rows)
+    if thumbnails.why_none and options.pictures:
+        tell(f"no thumbnails: {thumbnails.why_none}")
+    return Page(
+        store=store,
+        seed=seed,
+        layers=layers,
+        mapped=mapped,
+        rows=rows,
+        num_ok=len(ok),
+        provenance=provenance_of(store),
+        speed=speed_of(store),
+        reasons=reasons,
+        statistics=statistics,
+        maps=maps,
+        strips=strips,
+        probes=probes_of(store),
+        likeness=likeness,
+        thumbnails=thumbnails,
+    )
+
+
+def _take_pictures(
+    thumbnails: Thumbnails, reasons: list[Any], strips: list[Any], rows: npt.NDArray[np.int64]
+) -> None:
+    """What is looked at closely first; then the points of the maps, as many as fit."""
+    thumbnails.add(each.row for reason in reasons if reason.opened for each in reason.shown)
+    for one in strips:
+        for row, nearest in one.strips:
+            thumbnails.add([row, *(each.row for each in nearest)])
+    thumbnails.add_every(rows.tolist())
+    thumbnails.finish()
+
+
+def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
+    """(n,) increasing: so many random ones of some rows, or all."""
+    if len(ok) <= count:
+        return ok
+    return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
+
+
+def _in_order(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:
+    """Layers as they are executed, where the store tells that; a file alone does not."""
+    manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
+    known = list(manifest.layers) if manifest else []
+    return tuple(sorted(layers, key=lambda name: known.index(name) if name in known else -1))
+
+
+def _file_of(config: Config, store: FeatureStore) -> Path:
+    """Where the page goes.
+
+    Raises:
+        StoreError: the name is taken by something that is no report.
+    """
+    asked = config.out_beside(store.root, NAME)
+    path = asked if asked.suffix.lower() in (".html", ".htm") else asked / NAME
+    if path.is_dir():
+        raise StoreError(f"{path} is a folder; give the report another name: out=NAME.html.")
+    try:
+        with path.open("rb") as file:
+            ours = GENERATOR.encode() in file.read(2000)
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror}. Choose another out.") from error
+    if not ours:
+        raise StoreError(
+            f"{path} is there and is no report of featx; it is left alone. Choose another "
+            "out=NAME.html."
+        )
+    return path
+
+
+def _require_packages() -> None:
+    """Raise MissingExtraError before anything is read."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(
+            f'job=report needs the package {missing[0]}: pip install "featx[report]".'
+        )

@@ -1,0 +1,265 @@
+"""The documentation: its site is whole, its commands are commands, and they run as they stand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from conftest import make_picture
+from tiny_model import write_pictures
+
+from featx import __main__ as command
+from featx import compose as featx_compose
+from featx.config import shipped
+from featx.keys import described_keys, from_omegaconf
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+
+NOT_RUN = {
+    "model.init=reset": "weights that the library has to download",
+    "https://": "a server",
+    "s3://": "a bucket",
+    "/mnt/photos": "a disk of somebody's",
+    "CIFAR10": "a data set that torchvision has to download",
+    "data=huggingface": "a data set of the Hub; tests/data/test_huggingface_source.py makes one",
+    "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
+    "runs/textile ": "the tutorial, which has a test of its own",
+    "=runs/textile": "the tutorial, which has a test of its own",
+}
+"""Commands that are composed but not run: a piece of them, and what they need."""
+
+
+def commands_of(page: Path) -> list[str]:
+    """The commands on a page as one types them: in blocks, and between backticks.
+
+    Those with dots, MODEL or NAME stand for others.
+    """
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^(?: {4}|\$ )(?:.*&& )?(python -m featx\b.*?)(?:  +#.*)?$", text, re.M)
+    inline = re.findall(r"`(python -m featx [^`]*)`", text)
+    lines = [" ".join(line.split()) for line in (*blocks, *inline)]
+    return [line for line in lines if not re.search(r"\.\.\.|\b(MODEL|NAME)\b", line)]
+
+
+def overrides_of(line: str) -> list[str]:
+    return [word for word in shlex.split(line)[3:] if not word.startswith("-")]
+
+
+def snippets_of(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_is_one(page: Path) -> None:
+    from hydra import compose, initialize_config_dir
+
+    featx_compose.register()
+    lines = commands_of(page)
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        for line in lines:
+            if "--" in line:
+                continue
+            overrides = [re.sub(r"^(model=\w+),.*", r"\1", word) for word in overrides_of(line)]
+            config = from_omegaconf(compose("config", overrides))
+            assert config.job.name == next(
+                (word[4:] for word in overrides if word.startswith("job=")), "extract"
+            )
+
+
+def test_pages_have_commands() -> None:
+    """The patterns above find them: no page is silently left out."""
+    counts = {page.stem: len(commands_of(page)) for page in PAGES}
+    assert counts["tutorial"] == 8
+    assert counts["data"] == 13
+    assert counts["report"] == 2
+    assert counts["README"] >= 6
+    every = "\n".join(line for page in PAGES for line in commands_of(page))
+    for piece in NOT_RUN:
+        assert piece in every, f"{piece!r} is in no command any more"
+
+
+def test_the_reference_has_every_key_and_every_name() -> None:
+    pytest.importorskip("mkdocs", reason="no mkdocs: featx[docs] has it")
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    try:
+        import docs_hook
+    finally:
+        sys.path.pop(0)
+    keys = docs_hook.keys_page()
+    for key, _, _ in described_keys():
+        assert f"| `{key}` |" in keys
+    assert "::: featx.write_report" in docs_hook.python_page()
+
+
+@pytest.mark.slow
+def test_the_site_is_whole(tmp_path: Path) -> None:
+    """Every page is in the contents, every link leads somewhere, every name has its docstring."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path / "site")],
+        cwd=REPOSITORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = {path.parent.name for path in (tmp_path / "site").rglob("index.html")}
+    assert {page.stem for page in PAGES[1:]} - {"index"} <= pages
+    assert "python" in pages
+    names = (tmp_path / "site" / "reference" / "python" / "index.html").read_text("utf-8")
+    assert "whether every row of the listing is there" in names
+    fetched = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', names)
+    assert fetched == [], "the site asks no other server for anything"
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with everything that the pages speak of."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name in ("photos", "new", "theirs", "imagenet/train"):
+        write_pictures(tmp_path / name, 24)
+    for i in range(8):
+        make_picture(120, 100, seed=i).save(tmp_path / "photos" / "cat" / f"{i:03d}.jpg")
+    Path("names.json").write_text(json.dumps({"cat": "Katze", "dog": "Hund"}))
+    keys = sorted(str(path) for path in Path("photos").rglob("*.png"))
+    lines = [f"{key},{Path(key).parent.name}" for key in keys]
+    Path("photos.csv").write_text("\n".join(["path,label", *lines]) + "\n")
+    Path("shards").mkdir()
+    for number in range(13):
+        with tarfile.open(f"shards/train-{number:03d}.tar", "w") as tar:
+            tar.add(keys[number], f"{number:03d}.png")
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 40, 40, 3), np.uint8)
+    with h5py.File("photos.h5", "w") as file:
+        file["images"], file["labels"] = pixels, np.arange(12) % 2
+    import pyarrow
+    import pyarrow.parquet
+
+    table = {"image": [Path(key).read_bytes() for key in keys], "label": [0, 1] * (len(keys) // 2)}
+    pyarrow.parquet.write_table(pyarrow.table(table), "train-00000-of-00001.parquet")
+    return tmp_path
+
+
+MADE_FIRST = {
+    "README": ["model=resnet50 data=folder data.root=photos layers=[layer4] reduce=avg"],
+    "similarity": [
+        "data=folder data.root=photos model=resnet18 'layers={layer4: avg, avgpool: flatten}' "
+        "out=runs/photos",
+        "data=folder data.root=theirs model=resnet18 'layers={layer4: avg}' out=runs/other",
+    ],
+    "export": ["data=folder data.root=photos model=resnet18 layers=[avgpool] out=runs/photos"],
+    "report": [
+        "data=folder data.root=photos model=resnet18 'layers={layer3: avg, layer4: avg}' "
+        "out=runs/photos"
+    ],
+    "statistics": [
+        "job=stats data.limit=300 out=runs/x",
+        "job=stats data=folder data.root=photos out=runs/ours",
+    ],
+}
+"""Stores that a page takes for granted."""
+
+
+def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The command in this process, with random weights and few pictures."""
+    words = shlex.split(line)
+    job = next((word[4:] for word in words if word.startswith("job=")), "extract")
+    computes = job in ("extract", "plan", "stats", "attribute", "layers")
+    if computes and any(word.startswith("model=") for word in words):
+        words += [] if "model.weights=null" in line else ["model.weights=null"]
+    if computes and job != "layers":
+        words += [] if "precision=" in line else ["precision=fp32"]
+        if job == "extract" and "dtype=" not in line:
+            words.append("dtype=float32")  # random weights may give what float16 does not hold
+        if "data.limit" not in line:
+            words.append(f"data.limit={4 if job == 'attribute' else 20}")
+    monkeypatch.setattr(sys, "argv", ["featx", *words])
+    return command.run_command()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.stem not in ("tutorial", "index", "performance")],
+    ids=lambda page: page.stem,
+)
+def test_every_command_runs(
+    page: Path, world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [line for line in commands_of(page) if not any(piece in line for piece in NOT_RUN)]
+    first = [f"python -m featx {line}" for line in MADE_FIRST.get(page.stem, [])]
+    for line in [*first, *lines]:
+        words = line.removeprefix("python -m featx").strip()
+        if "similar.key=cat/001.jpg" in words:
+            words = words.replace("cat/001.jpg", "cat/000.png")
+        if words.startswith("-"):
+            continue  # --help and -m end or fork Hydra; test_command.py has them
+        # Pages show several commands on one folder, which go on with one another or differ.
+        if "out=" not in words and not re.search(r"job=(?!attribute|stats)", words):
+            words += " overwrite=true"
+        assert run(words, monkeypatch) == 0, f"{line}\n{capsys.readouterr().err[-2000:]}"
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first line to an answer of the server, in the order of the page, word by word."""
+    pytest.importorskip("conformal_clip_data", reason="the pictures come with featx[demo]")
+    monkeypatch.chdir(tmp_path)
+    page = REPOSITORY / "docs" / "tutorial.md"
+    pictures, marked, server = snippets_of(page)
+    exec(pictures, {})
+    assert len(list(Path("photos").rglob("*.jpg"))) == 240
+    for line in commands_of(page):
+        monkeypatch.setattr(sys, "argv", ["featx", *shlex.split(line)[3:]])
+        assert command.run_command() == 0, line
+    assert Path("textile.html").stat().st_size > 4_000_000
+    told: list[str] = []
+    exec(marked, {"print": told.append})
+    right = int(told[0].split()[0])
+    assert told[0].endswith("of 60 right")
+    assert right > 35, "a third of them is right by chance"
+    with answering(server) as port:
+        good = ask(port, Path("new/local").glob("*.jpg").__next__().read_bytes())
+        bad = ask(port, b"no picture")
+    assert good["class"] in ("global", "local", "nominal")
+    assert good["status"] == "ok"
+    assert bad == {"class": None, "probability": None, "status": "unsupported"}
+
+
+@contextlib.contextmanager
+def answering(server: str) -> Iterator[int]:
+    """The server of the page on a free port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = int(free.getsockname()[1])
+    assert "8000), Answers" in server
+    found: dict[str, Any] = {"__name__": "server", "print": lambda line: None}
+    exec(server.replace("8000), Answers", f"{port}), Answers").replace(
+        "server.serve_forever()", ""), found)  # fmt: skip
+    found["Answers"].log_message = lambda *arguments: None
+    thread = threading.Thread(target=found["server"].serve_forever)
+    thread.start()
+    try:
+        yield port
+    finally:
+        found["server"].shutdown()
+        thread.join()
+        found["server"].server_close()
+
+
+def ask(port: int, picture: bytes) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}", picture, timeout=300) as answer:
+        found: dict[str, Any] = json.load(answer)
+    return found

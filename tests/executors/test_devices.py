@@ -81,6 +81,7 @@ class OfADataset:
         return Image.new("RGB", (40, 40), (80 * index, 10, 10)), index
 
 
+@pytest.mark.slow  # two processes that import torch; test_crew.py has workers without it
 def test_two_workers_give_what_one_process_gives(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

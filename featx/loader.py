@@ -1,4 +1,4 @@
-"""Rows of the listing -> ordered, full Batches; threads read ahead, a little, and decode.
+"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
 
 A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
 the batch. Nothing is substituted, nothing moves up.
@@ -34,9 +34,6 @@ from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Statu
 PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
 
-READERS = 8
-"""Threads that only read: they mostly wait for a disk or a network, so more than there are CPUs."""
-
 AHEAD_ROWS = 64
 """Images being read ahead where they are asked for one by one."""
 
@@ -52,7 +49,7 @@ class LoaderTimes:
     bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, read: float = 0.0, decode: float = 0.0, num_bytes: int = 0) -> None:
+    def add(self, read: float, decode: float, num_bytes: int) -> None:
         with self._lock:
             self.read += read
             self.decode += decode
@@ -66,8 +63,6 @@ class Loader:
         reference: by the weights' own transform, instead of on uint8.
         batch_size: images of a Batch.
         pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
-        decode_ahead: also decode while earlier batches are computed. Where the processor does both,
-            that only takes turns with the model and empties its caches: then only reading is ahead.
         timeout_s: an image that takes longer to be decoded is decoded again in a process of its
             own, and fails where that takes as long; None waits for ever.
         suspects: which images are decoded each in a process of its own, and where is noted what is
@@ -83,7 +78,6 @@ class Loader:
         reference: bool,
         batch_size: int,
         pinned: bool = False,
-        decode_ahead: bool = True,
         timeout_s: float | None = None,
         suspects: Suspects | None = None,
     ) -> None:
@@ -95,18 +89,14 @@ class Loader:
         self._reference = reference or not preprocess.has_fast_path
         self._batch_size = batch_size
         self._pinned = pinned
-        self._decode_ahead = decode_ahead
         self._timeout_s = timeout_s
         self._suspects = Suspects(None) if suspects is None else suspects
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
         self._notes = self._stack.enter_context(self._suspects.notes())
-        decoders = Threads(num_cpus(), self._timeout_s, "featx-loader")
-        self._decoders = self._stack.enter_context(decoders)
-        if not self._decode_ahead:  # in a queue of their own: decoding is not behind later reading
-            readers = Threads(READERS, None, "featx-loader-reader")
-            self._readers = self._stack.enter_context(readers)
+        threads = Threads(num_cpus(), self._timeout_s, "featx-loader")
+        self._threads = self._stack.enter_context(threads)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -118,7 +108,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        waiting: deque[tuple[Part, Batch, list[Future[bytes | Failure | None]]]] = deque()
+        waiting: deque[tuple[Part, Batch, list[Future[Failure | None]]]] = deque()
         spans = (
             (part, start, min(self._batch_size, part.stop - start))
             for part in parts
@@ -146,7 +136,7 @@ class Loader:
         waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
         for row in rows:
             place = torch.zeros((3, *self._preprocess.crop), dtype=self._dtype)
-            waiting.append((place, self._decoders.submit(self._fill, row, place)))
+            waiting.append((place, self._threads.submit(self._fill, row, place)))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
         while waiting:
@@ -168,63 +158,40 @@ class Loader:
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self._reference else torch.uint8
 
-    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[bytes | Failure | None]]]:
+    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
         shape = (self._batch_size, 3, *self._preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
-        futures: list[Future[bytes | Failure | None]] = []
-        for i in range(count):
-            if self._decode_ahead:
-                futures.append(self._decoders.submit(self._fill, start + i, images[i]))
-            else:
-                futures.append(self._readers.submit(self._fetch, start + i))
+        futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
         return Batch(images, start, count, []), futures
 
     def _finish(
-        self, part: Part, batch: Batch, futures: list[Future[bytes | Failure | None]]
+        self, part: Part, batch: Batch, futures: list[Future[Failure | None]]
     ) -> tuple[Part, Batch]:
         results = [future.result() for future in futures]
-        decoding = {
-            i: self._decoders.submit(self._decode, batch.start + i, result, batch.images[i])
-            for i, result in enumerate(results)
-            if isinstance(result, bytes)
-        }
-        for i, future in decoding.items():
-            results[i] = future.result()
-        batch.failures = [result for result in results if isinstance(result, Failure)]
+        batch.failures = [failure for failure in results if failure is not None]
         return part, batch
 
     def _fill(self, row: int, place: torch.Tensor) -> Failure | None:
         """Put one image in its place, or say why there is none."""
-        data = self._fetch(row)
-        return data if isinstance(data, Failure) else self._decode(row, data, place)
-
-    def _fetch(self, row: int) -> bytes | Failure:
-        """The bytes of one image, or why there are none."""
         key = bytes(self._listing.keys[row])
         begun = time.perf_counter()
         try:
             with record_function("read"):
                 data = self._read(key)
-        except ImageFault as fault:
-            return Failure(row, key, fault.status, fault.error, str(fault))
-        except MemoryError as error:
-            raise _out_of_memory(key) from error
-        self.times.add(read=time.perf_counter() - begun, num_bytes=len(data))
-        return data
-
-    def _decode(self, row: int, data: bytes, place: torch.Tensor) -> Failure | None:
-        """Put one image in its place, or say why there is none."""
-        key = bytes(self._listing.keys[row])
-        begun = time.perf_counter()
-        try:
+            read = time.perf_counter()
             with record_function("decode"):
                 place.copy_(self._prepare(key, data))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
         except MemoryError as error:
-            raise _out_of_memory(key) from error
-        self.times.add(decode=time.perf_counter() - begun)
+            # The machine, not the image: such a failure never becomes a row.
+            raise RunError(
+                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
+                "and give the same command again. Less is needed with a smaller batch_size or "
+                "data.max_pixels."
+            ) from error
+        self.times.add(read - begun, time.perf_counter() - read, len(data))
         return None
 
     def _prepare(self, key: bytes, data: bytes) -> torch.Tensor:
@@ -258,11 +225,11 @@ class Loader:
 
     def _decoded(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
         """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
-        if self._decoders.again or key in self._suspects:
+        if self._threads.again or key in self._suspects:
             pixels = self._decoded_alone(key, data)
             return Image.fromarray(pixels) if self._reference else pixels
         noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(key)
-        with self._decoders.watched(), noted:
+        with self._threads.watched(), noted:
             if self._reference:
                 return decode(data, self._policy)
             return decode_pixels(data, self._policy, self._preprocess.resize)
@@ -291,14 +258,6 @@ class Loader:
                     ) from error
                 time.sleep(wait_s)
         raise AssertionError("unreachable")
-
-
-def _out_of_memory(key: bytes) -> RunError:
-    """The machine's fault, not the image's: such a failure never becomes a row."""
-    return RunError(
-        f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory and "
-        "give the same command again. Less is needed with a smaller batch_size or data.max_pixels."
-    )
 
 
 def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:

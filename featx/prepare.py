@@ -104,7 +104,6 @@ class Prepared:
             reference,
             batch_size,
             pinned=self.engine.device.type == "cuda",
-            decode_ahead=self.engine.device.type != "cpu",
             timeout_s=self.config.data.timeout_s,
             suspects=self.suspects,
         )

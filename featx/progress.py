@@ -160,7 +160,7 @@ class Progress:
         self._failures += failures
         self._waiting += waited_s
         share = self._waiting / max(1e-9, time.perf_counter() - self._begun)
-        stage = "reading images" if share > 0.5 else "the model"
+        stage = "reading images" if share > _WAITING_SHARE else "the model"
         if self._terminal:
             self._bar.set_postfix_str(f"{self._failures} failed, bound by {stage}", refresh=False)
             self._bar.update(images)
@@ -323,10 +323,7 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
         device: 'cpu', 'cuda', 'mps'.
     """
     waited = seconds["wait"] / took
-    known = [s for s in ("model", "copy", "write", "statistics") if s in seconds]
-    stage = max(known, key=lambda stage: seconds[stage])
-    # A CPU takes turns at decoding and the model; an accelerator should never wait.
-    if waited > (seconds[stage] / took if device == "cpu" else _WAITING_SHARE):
+    if waited > _WAITING_SHARE:
         stage = max(("read", "decode"), key=lambda stage: seconds[stage])
         busy = f"{seconds[stage] / took:.1f} of {threads} threads busy, {waited:.0%} of the time "
         return {
@@ -334,6 +331,8 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
             "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
             'pip install "featx[jpeg]" where it is missing',
         }[stage]
+    known = ("model", "copy", "write", "statistics")
+    stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])
     model = (
         "a GPU, an earlier layer, or precision=auto with a CPU that has bf16 units would help"
         if device == "cpu"

@@ -102,6 +102,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
         return features, failures
 
     monkeypatch.setattr(features, "compute_rows", noted)
+    monkeypatch.setattr("featx.retry.compute_rows", noted)
     return seen
 
 

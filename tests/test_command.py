@@ -18,6 +18,9 @@ import h5py
 import numpy as np
 import pytest
 from conftest import REPOSITORY
+from tiny_model import COMMAND
+
+HERE = Path(__file__).parent
 
 Featx = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -43,7 +46,7 @@ MISTAKES = [
     (
         ["job=extrct"],
         "expected one of attribute, bench, export, extract, layers, pack, plan, predict, "
-        "probe, similar, stats, status, verify. Nearest: extract",
+        "probe, report, similar, stats, status, verify. Nearest: extract",
     ),
     (["model=resnet5O"], "Nearest: resnet50"),
     (["data=folder"], "data.root=DIR"),
@@ -212,14 +215,15 @@ def test_layers_lists_what_can_be_captured(featx: Featx, tmp_path: Path) -> None
 
 
 def test_a_bad_picture_is_recorded_and_the_exit_code_is_3(
-    featx: Featx, photo_folder: Path, tmp_path: Path
+    featx: Featx, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "photos"
     shutil.copytree(photo_folder, root)
     good = (root / "cat" / "002.jpg").read_bytes()
     (root / "cat" / "002.jpg").write_bytes(good[: len(good) // 2])
     (root / "dog" / "empty.png").touch()
-    done = featx("data=folder", "data.root=photos", *RESNET, "out=store")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    done = featx("data=folder", "data.root=photos", *COMMAND)
     assert done.returncode == 3
     assert "2 of 22 images failed, more than max_failures=0.01 (0 images)" in done.stderr
     lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
@@ -230,10 +234,10 @@ def test_a_bad_picture_is_recorded_and_the_exit_code_is_3(
         keys = [key.decode() for key in file["key"][:]]
         bad = [keys.index("cat/002.jpg"), keys.index("dog/empty.png")]
         assert file["status"][:][bad].tolist() == [5, 2]
-        finite = np.isfinite(file["features/embedding"][:]).all(axis=1)
+        finite = np.isfinite(file["features/conv"][:]).all(axis=(1, 2, 3))
         assert np.flatnonzero(~finite).tolist() == bad
     # Enough failures allowed, and the same store is fine.
-    again = featx("data=folder", "data.root=photos", *RESNET, "out=store", "max_failures=2")
+    again = featx("data=folder", "data.root=photos", *COMMAND, "max_failures=2")
     assert again.returncode == 0
 
 

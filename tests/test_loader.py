@@ -79,10 +79,7 @@ def make_loader(
     preprocess: Preprocess = PREPROCESS,
     policy: ImagePolicy = POLICY,
 ) -> Loader:
-    return Loader(
-        source, source.listing(), preprocess, policy, reference, batch_size,
-        decode_ahead=decode_ahead,
-    )  # fmt: skip
+    return Loader(source, source.listing(), preprocess, policy, reference, batch_size)
 
 
 def parts_of(num_rows: int, part_rows: int) -> list[Part]:
@@ -105,16 +102,6 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
     """What a row is, without the loader."""
     image = decode(data, POLICY, None if reference else SIDE)
     return to_tensor(image) if reference else PREPROCESS.crop_uint8(np.array(image))
-
-
-decode_ahead = True
-"""As the loader that `make_loader` makes; `either_way` runs a test with both."""
-
-
-@pytest.fixture(params=[True, False], autouse=True, ids=["ahead", "in turn"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test of this file: decoding ahead of the batches that are computed, and between."""
-    monkeypatch.setattr(f"{__name__}.decode_ahead", request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -22,8 +22,6 @@ IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "wri
         ({"model": 8.5}, "cuda", "the model: 85% of the time; compile=true"),
         ({"wait": 6.0, "decode": 19.0}, "cpu", "decoding: 1.9 of 2 threads busy, 60% of the time"),
         ({"wait": 6.0, "read": 19.0}, "cuda", "reading images: 1.9 of 2 threads busy"),
-        ({"wait": 4.0, "decode": 8.0, "model": 5.0}, "cpu", "the model: 50% of the time"),
-        ({"wait": 4.0, "decode": 8.0, "model": 5.0}, "cuda", "decoding: 0.8 of 2 threads busy"),
         ({"copy": 5.0}, "cuda", "copying from the device: 50% of the time"),
         ({"write": 4.0}, "cpu", "writing: 40% of the time"),
         ({"statistics": 7.0}, "cpu", "summing up: 70% of the time"),

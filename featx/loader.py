@@ -26,16 +26,22 @@ from featx.alone import decode_alone
 from featx.decode import ImagePolicy, decode, decode_pixels
 from featx.errors import RunError
 from featx.machine import num_cpus
-from featx.preprocess import Preprocess
+from featx.preprocess import Preprocess, cut_out
 from featx.suspects import Suspects
 from featx.threads import Threads
-from featx.types import Batch, Failure, ImageFault, Listing, Part, Source, Status
+from featx.types import Batch, Failure, ImageFault, Listing, Part, Regional, Source, Status
 
 PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
 
 AHEAD_ROWS = 64
 """Images being read ahead where they are asked for one by one."""
+
+PICTURES = 2
+"""Decoded pictures that are kept while regions are cut from them; one takes up to 256 MiB."""
+
+Picture = Image.Image | npt.NDArray[np.uint8]
+"""Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
 
 _RETRY_WAITS_S = (0.1, 0.5, 2.0)
 
@@ -87,6 +93,11 @@ class Loader:
         self._preprocess = preprocess
         self._policy = policy
         self._reference = reference or not preprocess.has_fast_path
+        self._regions = source if isinstance(source, Regional) else None
+        # A region's share of the picture is not known before it is decoded.
+        self._at_least = None if self._reference or self._regions else preprocess.resize
+        self._pictures: deque[tuple[bytes, Picture]] = deque(maxlen=PICTURES)
+        self._pictures_lock = threading.Lock()
         self._batch_size = batch_size
         self._pinned = pinned
         self._timeout_s = timeout_s
@@ -149,10 +160,10 @@ class Loader:
             RunError: the images' disk fails, and goes on failing.
         """
         with self._suspects.left_behind() as keys:
-            there = self._listing.keys[np.isin(self._listing.keys, list(keys))] if keys else ()
-            for key in map(bytes, there):
+            rows = {self._picture_of(bytes(key)): bytes(key) for key in self._listing.keys if keys}
+            for picture in keys & rows.keys():
                 with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
-                    self._decoded_alone(key, self._read(key))
+                    self._decoded_alone(picture, self._read(rows[picture]))
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -176,11 +187,14 @@ class Loader:
         key = bytes(self._listing.keys[row])
         begun = time.perf_counter()
         try:
+            picture = self._kept(key)
             with record_function("read"):
-                data = self._read(key)
+                data = b"" if picture is not None else self._read(key)
             read = time.perf_counter()
             with record_function("decode"):
-                place.copy_(self._prepare(key, data))
+                if picture is None:
+                    picture = self._decoded(self._picture_of(key), data)
+                place.copy_(self._prepare(key, picture))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -194,10 +208,12 @@ class Loader:
         self.times.add(read - begun, time.perf_counter() - read, len(data))
         return None
 
-    def _prepare(self, key: bytes, data: bytes) -> torch.Tensor:
+    def _prepare(self, key: bytes, picture: Picture) -> torch.Tensor:
         resize = self._preprocess.resize
         expected = (3, *self._preprocess.crop)
-        picture = self._decoded(key, data)
+        if self._regions is not None:
+            self._keep(key, picture)
+            picture = cut_out(picture, self._regions.box(key))
         if isinstance(picture, Image.Image):
             width, height = picture.size
             transformed = functools.partial(self._preprocess.reference, picture)
@@ -223,8 +239,24 @@ class Loader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _decoded(self, key: bytes, data: bytes) -> Image.Image | npt.NDArray[np.uint8]:
-        """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+    def _picture_of(self, key: bytes) -> bytes:
+        """The key of the whole picture that a row is, or is cut from."""
+        return key if self._regions is None else self._regions.picture(key)
+
+    def _kept(self, key: bytes) -> Picture | None:
+        """The decoded picture that a region is cut from, where it is still at hand."""
+        if self._regions is None:
+            return None
+        with self._pictures_lock:
+            return dict(self._pictures).get(self._picture_of(key))
+
+    def _keep(self, key: bytes, picture: Picture) -> None:
+        with self._pictures_lock:
+            if (name := self._picture_of(key)) not in dict(self._pictures):
+                self._pictures.append((name, picture))
+
+    def _decoded(self, key: bytes, data: bytes) -> Picture:
+        """A whole picture, decoded."""
         if self._threads.again or key in self._suspects:
             pixels = self._decoded_alone(key, data)
             return Image.fromarray(pixels) if self._reference else pixels
@@ -232,13 +264,12 @@ class Loader:
         with self._threads.watched(), noted:
             if self._reference:
                 return decode(data, self._policy)
-            return decode_pixels(data, self._policy, self._preprocess.resize)
+            return decode_pixels(data, self._policy, self._at_least)
 
     def _decoded_alone(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
-        at_least = None if self._reference else self._preprocess.resize
         try:
-            return decode_alone(data, self._policy, at_least, self._timeout_s)
+            return decode_alone(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:
             if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
                 self._suspects.remember(key)

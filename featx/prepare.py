@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from featx.config import Config, layer_requests
-from featx.data import open_source
+from featx.data import open_source, with_boxes
 from featx.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.machine import num_cpus
@@ -212,7 +212,7 @@ def list_images(
         StoreMismatchError: rows of the store are not in it any more, their images were changed,
             or new ones are there unasked for.
     """
-    source = open_source(config.data) if source is None else source
+    source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:

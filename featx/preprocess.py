@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from featx.errors import ModelError
+from featx.types import Box, ImageFault, Status
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    from PIL import Image
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,36 @@ class Preprocess:
         return ((x * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
+@overload
+def cut_out(picture: Image.Image, box: Box) -> Image.Image: ...
+
+
+@overload
+def cut_out(picture: npt.NDArray[np.uint8], box: Box) -> npt.NDArray[np.uint8]: ...
+
+
+def cut_out(
+    picture: Image.Image | npt.NDArray[np.uint8], box: Box
+) -> Image.Image | npt.NDArray[np.uint8]:
+    """A region of an upright picture, (H, W, 3) or Pillow's, in its own kind.
+
+    Raises:
+        ImageFault: the region reaches outside.
+    """
+    if isinstance(picture, Image.Image):
+        width, height = picture.size
+    else:
+        height, width, _ = picture.shape
+    right, bottom = box.x + box.width, box.y + box.height
+    if right > width or bottom > height:
+        raise ImageFault(
+            Status.TRANSFORM_ERROR, f"the box reaches outside the picture of {width} x {height}"
+        )
+    if isinstance(picture, Image.Image):
+        return picture.crop((box.x, box.y, right, bottom))
+    return picture[box.y : bottom, box.x : right].copy()
+
+
 def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
     """(C, H, W) -> (C, *crop), as torchvision's CenterCrop: rounded offsets, zeros outside."""
     height, width = x.shape[1:]
@@ -103,8 +134,6 @@ def check_reference(preprocess: Preprocess) -> None:
     Raises:
         ModelError: it does not give (3, *crop) float32.
     """
-    from PIL import Image
-
     height, width = preprocess.crop
     x = preprocess.reference(Image.new("RGB", (width + 37, height + 11), (127, 127, 127)))
     if x.shape != (3, height, width) or x.dtype != torch.float32:

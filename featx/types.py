@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +87,26 @@ class Source(Protocol):
             ImageFault: this image cannot be had (missing, empty).
             OSError: the environment fails (mount gone, I/O error); says nothing of the image.
         """
+
+
+class Box(NamedTuple):
+    """A region of an upright picture, in pixels; x and y are its corner at the top left."""
+
+    x: int
+    y: int
+    width: int
+    height: int
+
+
+@runtime_checkable
+class Regional(Protocol):
+    """A Source whose rows are regions of pictures; `read` gives the whole picture."""
+
+    def picture(self, key: bytes) -> bytes:
+        """The key of the picture that a row is cut from."""
+
+    def box(self, key: bytes) -> Box:
+        """The region that is a row."""
 
 
 class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an error

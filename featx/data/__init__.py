@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 from featx.options import DataConfig
 from featx.types import Source
@@ -29,7 +30,16 @@ def open_source(config: DataConfig) -> Source:
     """
     module = importlib.import_module(f"featx.data.{_HOME[config.name]}")
     source: Source = module.open_source(config)
-    return source
+    return with_boxes(source, config)
+
+
+def with_boxes(source: Source, config: DataConfig) -> Source:
+    """A data set's regions as data.boxes names them, or the data set itself."""
+    if config.boxes is None:
+        return source
+    from featx.data.boxes import BoxedSource
+
+    return BoxedSource(source, Path(config.boxes).expanduser())
 
 
 def source_of(given: object) -> Source:

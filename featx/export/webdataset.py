@@ -41,7 +41,13 @@ class WebDataset(Format):
                 "webdataset reads endings in lower case, and some layers differ by case only: "
                 f"{', '.join(selection.layers)}. Name those you want: layer=[...]."
             )
-        self._source = open_source(data_of_store(selection.store, self.config.data))
+        data = data_of_store(selection.store, self.config.data)
+        if data.boxes is not None:
+            raise ConfigError(
+                "the rows of this store are regions of pictures (data.boxes), and webdataset takes "
+                "whole ones. Export another format; its keys name picture and box."
+            )
+        self._source = open_source(data)
         self._picture_bytes = self._mean_bytes()
 
     @property

@@ -77,6 +77,9 @@ class DataConfig:
     split: str | None = None
     """For data=torchvision train, test, or another part that the data set has; for
     data=huggingface one that was saved. null takes the first."""
+    boxes: str | None = None
+    """A CSV file with the columns path, x, y, width, height and, for labels, label: each line makes
+    a row of that region of a picture (tiles, detections)."""
     exif: str = "apply"
     """apply turns a picture upright as its EXIF orientation asks, ignore leaves it."""
     background: str = "white"

@@ -15,8 +15,9 @@ from featx.errors import FeatxError
 from featx.export.pictures import data_of_store
 from featx.machine import num_cpus
 from featx.options import DataConfig
+from featx.preprocess import cut_out
 from featx.store.reader import FeatureStore
-from featx.types import ImageFault, Source
+from featx.types import ImageFault, Regional, Source
 
 PIXELS = 112
 """Longer side of a thumbnail."""
@@ -117,7 +118,10 @@ class Thumbnails:
 
 def _thumbnail(source: Source, policy: ImagePolicy, key: bytes) -> str:
     """A picture as a data URI. Raises ImageFault or OSError where it cannot be had."""
-    picture = decode(source.read(key), policy, at_least=PIXELS // 2)
+    if isinstance(source, Regional):
+        picture = cut_out(decode(source.read(key), policy), source.box(key))
+    else:
+        picture = decode(source.read(key), policy, at_least=PIXELS // 2)
     scale = PIXELS / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     small = picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else picture

@@ -140,7 +140,13 @@ def pack(root: Path) -> None:
     listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
     if listing is None:
         raise StoreError(f"{root / layout.LISTING} is missing or damaged.")
-    size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
+    try:
+        size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
+    except FileNotFoundError as error:
+        raise StoreError(
+            f"{error.filename} went while {root} was about to be packed: another process writes "
+            "it, on a file system without locks. The same command goes on."
+        ) from error
     disk = Disk(root)
     with disk.reserved(root / layout.PACKED, size, replace=True) as file:
         try:

@@ -57,13 +57,15 @@ def look_at_part(path: Path, part: Part, run: Run) -> tuple[str | None, Sequence
     """
     try:
         with open_for_a_look(path) as file:
-            if file.attrs["fingerprint"] != run.digest:
+            attrs = file.attrs  # once: h5py opens the root group for it every time
+            if attrs["fingerprint"] != run.digest:
                 return "it is of another run", ()
-            if int(file.attrs.get("start", 0)) != part.start:
+            if int(attrs.get("start", 0)) != part.start:
                 return "it holds the rows of another part", ()
             if problem := shape_problem(file, len(part), run.layers):
                 return problem, ()
-            return None, read_failures(file)
+            failed = attrs.get("num_failures", 1)
+            return None, read_failures(file) if failed else ()
     except layout.UNREADABLE as error:
         return damage_text(path, error), ()
 

@@ -38,6 +38,8 @@ NOT_RUN = {
     "CIFAR10": "a data set that torchvision has to download",
     "data=huggingface": "a data set of the Hub; tests/data/test_huggingface_source.py makes one",
     "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
+    " devices=": "GPUs, or four processes; tests/executors has them",
+    "executor=": "a cluster; tests/executors runs the same path on this machine",
     "runs/textile ": "the tutorial, which has a test of its own",
     "=runs/textile": "the tutorial, which has a test of its own",
 }
@@ -164,6 +166,9 @@ MADE_FIRST = {
         "data=folder data.root=photos model=resnet18 'layers={layer3: avg, layer4: avg}' "
         "out=runs/photos"
     ],
+    "scaling": [
+        "data=folder data.root=photos model=resnet18 layers=[avgpool] out=runs/photos/resnet50"
+    ],
     "statistics": [
         "job=stats data.limit=300 out=runs/x",
         "job=stats data=folder data.root=photos out=runs/ours",
@@ -184,7 +189,7 @@ def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
         if job == "extract" and "dtype=" not in line:
             words.append("dtype=float32")  # random weights may give what float16 does not hold
         if "data.limit" not in line:
-            words.append(f"data.limit={4 if job == 'attribute' else 20}")
+            words.append(f"data.limit={4 if job == 'attribute' else 32}")  # both classes
     monkeypatch.setattr(sys, "argv", ["featx", *words])
     return command.run_command()
 

@@ -12,7 +12,6 @@ import importlib.util
 import io
 import re
 import struct
-import threading
 import zlib
 from dataclasses import dataclass, replace
 from importlib.metadata import version as version_of
@@ -24,6 +23,7 @@ from PIL import AvifImagePlugin, Image, ImageColor, ImageFile, UnidentifiedImage
 
 from featx.errors import ConfigError
 from featx.options import DataConfig
+from featx.process import ProcessSetting
 from featx.types import ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
@@ -92,42 +92,22 @@ class ImagePolicy:
         return cls(config.exif, (colour[0], colour[1], colour[2]), config.max_pixels)
 
 
-class _PillowSettings:
-    """Pillow's global settings as featx needs them, while any thread decodes.
-
-    Its own pixel limit is off: ours is in force, which records where Pillow's only warns. Truncated
-    files are refused, whatever another library in this process has asked for. An AVIF is decoded
-    in one thread, as the loader has one for every CPU.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._before: tuple[int | None, bool, int] = (None, False, 0)
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                self._before = self._now()
-                self._set(None, False, 1)
-            self._users += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._set(*self._before)
-
-    def _now(self) -> tuple[int | None, bool, int]:
-        lenient = ImageFile.LOAD_TRUNCATED_IMAGES
-        return Image.MAX_IMAGE_PIXELS, lenient, AvifImagePlugin.DEFAULT_MAX_THREADS
-
-    def _set(self, max_pixels: int | None, lenient: bool, avif_threads: int) -> None:
-        Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = max_pixels, lenient
-        AvifImagePlugin.DEFAULT_MAX_THREADS = avif_threads
+def _pillow_now() -> tuple[int | None, bool, int]:
+    lenient = ImageFile.LOAD_TRUNCATED_IMAGES
+    return Image.MAX_IMAGE_PIXELS, lenient, AvifImagePlugin.DEFAULT_MAX_THREADS
 
 
-_pillow_settings = _PillowSettings()
+def _set_pillow(settings: tuple[int | None, bool, int]) -> None:
+    Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = settings[:2]
+    AvifImagePlugin.DEFAULT_MAX_THREADS = settings[2]
+
+
+# Pillow's own pixel limit is off: ours is in force, which records where Pillow's only warns.
+# Truncated files are refused, whatever another library in this process has asked for. An AVIF is
+# decoded in one thread, as the loader has one for every CPU.
+_pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
+    _pillow_now, _set_pillow, (None, False, 1)
+)
 
 
 def jpeg_decoder(begun: str | None = None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from featx.errors import ConfigError
+from featx.process import ProcessSetting
 
 
 def choose_device(name: str) -> torch.device:
@@ -125,14 +126,16 @@ def cpu_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-@contextlib.contextmanager
-def exact_cuda() -> Iterator[None]:
-    """fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits."""
+def _cuda_now() -> tuple[str, str, bool]:
     cudnn: Any = torch.backends.cudnn  # its attributes are made in ways that mypy cannot follow
-    conv, matmul = cudnn.conv, torch.backends.cuda.matmul
-    before = conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic
-    conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = "ieee", "ieee", True
-    try:
-        yield
-    finally:
-        conv.fp32_precision, matmul.fp32_precision, cudnn.deterministic = before
+    return cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision, cudnn.deterministic
+
+
+def _set_cuda(settings: tuple[str, str, bool]) -> None:
+    cudnn: Any = torch.backends.cudnn
+    cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision = settings[:2]
+    cudnn.deterministic = settings[2]
+
+
+# fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits.
+exact_cuda = ProcessSetting(_cuda_now, _set_cuda, ("ieee", "ieee", True))

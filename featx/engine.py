@@ -112,9 +112,9 @@ class Engine:
     def __enter__(self) -> Engine:
         if self.device.type == "cpu":
             keep_freed_memory()
-        self._settings.enter_context(no_fast_path())
+        self._settings.enter_context(no_fast_path)
         if self.device.type == "cuda":
-            self._settings.enter_context(exact_cuda())
+            self._settings.enter_context(exact_cuda)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +12,7 @@ from torch.overrides import resolve_name
 from featx.attention import WeightShapes
 from featx.hooks import elements
 from featx.operations import Watch
+from featx.process import ProcessSetting
 from featx.traces import Call, Operation, Trace
 
 
@@ -111,12 +110,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or pointwise
 
 
-@contextlib.contextmanager
-def no_fast_path() -> Iterator[None]:
-    """Switch nn.TransformerEncoderLayer's fused kernel off, which calls no sub-module."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+# nn.TransformerEncoderLayer's fused kernel, which calls no sub-module, is off.
+no_fast_path = ProcessSetting(
+    torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+)

@@ -123,6 +123,16 @@ def _packed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.extraction.pack_in_child", lambda root, lock: pack.pack(root))
 
 
+@pytest.fixture(autouse=True)
+def _settings_as_they_were() -> Iterator[None]:
+    """A test that leaves an engine open names itself, and not the next one on this worker."""
+    yield
+    if "torch" in sys.modules:
+        import torch
+
+        assert torch.backends.mha.get_fastpath_enabled(), "an engine was left open"
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For matrices so small that two threads wait for each other on a busy machine."""

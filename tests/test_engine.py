@@ -599,7 +599,7 @@ def test_on_cuda_fp32_means_fp32_and_the_settings_come_back() -> None:
     """The settings exist without a GPU; what they do to values is a test with the gpu marker."""
     conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
     before = conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.deterministic
-    with exact_cuda():
+    with exact_cuda:
         assert (conv.fp32_precision, matmul.fp32_precision) == ("ieee", "ieee")
         assert torch.backends.cudnn.deterministic
     after = conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.deterministic

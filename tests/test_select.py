@@ -62,7 +62,7 @@ class Odd(nn.Module):
 
 @functools.cache
 def odd_trace() -> Trace:
-    with no_fast_path():
+    with no_fast_path:
         return trace(Odd().eval(), torch.randn(2, 3, 4, 4))
 
 

@@ -59,7 +59,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     heads: dict[str, Head] = {}
     for layer in layers:
         try:
-            with torch.no_grad(), exact_cuda():
+            with torch.no_grad(), exact_cuda:
                 found[layer], head = probe_layer(config, task, layer, device)
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(

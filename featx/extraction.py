@@ -11,7 +11,7 @@ from typing import Any
 from featx.config import Config
 from featx.events import RunEvents, require_tensorboard
 from featx.executors import check, spread
-from featx.executors.orders import Outcome
+from featx.executors.harvest import Outcome
 from featx.features import FeatureWork
 from featx.loop import (
     exit_code,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from featx.config import Config
-    from featx.executors.orders import Outcome
+    from featx.executors.harvest import Outcome
     from featx.prepare import Prepared
     from featx.store.session import StoreSession
 

@@ -23,7 +23,9 @@ from typing import Any
 from featx import errors
 from featx.config import Config
 from featx.errors import FeatxError, RunError, TooManyFailuresError
-from featx.executors.orders import Done, Harvest, Labour, Order, Outcome, order_of, rows_text
+from featx.executors.harvest import Done, Harvest, Labour, Outcome
+from featx.executors.orders import Order, order_of
+from featx.executors.part_work import rows_text
 from featx.executors.worker import STOP
 from featx.loop import GRACE_S, Interrupted, stop_signals
 from featx.machine import num_cpus

@@ -9,26 +9,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import socket
-import sys
 from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Any
 
 from featx.config import Config
-from featx.errors import ConfigError, FeatxError, MissingExtraError, RunError
-from featx.executors.orders import (
-    Done,
-    Harvest,
-    Labour,
-    Order,
-    Outcome,
-    PartWork,
-    order_of,
-    prepared_as_ordered,
-    rows_text,
-)
+from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.executors.harvest import Done, Harvest, Labour, Outcome
+from featx.executors.orders import Order, SentOrder, order_of, prepared_as_ordered
+from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.loop import Interrupted, stop_signals
 from featx.prepare import Prepared
 from featx.progress import Progress
@@ -75,43 +65,31 @@ def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
 class Actor:
     """A process somewhere that does parts; it loads the backbone once."""
 
-    def __init__(self, order: bytes, path: list[str], device: str) -> None:
-        # The order may name modules in folders that this interpreter does not know yet.
-        sys.path[:] = [*sys.path, *(folder for folder in path if folder not in sys.path)]
-        self._order: Order = pickle.loads(order)
+    def __init__(self, order: SentOrder, device: str) -> None:
+        self._order = order
         self._device = device
+        self._name = f"actor {os.getpid()} on {device}"
         self._stack = contextlib.ExitStack()
         self._work: PartWork | None = None
         self._done: list[Done] = []
 
     def ready(self) -> None:
         """Returns once this process can do parts."""
-        with self._named(rows_text([])):
-            heart = Heartbeat(Disk(self._order.root), f"actor on {self._device}")
+        with blamed_on(self._name, lambda: rows_text([])):
+            order = self._order.open()
+            heart = Heartbeat(Disk(order.root), f"actor on {self._device}")
             self._stack.enter_context(heart)
-            prepared = self._stack.enter_context(prepared_as_ordered(self._order, self._device))
-            self._work = PartWork(prepared, self._order, self._done.append, heart)
+            prepared = self._stack.enter_context(prepared_as_ordered(order, self._device))
+            self._work = PartWork(prepared, order, self._done.append, heart)
 
     def do(self, part: Part) -> tuple[list[Done], Labour]:
         """Compute and commit a part."""
         assert self._work is not None, "the actor is not ready"
-        with self._named(rows_text([part])):
+        with blamed_on(self._name, lambda: rows_text([part])):
             labour = self._work.do(iter([part]))
         done = list(self._done)
         self._done.clear()
         return done, labour
-
-    @contextlib.contextmanager
-    def _named(self, at: str) -> Iterator[None]:
-        """Whatever is raised says by whom and where."""
-        name = f"actor {os.getpid()} on {self._device}, {at}"
-        try:
-            yield
-        except Interrupted as interrupted:
-            raise RunError(f"{name}: stopped by {interrupted}") from None
-        except Exception as error:
-            kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
-            raise RunError(f"{name}: {kind}{error}") from error
 
     def leave(self) -> None:
         """Let go of everything."""
@@ -137,8 +115,7 @@ class Pool:
         room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
         self.size = min(keys.tasks or max(1, room), len(self._pending))
         self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
-        self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
-        self._order = ray.put(pickle.dumps(order))
+        self._order = ray.put(SentOrder(order))
         self._ray, self._session = ray, session
         self._at: dict[Any, tuple[Any, Part | None]] = {}
         self._deaths: Counter[int | None] = Counter()
@@ -167,7 +144,7 @@ class Pool:
 
     def _start(self) -> None:
         """One more actor; it gets a part when it is ready, for which a machine may have to come."""
-        actor = self._kind.remote(self._order, self._path, self._device)
+        actor = self._kind.remote(self._order, self._device)
         self._at[actor.ready.remote()] = actor, None
 
     def _take(self, reference: Any) -> None:

@@ -9,27 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from featx.config import Config
-from featx.errors import ConfigError, FeatxError, MissingExtraError, RunError
-from featx.executors.orders import (
-    Done,
-    Harvest,
-    Labour,
-    Order,
-    Outcome,
-    PartWork,
-    order_of,
-    prepared_as_ordered,
-    rows_text,
-)
+from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.executors.harvest import Done, Harvest, Labour, Outcome
+from featx.executors.orders import Order, SentOrder, order_of, prepared_as_ordered
+from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.loop import Interrupted, stop_signals
 from featx.prepare import Prepared
 from featx.progress import Progress
@@ -82,10 +72,8 @@ def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
 class Task:
     """What one task of the array does; pickled by submitit, and again when it is queued again."""
 
-    def __init__(self, order: Order, device: str, parts: Sequence[Part]) -> None:
-        # The order may name modules in folders that the task's interpreter does not know yet.
-        self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
-        self._order = pickle.dumps(order)
+    def __init__(self, order: SentOrder, device: str, parts: Sequence[Part]) -> None:
+        self._order = order
         self._device = device
         self._parts = parts
 
@@ -95,30 +83,25 @@ class Task:
         Returns:
             the parts that were done here and now, and what that took.
         """
-        sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
-        order: Order = pickle.loads(self._order)
+        order = self._order.open()
         missing = [p for p in self._parts if not part_path(order.root, p.index).exists()]
         done: list[Done] = []
         if not missing:
             return done, Labour()
         name = f"task {os.environ.get('SLURM_JOB_ID', os.getpid())} on {self._device}"
         work = None
-        try:
-            with (
-                Heartbeat(Disk(order.root), name, outlives=True) as heart,
-                prepared_as_ordered(order, self._device) as prepared,
-            ):
-                work = PartWork(prepared, order, done.append, heart)
-                return done, work.do(iter(missing))
-        except Interrupted as interrupted:
-            # The system ends this task; if it was preempted, Slurm itself queues it again.
-            raise RunError(
-                f"{name}: stopped by {interrupted}; what was whole is committed"
-            ) from None
-        except Exception as error:
-            at = rows_text([work.part] if work is not None and work.part is not None else missing)
-            kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
-            raise RunError(f"{name}, {at}: {kind}{error}") from error
+
+        def at() -> str:
+            return rows_text([work.part] if work is not None and work.part is not None else missing)
+
+        # After a signal the system ends this task; if it was preempted, Slurm queues it again.
+        with (
+            blamed_on(name, at),
+            Heartbeat(Disk(order.root), name, outlives=True) as heart,
+            prepared_as_ordered(order, self._device) as prepared,
+        ):
+            work = PartWork(prepared, order, done.append, heart)
+            return done, work.do(iter(missing))
 
     def checkpoint(self) -> Any:
         """What submitit queues again on preemption: the same, which does what is missing then."""
@@ -169,8 +152,9 @@ class _Array:
 
     def _submit(self, parts: Sequence[Part]) -> None:
         chunks = list(_chunks(parts, self.num_tasks))
+        order = SentOrder(self._order)
         with self._executor.batch():
-            tasks = [Task(self._order, self._device, chunk) for chunk in chunks]
+            tasks = [Task(order, self._device, chunk) for chunk in chunks]
             jobs = [self._executor.submit(task) for task in tasks]
         self._jobs |= dict(zip(jobs, chunks, strict=True))
         ids = ", ".join(job.job_id for job in jobs[:3]) + (", ..." if len(jobs) > 3 else "")

@@ -88,7 +88,9 @@ def main(descriptor: int, parent: int) -> int:
     order, device = connection.recv()
     link = Link(connection)
     # Only now: what the order names may lie in folders that this process did not know.
-    from featx.executors.orders import Labour, PartWork, prepared_as_ordered, rows_text
+    from featx.executors.harvest import Labour
+    from featx.executors.orders import prepared_as_ordered
+    from featx.executors.part_work import PartWork, rows_text
     from featx.loop import Interrupted
     from featx.store.commit import Disk
     from featx.store.heartbeat import Heartbeat

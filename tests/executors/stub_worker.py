@@ -80,7 +80,8 @@ def main() -> None:
     assert isinstance(order, Known)
     link = Link(connection)
     order.note(f"pid-{os.getpid()}")
-    from featx.executors.orders import Done, Labour, rows_text
+    from featx.executors.harvest import Done, Labour
+    from featx.executors.part_work import rows_text
     from featx.store.commit import Disk
     from featx.store.manifest import read_manifest
     from featx.store.part_files import publish_part

@@ -23,6 +23,7 @@ from tiny_model import COMMAND, MODEL, extract
 from featx import machine
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.executors import slurm
+from featx.executors.orders import SentOrder
 from featx.keys import from_keywords, from_omegaconf
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
@@ -166,7 +167,7 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
 
 
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
-    task = slurm.Task(SimpleNamespace(root=Path.cwd()), "cpu", [Part(0, 0, 4)])  # type: ignore[arg-type]
+    task = slurm.Task(SentOrder(SimpleNamespace(root=Path.cwd())), "cpu", [Part(0, 0, 4)])  # type: ignore[arg-type]
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
     assert pickle.loads(pickle.dumps(task))()[0] == []

@@ -1,0 +1,122 @@
+"""What the workers of a spread run did, as they tell it and their driver counts it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from featx.executors.orders import Order
+from featx.loop import Figures, refuse_failures
+from featx.progress import bottleneck
+from featx.store.session import StoreSession
+from featx.types import Failure, Part
+
+
+@dataclass(frozen=True)
+class Done:
+    """A part that is durable now.
+
+    Attributes:
+        failures: its rows that failed.
+        faint: layer -> rows that float16 hardly holds.
+        seconds: from its first batch to its commit.
+        waited: seconds of them in which the device waited for images.
+    """
+
+    part: Part
+    failures: Sequence[Failure]
+    faint: Mapping[str, int]
+    seconds: float
+    waited: float
+
+
+@dataclass
+class Labour:
+    """What a worker, or all of them together, took for its parts.
+
+    Attributes:
+        seconds: stage -> busy ones.
+        bytes_read: of encoded images.
+        peak_memory_mib: of the largest process.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+    peak_memory_mib: int = 0
+
+    def add(self, other: Labour) -> None:
+        """Take over what another worker, or this one in another turn, took."""
+        for stage, seconds in other.seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+        self.bytes_read += other.bytes_read
+        self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
+
+
+@dataclass
+class Outcome:
+    """What came of a run that was spread.
+
+    Attributes:
+        faint: layer -> rows that float16 hardly holds.
+        peak_memory_mib: of the largest worker.
+    """
+
+    figures: Figures
+    faint: Counter[str]
+    peak_memory_mib: int
+
+
+_STAGES = ("read", "decode", "wait", "model", "copy", "write")
+
+
+@dataclass
+class Harvest:
+    """What the workers of a run did so far, as their driver counts it.
+
+    Args:
+        rows_to_do: that they have to compute in all.
+
+    Attributes:
+        begun: when the first worker was ready, by time.perf_counter; 0 before that.
+        ended: when the last part was committed.
+        faint: layer -> rows that float16 hardly holds.
+        labour: of workers that came to their end.
+    """
+
+    rows_to_do: int
+    begun: float = 0.0
+    ended: float = 0.0
+    rows: int = 0
+    faint: Counter[str] = field(default_factory=Counter)
+    labour: Labour = field(default_factory=Labour)
+
+    def begin(self) -> None:
+        """A worker is ready: from here on the time counts."""
+        self.begun = self.begun or time.perf_counter()
+
+    def add(self, done: Done) -> None:
+        """One more part is durable."""
+        self.begin()
+        self.ended = time.perf_counter()
+        self.rows += len(done.part)
+        self.faint.update(done.faint)
+
+    def refuse_failures(self, order: Order, session: StoreSession) -> None:
+        """Raise TooManyFailuresError where going on would only give more of the same."""
+        left = self.rows_to_do - self.rows
+        left_s = left * (self.ended - self.begun) / max(1, self.rows)
+        rows = session.rows_asked
+        refuse_failures(order.config, session.num_failed, rows - left, rows, left_s)
+
+    def outcome(self, num_workers: int, order: Order) -> Outcome:
+        """The figures of the run, when it is done."""
+        seconds = {stage: self.labour.seconds.get(stage, 0.0) for stage in _STAGES}
+        took = self.ended - self.begun
+        if not self.rows or took <= 0:
+            return Outcome(Figures(seconds, None, 0, None), self.faint, 0)
+        device = str(order.fingerprint["device"])
+        sentence = bottleneck(seconds, took * num_workers, order.cpus, device)
+        figures = Figures(seconds, self.rows / took, self.labour.bytes_read, sentence)
+        return Outcome(figures, self.faint, self.labour.peak_memory_mib)

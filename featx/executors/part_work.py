@@ -1,0 +1,120 @@
+"""How a worker does parts: the same for every executor."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from featx.errors import FeatxError, RunError
+from featx.executors.harvest import Done, Labour
+from featx.executors.orders import Order
+from featx.features import FeatureWork
+from featx.loop import Interrupted, peak_memory_mib, run_parts
+from featx.prepare import Prepared
+from featx.progress import Unseen
+from featx.store.commit import Disk
+from featx.store.heartbeat import Heartbeat
+from featx.store.manifest import Manifest
+from featx.store.part_files import publish_part
+from featx.store.writer import PartBuilder
+from featx.types import Batch, Failure, Part
+
+
+class PartWork(FeatureWork):
+    """Parts of an order, one after the other, each committed and told.
+
+    Args:
+        prepared: as ordered.
+        order: of the driver.
+        tell: is given every part that is durable; called in the thread that commits.
+        heart: is told what part is computed.
+        stopping: is set when the run is to end after the batch; None where nobody sets it.
+
+    Attributes:
+        part: whose batch is being computed; None between two batches.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        order: Order,
+        tell: Callable[[Done], None],
+        heart: Heartbeat,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        super().__init__(prepared, self._publish, heart)
+        self._stopping = stopping or threading.Event()
+        self.part: Part | None = None
+        self.rows_asked = order.num_rows
+        self.rows_done = 0
+        self.rows_failed = 0  # the driver knows of all workers', and ends the run
+        self._prepared = prepared
+        self._manifest = Manifest.from_json(order.manifest, order.root)
+        self._disk = Disk(order.root)
+        self._tell = tell
+        self._parts: Iterable[Part] = ()
+        self._unseen = Unseen()
+        self._begun = 0.0
+        self._open: dict[int, tuple[float, float, Counter[str]]] = {}
+
+    def do(self, parts: Iterable[Part]) -> Labour:
+        """Compute and commit parts as they come.
+
+        Raises:
+            Interrupted: a signal asked for the end; what was whole is committed.
+        """
+        self._parts = parts
+        figures = run_parts(self._prepared, self, progress=self._unseen)
+        return Labour(figures.seconds, figures.bytes_read, peak_memory_mib())
+
+    def missing(self) -> Iterable[Part]:
+        return self._parts
+
+    def take(self, part: Part, batch: Batch) -> list[Failure]:
+        if self._stopping.is_set():
+            raise Interrupted(signal.SIGTERM)
+        if batch.start == part.start:
+            self._begun = time.perf_counter()
+        self.part = part
+        failures = super().take(part, batch)
+        self.part = None
+        return failures
+
+    def hand_over(self) -> Callable[[], None]:
+        assert self._builder is not None, "no batch of a part was taken"
+        waited = self._unseen.take_waited()
+        self._open[self._builder.part.index] = self._begun, waited, self.faint
+        self.faint = Counter()
+        return super().hand_over()
+
+    def _publish(self, builder: PartBuilder) -> None:
+        failures = publish_part(self._disk, builder, self._manifest, self._prepared.listing)
+        self.rows_done += len(builder.part)
+        begun, waited, faint = self._open.pop(builder.part.index)
+        seconds = time.perf_counter() - begun
+        self._tell(Done(builder.part, failures, +faint, seconds, waited))
+
+
+def rows_text(parts: Sequence[Part]) -> str:
+    """Parts and their rows, for messages: 'part 3 (rows 24 to 31)'."""
+    if not parts:
+        return "no part"
+    if len(parts) > 2:
+        return ", ".join(rows_text([part]) for part in parts[:2]) + f" and {len(parts) - 2} more"
+    return ", ".join(f"part {part.index} (rows {part.start} to {part.stop - 1})" for part in parts)
+
+
+@contextlib.contextmanager
+def blamed_on(worker: str, at: Callable[[], str]) -> Iterator[None]:
+    """Whatever is raised says by whom and where, in an error that any process can read."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        raise RunError(f"{worker}: stopped by {interrupted}; what was whole is committed") from None
+    except Exception as error:
+        kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
+        raise RunError(f"{worker}, {at()}: {kind}{error}") from error

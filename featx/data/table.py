@@ -1,4 +1,4 @@
-"""data=table: a CSV or Parquet file with a column of paths, or of image bytes, and one of labels.
+"""data=table: a CSV or Parquet file with a column of paths, or of image bytes, and others.
 
 Image bytes are read from Parquet a row group at a time, as Hugging Face's data sets have them: a
 struct of `bytes` and `path`, or binary values alone.
@@ -6,7 +6,6 @@ struct of `bytes` and `path`, or binary values alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
@@ -17,21 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.data.base import FolderSource
+from featx.data.columns import column_values, text_bytes
 from featx.data.labels import Labels, from_numbers, named, renumbered
 from featx.data.numbered import numbered_keys
 from featx.data.parquet_images import ImageColumn, footer_marks
 from featx.data.places import doubles
+from featx.data.table_files import Parquet, TableFile, open_table
 from featx.errors import DataError, MissingExtraError, nearest
 from featx.options import DataConfig
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Paths that may lead out of the folder, or to no file at all."""
-
-_WHOLE = r"^-?\d{1,18}$"
-_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
 def open_source(config: DataConfig) -> Source:
@@ -63,6 +59,7 @@ class TableSource:
         self._file = file
         self._path_column = config.path_column
         self._label_column = config.label_column
+        self._column_names = sorted(config.columns or ())
         self._follow_links = config.follow_links
         self._root = Path(config.images).expanduser() if config.images else file.parent
         self._folder = FolderSource(self._root, config.follow_links)
@@ -96,7 +93,7 @@ class TableSource:
                 f"data.root={self._file} is no file (taken from {Path.cwd()}); expected .csv, .tsv "
                 "or .parquet."
             )
-        table = _Parquet(self._file) if _is_parquet(self._file) else _Csv(self._file)
+        table = open_table(self._file)
         column = self._chosen(table.names)
         label_column = self._chosen_label(table.names)
         if column == label_column:
@@ -105,7 +102,7 @@ class TableSource:
         is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
         if is_text:
             keys = self._paths(table.column(column))
-        elif isinstance(table, _Parquet):
+        elif isinstance(table, Parquet):
             keys = self._keys_of_images(table, column, kind)
         else:
             raise DataError(f"{self._file}: column {column} is {kind}; expected paths.")
@@ -124,7 +121,7 @@ class TableSource:
         if not is_text:
             self._images = ImageColumn(self._file, column, keys, order)
             marks = footer_marks(self._file, column)[order]
-        return Listing(keys, labels[order], classes, {}, marks)
+        return Listing(keys, labels[order], classes, {}, marks, self._columns(table, order))
 
     def _chosen(self, names: list[str]) -> str:
         """The column of paths or images."""
@@ -145,6 +142,17 @@ class TableSource:
             return None
         return _known(self._file, "data.label_column", self._label_column, names)
 
+    def _columns(
+        self, table: TableFile, order: npt.NDArray[np.int64]
+    ) -> dict[str, npt.NDArray[Any]]:
+        """The columns that data.columns names, in the order of the listing."""
+        found = {}
+        for name in self._column_names:
+            name = _known(self._file, "data.columns", name, table.names)
+            values = column_values(table.values(name), f"{self._file}, column {name}")
+            found[name] = values[order]
+        return found
+
     def _paths(self, column: Any) -> npt.NDArray[np.bytes_]:
         import pyarrow.compute as pc
 
@@ -156,7 +164,7 @@ class TableSource:
         # Byte for byte: a path that is no UTF-8 never comes this far, Arrow refuses it.
         for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
             self._check_path(path)
-        return _as_keys(column)
+        return text_bytes(column)
 
     def _check_path(self, path: str) -> None:
         if "\0" in path or re.search(r"^[a-z0-9]+://", path):
@@ -169,7 +177,7 @@ class TableSource:
                 "paths start from; data.follow_links=true allows any place."
             )
 
-    def _keys_of_images(self, table: _Parquet, column: str, kind: Any) -> npt.NDArray[np.bytes_]:
+    def _keys_of_images(self, table: Parquet, column: str, kind: Any) -> npt.NDArray[np.bytes_]:
         """Paths beside the bytes where each row has its own, else numbers."""
         import pyarrow as pa
 
@@ -186,12 +194,12 @@ class TableSource:
         if path is not None and pa.types.is_string(path):
             paths = table.column(f"{column}.path")
             if not paths.null_count:
-                keys = _as_keys(paths)
+                keys = text_bytes(paths)
                 if len(np.unique(keys)) == len(keys) and (keys != b"").all():
                     return keys
         return numbered_keys(table.num_rows, "row-")
 
-    def _labels(self, table: _Parquet | _Csv, name: str | None, count: int) -> Labels:
+    def _labels(self, table: TableFile, name: str | None, count: int) -> Labels:
         import pyarrow as pa
 
         if name is None:
@@ -220,105 +228,6 @@ class TableSource:
             encoded = encoded.combine_chunks()
         codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
         return renumbered(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
-
-
-class _Csv:
-    """Columns of a CSV file; each is read when it is asked for."""
-
-    def __init__(self, file: Path) -> None:
-        from pyarrow import csv
-
-        self._file = file
-        plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
-        separator = _SEPARATORS.get(plain.suffix.lower())
-        if separator is None:
-            raise DataError(
-                f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
-            )
-        self._parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
-        with csv.open_csv(file, parse_options=self._parse) as reader:
-            self.names: list[str] = reader.schema.names
-        if len(set(self.names)) < len(self.names):
-            raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
-
-    def kind(self, name: str) -> Any:
-        """Everything is text until it is read as labels."""
-        import pyarrow as pa
-
-        return pa.string()
-
-    def column(self, name: str) -> Any:
-        """A column as text."""
-        import pyarrow as pa
-        from pyarrow import csv
-
-        options = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
-        return csv.read_csv(self._file, parse_options=self._parse, convert_options=options)[name]
-
-    def labels(self, name: str) -> Any:
-        """A column as numbers where all of it is, else as text; empty is null."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        text = self.column(name)
-        text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
-        for form, kind in ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())):
-            if pc.all(pc.match_substring_regex(text, form)).as_py():
-                return text.cast(kind)
-        return text
-
-    def class_names(self, name: str) -> list[str] | None:
-        return None
-
-
-class _Parquet:
-    """Columns of a Parquet file."""
-
-    def __init__(self, file: Path) -> None:
-        from pyarrow import parquet
-
-        self._parquet = parquet.ParquetFile(file)
-        self.names: list[str] = self._parquet.schema_arrow.names
-        self.num_rows: int = self._parquet.metadata.num_rows
-
-    def kind(self, name: str) -> Any:
-        return self._parquet.schema_arrow.field(name).type
-
-    def column(self, name: str) -> Any:
-        """A column, or with a dot a field of a struct; nothing else is read."""
-        import pyarrow.compute as pc
-
-        outer, _, inner = name.partition(".") if name not in self.names else (name, "", "")
-        column = self._parquet.read(columns=[name])[outer]
-        return pc.struct_field(column, inner) if inner else column
-
-    def labels(self, name: str) -> Any:
-        """A column in the type that it has."""
-        return self.column(name)
-
-    def class_names(self, name: str) -> list[str] | None:
-        """The names that Hugging Face's data sets keep for whole numbers."""
-        about = (self._parquet.schema_arrow.metadata or {}).get(b"huggingface")
-        try:
-            names = json.loads(about)["info"]["features"][name]["names"] if about else None
-        except (ValueError, LookupError, TypeError):
-            return None
-        return names if isinstance(names, list) else None
-
-
-def _is_parquet(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(4) == b"PAR1"
-
-
-def _as_keys(column: Any) -> npt.NDArray[np.bytes_]:
-    """A column of text as (N,) bytes, a piece at a time."""
-    pieces = [
-        np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
-        for chunk in column.chunks
-        for batch in (chunk.slice(start, 1 << 16) for start in range(0, len(chunk), 1 << 16))
-    ]
-    return np.concatenate(pieces)
 
 
 def _known(file: Path, key: str, name: str, names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from featx.errors import ConfigError
-from featx.options.checks import check_choice
+from featx.options.checks import check_choice, column_name_problem
 
 PACKAGED_DATA = ("textiles", "sample")
 DATA_KINDS = (
@@ -36,6 +36,7 @@ _OF_DATA = {
     "images": ("table",),
     "path_column": ("table", "huggingface"),
     "label_column": ("table", "huggingface"),
+    "columns": ("table",),
     "dataset": ("hdf5", "torchvision"),
     "labels": ("hdf5",),
     "split": ("torchvision", "huggingface"),
@@ -69,6 +70,9 @@ class DataConfig:
     label_column: str | None = None
     """The column of labels, for data=table and data=huggingface; null takes the column label where
     there is one, an empty name takes none."""
+    columns: list[str] | None = None
+    """Further columns of data=table, such as [patient,slide], that the store carries row for row;
+    null takes none."""
     dataset: str | None = None
     """For data=hdf5 the dataset that holds the images, such as /images; for data=torchvision the
     name of the class, such as CIFAR10."""
@@ -109,6 +113,8 @@ class DataConfig:
             raise ConfigError("data=hdf5 needs data.dataset=/images, the dataset of the images.")
         if self.name == "torchvision" and not self.dataset:
             raise ConfigError("data=torchvision needs data.dataset=CIFAR10, the name of the class.")
+        if self.columns is not None and (problem := column_name_problem(self.columns)):
+            raise ConfigError(f"data.columns: {problem}")
         if self.extensions is not None and not self.extensions:
             raise ConfigError("data.extensions is empty: no name would count as an image.")
         if self.depth is not None and self.depth < 0:

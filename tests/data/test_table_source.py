@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from featx.data import open_source, parquet_images
-from featx.errors import DataError, MissingExtraError
+from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.options import DataConfig
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -278,3 +278,90 @@ def test_marks_tell_of_other_bytes_under_the_same_keys(tmp_path: Path) -> None:
     assert after is not None
     np.testing.assert_array_equal(before, again)
     assert (before != after).any()
+
+
+# Columns that the store carries
+
+
+def test_columns_of_a_csv_keep_what_stands_in_them(tmp_path: Path) -> None:
+    text = (
+        "path,label,patient,slide,age,good,gap,id,long,empty\n"
+        "c.jpg,x,Ann,7,1.5,true,1,007,12345678901234567890,\n"
+        "a.jpg,x,,-3,,False,,012,1,\n"
+        "b.jpg,y,Bö,0,2e3,TRUE,3,1,2,\n"
+    )
+    names = ["slide", "patient", "age", "good", "gap", "id", "long", "empty", "label"]
+    listing = table(write(tmp_path / "t.csv", text), columns=names).listing()
+    columns = listing.columns
+    assert list(columns) == sorted(names)
+    assert listing.keys.tolist() == [b"a.jpg", b"b.jpg", b"c.jpg"]
+    assert columns["patient"].tolist() == [b"", "Bö".encode(), b"Ann"]
+    assert columns["slide"].dtype == np.int64
+    assert columns["slide"].tolist() == [-3, 0, 7]
+    np.testing.assert_array_equal(columns["age"], [np.nan, 2000, 1.5])
+    assert columns["good"].tolist() == [False, True, True]
+    assert columns["good"].dtype == np.bool_
+    np.testing.assert_array_equal(columns["gap"], [np.nan, 3, 1])
+    assert columns["id"].tolist() == [b"012", b"1", b"007"]
+    assert columns["long"].tolist() == [b"1", b"2", b"12345678901234567890"]
+    assert columns["empty"].tolist() == [b"", b"", b""]
+    assert columns["label"].tolist() == [b"x", b"y", b"x"]
+    assert table(tmp_path / "t.csv").listing().columns == {}
+    assert {name: len(v) for name, v in listing.head(2).columns.items()} == dict.fromkeys(names, 2)
+
+
+def test_columns_of_a_parquet_have_the_types_that_they_have(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"bytes": b"1", "path": "z"}, {"bytes": b"2", "path": "a"}]
+    given = {
+        "i": pa.array([1, 2], pa.uint8()),
+        "f": pa.array([0.5, None], pa.float32()),
+        "gap": pa.array([None, 2**53], pa.int64()),
+        "b": pa.array([True, None]),
+        "t": pa.array(["x", None]).dictionary_encode(),
+        "n": pa.nulls(2),
+    }
+    columns = table(images(tmp_path / "t.parquet", rows, **given), columns=[*given]).listing()
+    found = columns.columns
+    assert found["i"].tolist() == [2, 1]
+    assert found["i"].dtype == np.int64
+    np.testing.assert_array_equal(found["f"], [np.nan, 0.5])
+    assert found["f"].dtype == np.float64
+    np.testing.assert_array_equal(found["gap"], [2.0**53, np.nan])
+    np.testing.assert_array_equal(found["b"], [np.nan, 1])
+    assert found["t"].tolist() == [b"", b"x"]
+    assert found["n"].tolist() == [b"", b""]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([2**63], pa.uint64()), "would not stay what it is"),
+        (pa.array([2**53 + 1, None]), "would not stay what it is"),
+        (pa.array([[1]]), "is list<.*expected whole numbers, numbers, booleans or text"),
+        (pa.array([0], pa.timestamp("ms")), r"is timestamp\[ms\]; expected"),
+        (pa.array(["a\0b"]), "a text with NUL in it in row 0"),
+        (pa.array(["", "x" * 4097]), "a text of more than 4096 bytes in row 1"),
+    ],
+)
+def test_values_that_no_column_of_a_store_holds_are_refused(
+    tmp_path: Path, values: object, message: str
+) -> None:
+    rows: list[dict[str, object]] = [{"bytes": b"1", "path": f"{i}"} for i in range(len(values))]  # type: ignore[arg-type]
+    path = images(tmp_path / "t.parquet", rows, kind=values)
+    with pytest.raises(DataError, match=rf"t\.parquet, column kind .*{message}"):
+        table(path, columns=["kind"]).listing()
+
+
+def test_columns_that_are_not_there_or_cannot_be_named_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "path,patient,a/b\na,1,2\n")
+    with pytest.raises(DataError, match=r"data\.columns=patent: .* Nearest: patient"):
+        table(path, columns=["patent"]).listing()
+    for names, message in (
+        (["a/b"], "cannot be called 'a/b' in a store"),
+        (["."], "cannot be called"),
+        (["patient", "patient"], "patient is named twice"),
+    ):
+        with pytest.raises(ConfigError, match=rf"data\.columns: .*{message}"):
+            table(path, columns=names)
+    with pytest.raises(ConfigError, match=r"data\.columns has an effect with data=table only"):
+        DataConfig(name="folder", root="x", columns=["patient"])

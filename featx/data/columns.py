@@ -33,8 +33,6 @@ def column_values(column: Any, where: str) -> npt.NDArray[Any]:
     """
     import pyarrow as pa
 
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
     kind = column.type
     if pa.types.is_null(kind):
         return np.zeros(len(column), dtype="S1")
@@ -69,7 +67,7 @@ def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
             chunk.slice(start, _BATCH_ROWS) for start in range(0, len(chunk), _BATCH_ROWS)
         )
     ]
-    return np.concatenate(pieces)
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype="S1")
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, where: str) -> None:

@@ -22,7 +22,8 @@ _ROOTS = {
     "folder": "data.root=DIR, the folder of your images",
     "webdataset": "data.root=SHARDS: a folder of tars, one tar, or a pattern such as "
     "'data.root=\"train-{000..012}.tar\"'",
-    "table": "data.root=FILE, the .csv or .parquet file",
+    "table": "data.root=FILES: a .csv or .parquet file, a folder of them, or a pattern such as "
+    "'data.root=\"train-*.parquet\"'",
     "hdf5": "data.root=FILE, the HDF5 file",
     "torchvision": "data.root=DIR, the folder that torchvision downloaded to",
     "huggingface": "data.root=DIR, the folder that save_to_disk wrote",
@@ -51,7 +52,7 @@ class DataConfig:
     name: str = "textiles"
     """Taken from the key `data` itself."""
     root: str | None = None
-    """Where the images are: a folder, tar shards or their URLs, a table, an HDF5 file."""
+    """Where the images are: a folder, tar shards or their URLs, tables, an HDF5 file."""
     follow_links: bool = False
     """Follow symbolic links that lead out of data.root, and paths of a table that do."""
     extensions: list[str] | None = None
@@ -63,7 +64,8 @@ class DataConfig:
     classes: str | None = None
     """A JSON or CSV file, folder name -> class name or number, for data=folder."""
     images: str | None = None
-    """The folder that paths of data=table start from; null is the folder of the table."""
+    """The folder that paths of data=table start from; null is the folder of the table, of several
+    the one that data.root names or its pattern begins with."""
     path_column: str | None = None
     """The column of paths or of image bytes, for data=table and data=huggingface; null takes the
     column path, else the column image."""

@@ -218,8 +218,8 @@ class ProbeConfig:
                 raise ConfigError(f"probe.{key} has an effect with probe.split={owner} only.")
         if kind == "column" and bool(self.split_file) == bool(self.split_column):
             raise ConfigError(
-                "probe.split=column needs probe.split_column=NAME, a column of the store, or "
-                "probe.split_file=FILE.csv with the columns key and split; one of the two."
+                "probe.split=column needs probe.split_file=FILE.csv with the columns key and split "
+                "or probe.split_column=NAME, a column of the store; one of the two."
             )
         for key, owners in (
             ("l2", ("linear", "ridge")),

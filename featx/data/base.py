@@ -70,6 +70,7 @@ class FolderSource:
         follow_links: list and read what lies outside of it, where links lead there.
         extensions: endings of the names that count, in small letters.
         depth: folders between the root and an image at the most, None for any number.
+        what: the files are, for messages.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class FolderSource:
         follow_links: bool = False,
         extensions: frozenset[bytes] = EXTENSIONS,
         depth: int | None = None,
+        what: str = "images",
     ) -> None:
         self.root = root
+        self._what = what
         self._follow_links = follow_links
         self._extensions = extensions
         self._depth = depth
@@ -105,7 +108,7 @@ class FolderSource:
             named = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
-                f"no images below {self.root}: looked at {depth} for names ending in "
+                f"no {self._what} below {self.root}: looked at {depth} for names ending in "
                 f"{named}. Left out: {left_out or 'nothing'}."
             )
         names = sorted({key.split(b"/", 1)[0] for key in keys if b"/" in key})

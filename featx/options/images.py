@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from featx.errors import ConfigError
-from featx.options.checks import check_choice
+from featx.options.checks import check_choice, column_name_problem
 
 PACKAGED_DATA = ("textiles", "sample")
 DATA_KINDS = (
@@ -22,7 +22,8 @@ _ROOTS = {
     "folder": "data.root=DIR, the folder of your images",
     "webdataset": "data.root=SHARDS: a folder of tars, one tar, or a pattern such as "
     "'data.root=\"train-{000..012}.tar\"'",
-    "table": "data.root=FILE, the .csv or .parquet file",
+    "table": "data.root=FILES: a .csv or .parquet file, a folder of them, or a pattern such as "
+    "'data.root=\"train-*.parquet\"'",
     "hdf5": "data.root=FILE, the HDF5 file",
     "torchvision": "data.root=DIR, the folder that torchvision downloaded to",
     "huggingface": "data.root=DIR, the folder that save_to_disk wrote",
@@ -36,6 +37,7 @@ _OF_DATA = {
     "images": ("table",),
     "path_column": ("table", "huggingface"),
     "label_column": ("table", "huggingface"),
+    "columns": ("table",),
     "dataset": ("hdf5", "torchvision"),
     "labels": ("hdf5",),
     "split": ("torchvision", "huggingface"),
@@ -50,7 +52,7 @@ class DataConfig:
     name: str = "textiles"
     """Taken from the key `data` itself."""
     root: str | None = None
-    """Where the images are: a folder, tar shards or their URLs, a table, an HDF5 file."""
+    """Where the images are: a folder, tar shards or their URLs, tables, an HDF5 file."""
     follow_links: bool = False
     """Follow symbolic links that lead out of data.root, and paths of a table that do."""
     extensions: list[str] | None = None
@@ -62,13 +64,17 @@ class DataConfig:
     classes: str | None = None
     """A JSON or CSV file, folder name -> class name or number, for data=folder."""
     images: str | None = None
-    """The folder that paths of data=table start from; null is the folder of the table."""
+    """The folder that paths of data=table start from; null is the folder of the table, of several
+    the one that data.root names or its pattern begins with."""
     path_column: str | None = None
     """The column of paths or of image bytes, for data=table and data=huggingface; null takes the
     column path, else the column image."""
     label_column: str | None = None
     """The column of labels, for data=table and data=huggingface; null takes the column label where
     there is one, an empty name takes none."""
+    columns: list[str] | None = None
+    """Further columns of data=table, such as [patient,slide], that the store carries row for row;
+    null takes none."""
     dataset: str | None = None
     """For data=hdf5 the dataset that holds the images, such as /images; for data=torchvision the
     name of the class, such as CIFAR10."""
@@ -109,6 +115,8 @@ class DataConfig:
             raise ConfigError("data=hdf5 needs data.dataset=/images, the dataset of the images.")
         if self.name == "torchvision" and not self.dataset:
             raise ConfigError("data=torchvision needs data.dataset=CIFAR10, the name of the class.")
+        if self.columns is not None and (problem := column_name_problem(self.columns)):
+            raise ConfigError(f"data.columns: {problem}")
         if self.extensions is not None and not self.extensions:
             raise ConfigError("data.extensions is empty: no name would count as an image.")
         if self.depth is not None and self.depth < 0:

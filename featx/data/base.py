@@ -129,7 +129,7 @@ class FolderSource:
         except OSError as error:
             if error.errno not in _OF_THE_FILE:
                 raise
-            self._check_root()
+            self.check_root()
             reason = (error.strerror or "cannot be opened").lower()
             raise ImageFault(Status.MISSING, reason, type(error).__name__) from error
         try:
@@ -160,7 +160,7 @@ class FolderSource:
                 )
         return self.read(path)
 
-    def _check_root(self) -> None:
+    def check_root(self) -> None:
         """Raise OSError where the whole folder is gone: that is no fault of the image."""
         info = os.stat(self._root_bytes)  # noqa: PTH116 - bytes paths
         if self._identity not in (None, (info.st_dev, info.st_ino)):

@@ -106,6 +106,7 @@ def _first_picture(
     with Loader(
         source, listing, backbone.preprocess, policy, reference, 1, timeout_s=timeout_s
     ) as loader:
+        loader.settle_suspects()
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])
             if len(images):

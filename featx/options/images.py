@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from featx.errors import ConfigError
@@ -15,6 +16,7 @@ DATA_KINDS = (
     "hdf5",
     "torchvision",
     "huggingface",
+    "video",
     *PACKAGED_DATA,
     "python",
 )
@@ -27,11 +29,12 @@ _ROOTS = {
     "hdf5": "data.root=FILE, the HDF5 file",
     "torchvision": "data.root=DIR, the folder that torchvision downloaded to",
     "huggingface": "data.root=DIR, the folder that save_to_disk wrote",
+    "video": "data.root=DIR, the folder of your videos, or one of them",
 }
 _OF_DATA = {
     "root": tuple(_ROOTS),
-    "follow_links": ("folder", "webdataset", "table", "torchvision", "huggingface"),
-    "extensions": ("folder", "webdataset"),
+    "follow_links": ("folder", "webdataset", "table", "torchvision", "huggingface", "video"),
+    "extensions": ("folder", "webdataset", "video"),
     "depth": ("folder",),
     "classes": ("folder",),
     "images": ("table",),
@@ -41,6 +44,7 @@ _OF_DATA = {
     "dataset": ("hdf5", "torchvision"),
     "labels": ("hdf5",),
     "split": ("torchvision", "huggingface"),
+    "every_s": ("video",),
 }
 """Keys of some kinds of data only."""
 
@@ -57,7 +61,7 @@ class DataConfig:
     """Follow symbolic links that lead out of data.root, and paths of a table that do."""
     extensions: list[str] | None = None
     """Endings of the names that count as images, such as [jpg,png], for data=folder and
-    data=webdataset; null takes every format that featx reads."""
+    data=webdataset, or as videos, for data=video; null takes every format that featx reads."""
     depth: int | None = None
     """Folders between data.root and an image at the most, for data=folder: 0 takes images in
     data.root itself, 1 also those in class folders; null takes every depth."""
@@ -83,6 +87,8 @@ class DataConfig:
     split: str | None = None
     """For data=torchvision train, test, or another part that the data set has; for
     data=huggingface one that was saved. null takes the first."""
+    every_s: float = 1.0
+    """Seconds from one frame of a video to the next, for data=video."""
     boxes: str | None = None
     """A CSV file with the columns path, x, y, width, height and, for labels, label: each line makes
     a row of that region of a picture (tiles, detections)."""
@@ -121,6 +127,8 @@ class DataConfig:
             raise ConfigError("data.extensions is empty: no name would count as an image.")
         if self.depth is not None and self.depth < 0:
             raise ConfigError(f"data.depth={self.depth}: expected a whole number of at least 0.")
+        if not 0.001 <= self.every_s < math.inf:
+            raise ConfigError(f"data.every_s={self.every_s}: expected seconds, 0.001 or more.")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(
                 f"data.timeout_s={self.timeout_s}: expected seconds above 0, or null for no limit."

@@ -17,14 +17,13 @@ from typing import Any
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
-from featx.executors.orders import Order, SentOrder, order_of, prepared_as_ordered
+from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordered
 from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.loop import Interrupted, stop_signals
 from featx.prepare import Prepared
 from featx.progress import Progress
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
-from featx.store.session import StoreSession
 from featx.types import Part
 
 WAIT_S = 0.5
@@ -45,17 +44,13 @@ def check(config: Config) -> None:
             raise _no_cluster(config, error) from error
 
 
-def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
-    """Compute what a store lacks in actors of a Ray cluster.
+def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+    """Compute what is missing in actors of a Ray cluster.
 
     Raises:
         RunError: an actor failed; the message names its part and rows.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    from featx.devices import leave  # which imports torch
-
-    order = order_of(prepared, session, config_yaml, prepared.config.executor.num_cpus)
-    leave(prepared.engine.backbone.module, prepared.engine.device)
     with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
         pool = Pool(ray, order, prepared, session)
         pool.work()
@@ -104,7 +99,7 @@ class Pool:
         size: how many actors there are.
     """
 
-    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: StoreSession) -> None:
+    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: Session) -> None:
         keys = prepared.config.executor
         self._pending = deque(session.missing())
         self.harvest = Harvest(sum(len(part) for part in self._pending))

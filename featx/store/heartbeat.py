@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from featx.errors import StoreLockedError
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.types import Part
@@ -125,6 +126,17 @@ def clear_signs(disk: Disk) -> None:
     for sign in signs_of_life(disk.root):
         if not sign.alive:
             disk.forget(sign.path)
+
+
+def refuse_other_writers(root: Path) -> None:
+    """Raise StoreLockedError where workers of other machines go on that a dead driver left."""
+    for sign in signs_of_life(root):
+        if sign.alive and sign.values.get("outlives"):
+            raise StoreLockedError(
+                f"{root} is being written by {sign.name}, for a driver that is gone; it was heard "
+                f"of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows nobody, cancel "
+                "it, or choose another out=DIR."
+            )
 
 
 def clear_sign_of(disk: Disk, pid: int) -> None:

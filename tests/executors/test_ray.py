@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from processes import ended
@@ -135,6 +136,16 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     assert len(ray.actors) == 3
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
+
+
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    ray.die_at = {1: 1}
+    assert spread_jobs.run(job, photos, executor="ray", max_failures=5.0) == 0
+    assert len(ray.actors) == 4
+    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
 
 
 def test_the_part_of_an_actor_that_dies_is_done_by_another(

@@ -31,7 +31,7 @@ from featx.loop import GRACE_S, Interrupted, stop_signals
 from featx.machine import num_cpus
 from featx.prepare import Prepared
 from featx.progress import Progress, complain
-from featx.store.heartbeat import Heartbeat, clear_sign_of
+from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.supervisor import CRASHES, MAX_CRASHES
 from featx.suspects import was_decoding
 from featx.types import Part
@@ -301,7 +301,7 @@ class Crew:
             self._read_output(worker)
             self._workers.remove(worker)
             worker.close()
-            clear_sign_of(self._session.disk, worker.process.pid)
+            clear_sign(self._session.disk, sign_name(worker.process.pid))
             if not worker.finished and self._ending is None:
                 self._replace(worker)
 
@@ -371,7 +371,7 @@ class Crew:
                 worker.process.wait()
                 self._hear(worker)  # what it made durable before
                 worker.close()
-                clear_sign_of(self._session.disk, worker.process.pid)
+                clear_sign(self._session.disk, sign_name(worker.process.pid))
 
 
 def _how(code: int) -> str:

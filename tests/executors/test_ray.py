@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -273,3 +274,35 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
         subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
     assert digests("store") == digests("alone")
     assert temporary_files(Path("store")) == []
+    assert not Path("store/workers").exists(), "job=status would tell of actors that are gone"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> None:
+    """Two machines of one CPU each, as raylets of their own; the driver's has none."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    extract(photos, out="alone")
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        there = (f"executor.address={cluster.address}", "+model.args.pause_s=2.0")
+        with subprocess.Popen(
+            command(*there), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        ) as process:
+            deadline = time.monotonic() + 400
+            while len(actors_alive()) < 2 or not list(Path("store/parts").glob("part-*.h5")):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            _, told = process.communicate(timeout=400)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == 0, told
+    # Where the machine is slow its actor may not have had a part yet.
+    assert len(re.findall(r"an actor died in (part \d+ \(rows|no part)", told)) == 1, told
+    assert digests("store") == digests("alone")
+    assert temporary_files(Path("store")) == []
+    assert not Path("store/workers").exists()

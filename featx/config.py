@@ -329,6 +329,7 @@ class Config:
 
     def _check_jobs(self) -> None:
         """Keys that belong to some jobs have no effect with others."""
+        spread = ("extract", "plan", "stats", "attribute")
         used = {
             "job.json": (
                 self.job.json,
@@ -354,8 +355,8 @@ class Config:
             "profile": (self.profile, ("extract", "stats", "attribute")),
             "retry_failed": (self.retry_failed, ("extract", "attribute")),
             "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
-            "devices": (self.devices is not None, ("extract", "plan")),
-            "executor": (self.executor != ExecutorConfig(), ("extract", "plan")),
+            "devices": (self.devices is not None, spread),
+            "executor": (self.executor != ExecutorConfig(), spread),
             "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
             "probe": (self.probe != ProbeConfig(), ("probe",)),
             "similar": (self.similar != SimilarConfig(), ("similar",)),

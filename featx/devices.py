@@ -62,11 +62,14 @@ def choose_devices(name: str, devices: Any) -> list[torch.device]:
     return [torch.device("cuda", number) for number in range(devices)]
 
 
-def leave(module: torch.nn.Module, device: torch.device) -> None:
-    """Take a model off its device, whose memory others need from now on."""
+@contextlib.contextmanager
+def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Take a model off its device, whose memory others need meanwhile; it comes back at the end."""
     if device.type == "cuda":
         module.cpu()
         torch.cuda.empty_cache()
+    yield
+    module.to(device)
 
 
 def synchronise(device: torch.device) -> None:

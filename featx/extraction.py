@@ -10,9 +10,9 @@ from typing import Any
 
 from featx.config import Config
 from featx.events import RunEvents, require_tensorboard
-from featx.executors import check, spread
+from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
-from featx.features import FeatureWork
+from featx.features import FeatureWork, StoreProduct
 from featx.loop import (
     exit_code,
     failures_text,
@@ -26,7 +26,7 @@ from featx.store import layout
 from featx.store.heartbeat import Heartbeat
 from featx.store.pack import pack_in_child, packed_size_bound
 from featx.store.session import StoreSession
-from featx.types import Part, Source, Status
+from featx.types import Source, Status
 
 
 def run_extraction(
@@ -68,7 +68,7 @@ def run_extraction(
         if config.retry_failed:
             _retry(prepared, session)
         outcome = (
-            spread(prepared, session, config_yaml)
+            spread(prepared, session, product_of(purpose, prepared, session), config_yaml)
             if config.is_spread
             else _done_here(prepared, session, events)
         )
@@ -118,45 +118,18 @@ def _retry(prepared: Prepared, session: StoreSession) -> None:
 def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
     """What a store lacks, computed by this process alone."""
     with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
-        work = _StoreWork(prepared, session, heart, events)
-        figures = run_parts(prepared, work, session.disk, events)
-    return Outcome(figures, work.faint, peak_memory_mib())
+        maker = FeatureWork(prepared, session.commit, heart, events)
+        return here.run(prepared, session, maker, events)
 
 
-class _StoreWork(FeatureWork):
-    """Features of the rows that a store lacks, into its parts.
-
-    Args:
-        prepared: the run.
-        session: its store, held.
-        heart: is told what part is computed.
-        events: sees every batch; None where nobody wants to see any.
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        session: StoreSession,
-        heart: Heartbeat,
-        events: RunEvents | None,
-    ) -> None:
-        super().__init__(prepared, session.commit, heart, events)
-        self._session = session
-
-    @property
-    def rows_asked(self) -> int:
-        return self._session.rows_asked
-
-    @property
-    def rows_done(self) -> int:
-        return self._session.rows_done
-
-    @property
-    def rows_failed(self) -> int:
-        return self._session.num_failed
-
-    def missing(self) -> list[Part]:
-        return self._session.missing()
+def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession) -> StoreProduct:
+    """What the workers of a spread run are to make."""
+    return StoreProduct(
+        dtype=purpose.dtype,
+        settings=purpose.settings,
+        datasets=frozenset(spec.name for spec in prepared.specs),
+        manifest=session.manifest.to_json(),
+    )
 
 
 def _pack(config: Config, session: StoreSession) -> None:

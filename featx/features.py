@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from featx.errors import RunError
 from featx.loop import failures_of, labels_of
 from featx.prepare import Prepared
+from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
+from featx.store.listing import read_listing
+from featx.store.manifest import Manifest, read_manifest
+from featx.store.part_files import part_path, publish_part
 from featx.store.writer import PartBuilder
-from featx.types import Batch, Failure, Part
+from featx.types import Batch, Failure, Listing, Part
 
 if TYPE_CHECKING:
     from featx.events import RunEvents
@@ -22,7 +29,7 @@ class FeatureWork:
 
     Args:
         prepared: the run.
-        commit: makes a part durable.
+        commit: makes a part durable; returns the failures of the part that is there then.
         heart: is told what part is computed.
         events: sees every batch; None where nobody wants to see any.
 
@@ -34,7 +41,7 @@ class FeatureWork:
     def __init__(
         self,
         prepared: Prepared,
-        commit: Callable[[PartBuilder], None],
+        commit: Callable[[PartBuilder], Sequence[Failure]],
         heart: Heartbeat,
         events: RunEvents | None = None,
     ) -> None:
@@ -57,15 +64,55 @@ class FeatureWork:
             self._events.batch(batch, features, failures)
         return failures
 
-    def hand_over(self) -> Callable[[], None]:
+    def hand_over(self) -> Callable[[], Sequence[Failure]]:
         """The part whose last batch was taken; calling what is returned makes it durable."""
         assert self._builder is not None, "no batch of a part was taken"
         builder, self._builder = self._builder, None
         return functools.partial(self._made_durable, builder)
 
-    def _made_durable(self, builder: PartBuilder) -> None:
-        self._commit(builder)
+    def _made_durable(self, builder: PartBuilder) -> Sequence[Failure]:
+        there = self._commit(builder)
         self._heart.committed(builder.part)
+        return there
+
+
+@dataclass(frozen=True)
+class StoreProduct:
+    """What the workers of a spread run are to make: parts of a store.
+
+    Attributes:
+        dtype: in which the engine gives its values.
+        settings: of the fingerprint, beside those of every run.
+        datasets: the names of what is computed.
+        manifest: featx.json.
+    """
+
+    dtype: str
+    settings: Mapping[str, Any]
+    datasets: frozenset[str]
+    manifest: bytes
+
+    def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
+        """Raise RunError where the store is another one since this was ordered."""
+        if read_manifest(root) != Manifest.from_json(self.manifest, root):
+            raise RunError(f"{root} was begun anew or went on otherwise since this was ordered.")
+
+    def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
+        """The rows, as the store has them."""
+        return read_listing(root, num_rows, identity)
+
+    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
+        """Those of some parts that nobody has committed yet."""
+        return [part for part in parts if not part_path(root, part.index).exists()]
+
+    def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> FeatureWork:
+        """What computes the parts and commits each."""
+        disk, manifest = Disk(root), Manifest.from_json(self.manifest, root)
+
+        def publish(builder: PartBuilder) -> Sequence[Failure]:
+            return publish_part(disk, builder, manifest, prepared.listing)
+
+        return FeatureWork(prepared, publish, heart)
 
 
 def compute_rows(

@@ -95,7 +95,7 @@ class Work(Protocol):
     def take(self, part: Part, batch: Batch) -> list[Failure]:
         """Compute the next batch of a part; returns its rows that failed."""
 
-    def hand_over(self) -> Callable[[], None]:
+    def hand_over(self) -> Callable[[], object]:
         """The part whose last batch was taken; calling what is returned makes it durable.
 
         That may happen in another thread, while batches of the next part are taken.
@@ -215,7 +215,7 @@ class _Commits:
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown(wait=True)  # a part that is whole is committed, whatever came after
 
-    def begin(self, commit: Callable[[], None]) -> None:
+    def begin(self, commit: Callable[[], object]) -> None:
         """Start to commit a part, when the one before is committed."""
         self.finish()
         self._pending = self._thread.submit(self._timed, commit)
@@ -231,7 +231,7 @@ class _Commits:
         if pending is not None:
             pending.result()
 
-    def _timed(self, commit: Callable[[], None]) -> None:
+    def _timed(self, commit: Callable[[], object]) -> None:
         from featx.timeline import span
 
         begun = time.perf_counter()

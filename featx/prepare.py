@@ -184,8 +184,12 @@ class StorePurpose:
     ) -> tuple[float, float]:
         """A part is built in memory; a folder of very many parts is slow to resume."""
         row_bytes = sum(spec.row_bytes for spec in specs)
-        seconds = min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
-        return PART_BYTES / max(1, row_bytes), seconds
+        return PART_BYTES / max(1, row_bytes), seconds_of_part(work_s)
+
+
+def seconds_of_part(work_s: float) -> float:
+    """Seconds of work that a part should take, of a run that takes `work_s`."""
+    return min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
 
 
 def uses_reference(config: Config, backbone: Any) -> bool:

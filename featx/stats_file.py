@@ -12,6 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +339,21 @@ def open_stats(path: str | Path) -> Statistics:
     return Statistics(path)
 
 
-def begun_settings(root: Path) -> dict[str, Any] | None:
-    """The settings with which the statistics below a folder were begun, None where there are none.
+@dataclass(frozen=True)
+class StatsBegun:
+    """How the statistics in a folder were begun.
+
+    Attributes:
+        settings: everything that changes their values.
+        threads: of the CPU that computed; None where another device did.
+    """
+
+    settings: dict[str, Any]
+    threads: int | None
+
+
+def statistics_begun(root: Path) -> StatsBegun | None:
+    """How the statistics below a folder were begun, None where there are none.
 
     Raises:
         StoreError: a file is newer than this featx, or cannot be read now.
@@ -350,8 +364,8 @@ def begun_settings(root: Path) -> dict[str, Any] | None:
             continue
         # What is damaged is set aside later, by whoever holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
-            settings: dict[str, Any] = json.loads(file.attrs["settings"])
-            return settings
+            attributes = attributes_of(file)
+            return StatsBegun(json.loads(attributes["settings"]), attributes.get("threads"))
     return None
 
 

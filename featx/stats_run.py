@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from featx.config import Config
 from featx.decode import PILLOW
-from featx.devices import synchronise
 from featx.distance import refuse_other_values
 from featx.errors import ConfigError
-from featx.loop import (
-    Figures,
-    failures_of,
-    failures_text,
-    labels_of,
-    peak_memory_mib,
-    run_parts,
-)
-from featx.moments import Moments, PartMoments, StatsLayer
-from featx.prepare import PART_SECONDS, Prepared, check_out, list_images, prepare
+from featx.executors import check, here, spread
+from featx.executors.harvest import Outcome
+from featx.loop import failures_text, peak_memory_mib
+from featx.moments import Moments, StatsLayer
+from featx.prepare import Prepared, check_out, list_images, prepare, seconds_of_part
 from featx.progress import announce, complain, describe_run, size_text
-from featx.projection import frechet_distance, spread
-from featx.reduce import channel_axis, positions_last
-from featx.stats_file import PARTS_FOLDER, STATS_FILE, Statistics, begun_settings
+from featx.projection import frechet_distance
+from featx.projection import spread as spread_of
+from featx.reduce import channel_axis
+from featx.stats_file import PARTS_FOLDER, STATS_FILE, Statistics, statistics_begun
 from featx.stats_parts import MomentsOfParts
+from featx.stats_work import StatsProduct, StatsWork, tree_of
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.failures import failures_csv
-from featx.store.layout import LOCK, Grid
-from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
+from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
+from featx.store.layout import LISTING, LOCK, Grid
+from featx.store.listing import listing_file
+from featx.types import Begun, Failure, LayerSpec, Listing, Part, Source
 
 FAILURES_CSV = "stats-failures.csv"
 
@@ -71,7 +68,7 @@ class StatsPurpose:
         self._source = source
         self.folder: Path | None = Path(config.out).expanduser()
         check_out(self.folder)
-        self._begun = None if config.overwrite else begun_settings(self.folder)
+        self._begun = None if config.overwrite else statistics_begun(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows as the data set lists them; a store in the same folder has its own order."""
@@ -85,16 +82,19 @@ class StatsPurpose:
         """What was decided before the first part was done."""
         if self._begun is None:
             return None
-        resolved = {key: self._begun[key] for key in _RESOLVED}
-        resolved["fold"] = self._begun.get("fold", False)
-        resolved["jpeg"] = self._begun.get("jpeg", PILLOW)
-        resolved["heif"] = self._begun.get("version.pillow_heif")
-        return Begun(resolved, self._begun["part_rows"], "the statistics were")
+        settings = self._begun.settings
+        resolved = {key: settings[key] for key in _RESOLVED}
+        resolved["fold"] = settings.get("fold", False)
+        resolved["jpeg"] = settings.get("jpeg", PILLOW)
+        resolved["heif"] = settings.get("version.pillow_heif")
+        if self._begun.threads is not None:
+            resolved["threads"] = self._begun.threads
+        return Begun(resolved, settings["part_rows"], "the statistics were")
 
     def part_limits(
         self, engine: Any, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """A minute of work, more where writing and merging the matrices would take much of it.
+        """As of a store, longer where writing and merging the matrices would take much of it.
 
         Raises:
             ConfigError: a matrix would be too large.
@@ -109,7 +109,7 @@ class StatsPurpose:
         full = self._config.stats.kind == "full"
         numbers = sum(layer.dim ** (2 if full else 1) for layer in self.layers)
         commit_s = 8 * numbers / COMMIT_BYTES_PER_S
-        return float("inf"), max(PART_SECONDS, commit_s / COMMIT_SHARE)
+        return float("inf"), max(seconds_of_part(work_s), commit_s / COMMIT_SHARE)
 
     def _layer(self, spec: LayerSpec, input_size: tuple[int, int]) -> StatsLayer:
         positions = None
@@ -137,6 +137,8 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         Interrupted: a signal asked for the end; what was whole is committed.
     """
     out = Path(config.out).expanduser()
+    if config.is_spread:
+        check(config)
     other = None if config.stats.against is None else Statistics(config.stats.against)
     with contextlib.ExitStack() as stack:
         purpose = StatsPurpose(config, source)
@@ -145,94 +147,96 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
             _check_against(other, purpose, prepared)
         disk = Disk(out)
         disk.make_folder(out)
-        stack.enter_context(exclusive_lock(out / LOCK))
+        lock = stack.enter_context(exclusive_lock(out / LOCK))
+        refuse_other_writers(out)
+        clear_signs(disk)
         _clear(disk, config.overwrite)
-        parts = MomentsOfParts(
-            disk, out / STATS_FILE, prepared.header, len(prepared.listing), purpose.layers
-        )
+        parts = MomentsOfParts(tree_of(prepared, purpose.layers, disk))
         parts.survey()
-        work = _StatsWork(prepared, purpose, parts)
-        announce(_begin_text(prepared, purpose, work, parts.path))
-        figures = run_parts(prepared, work, disk)
+        grid = Grid(len(prepared.listing), prepared.part_rows)
+        session = StatsSession(parts, grid, lock)
+        announce(_begin_text(prepared, purpose, session, parts.path))
+        outcome = _computed(prepared, purpose, session, config_yaml)
+        figures = outcome.figures
         merging = time.perf_counter()
         parts.finish()
         figures.seconds["write"] += time.perf_counter() - merging
-        work.write_failures()
+        session.write_failures()
     if parts.failures:
         complain(failures_text(parts.failures))
-    return _summary(Statistics(parts.path), other, parts.failures, figures)
+    return _summary(Statistics(parts.path), other, parts.failures, outcome)
 
 
-class _StatsWork:
-    """Moments of the rows, on the device, and their parts.
+class StatsSession:
+    """Statistics being taken, under the folder's lock: what is there and what is missing.
 
-    Attributes:
-        seconds: that the sums took, beside the model.
+    Args:
+        parts: of the run, surveyed.
+        grid: of its rows.
+        lock: the descriptor that holds the folder.
     """
 
-    def __init__(self, prepared: Prepared, purpose: StatsPurpose, parts: MomentsOfParts) -> None:
-        self.seconds = {"statistics": 0.0}
-        self._prepared = prepared
-        self._purpose = purpose
+    def __init__(self, parts: MomentsOfParts, grid: Grid, lock: int) -> None:
+        self.root = parts.path.parent
+        self.disk = parts.disk
+        self.lock = lock
+        self.rows_asked = grid.num_rows
         self._parts = parts
-        self._part: Part | None = None
-        self._moments: dict[str, PartMoments] = {}
-        self._failures: list[Failure] = []
+        self._grid = [grid.part(index) for index in range(len(grid))]
         self.write_failures()
-
-    @property
-    def rows_asked(self) -> int:
-        return len(self._prepared.listing)
 
     @property
     def rows_done(self) -> int:
         return self.rows_asked - sum(len(part) for part in self.missing())
 
     @property
-    def rows_failed(self) -> int:
+    def num_failed(self) -> int:
         return len(self._parts.failures)
 
     def missing(self) -> list[Part]:
-        grid = Grid(self.rows_asked, self._prepared.part_rows)
-        parts = [grid.part(index) for index in range(len(grid))]
-        return [part for part in parts if not self._parts.has(part)]
+        """The parts that are still to be done, in order."""
+        return self._parts.missing(self._grid)
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        if self._part is None:
-            layers = self._purpose.layers
-            self._part, self._failures = part, []
-            self._moments = {layer.spec.name: PartMoments(part, layer) for layer in layers}
-        engine = self._prepared.engine
-        values = engine.run_on_device(batch.images, labels_of(self._prepared, batch))
-        failures = failures_of(self._prepared, batch, values)
-        begun = time.perf_counter()
-        failed = [failure.row for failure in failures]
-        for name, moments in self._moments.items():
-            rows = values[name][: batch.count]
-            axis = self._purpose.axes.get(name)
-            rows = rows if axis is None else positions_last(rows, axis)
-            moments.add(batch.start, rows, failed)
-        synchronise(engine.device)
-        self.seconds["statistics"] += time.perf_counter() - begun
-        self._failures += failures
-        return failures
+    def commit(
+        self, part: Part, failures: Sequence[Failure], moments: Mapping[str, Moments]
+    ) -> Sequence[Failure]:
+        """Make one part durable. Returns its failures."""
+        there = self._parts.commit(part, failures, moments)
+        if there:
+            self.write_failures()
+        return there
 
-    def hand_over(self) -> Callable[[], None]:
-        assert self._part is not None, "no batch of a part was taken"
-        found = {name: moments.finish() for name, moments in self._moments.items()}
-        part, failures = self._part, self._failures
-        self._part, self._moments, self._failures = None, {}, []
-        return functools.partial(self._commit, part, failures, found)
-
-    def _commit(self, part: Part, failures: list[Failure], found: dict[str, Any]) -> None:
-        self._parts.commit(part, failures, found)
+    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+        """A worker has made a part durable; its failures are noted."""
+        self._parts.committed(part, failures)
         if failures:
             self.write_failures()
 
+    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+        """Those of some parts that other processes have committed, with their failures."""
+        return self._parts.arrived(parts)
+
     def write_failures(self) -> None:
         """The list beside the file, from what the parts hold; apart from that of a store."""
-        path = self._parts.path.with_name(FAILURES_CSV)
-        self._parts.disk.replace(path, failures_csv(self._parts.failures))
+        self.disk.replace(self.root / FAILURES_CSV, failures_csv(self._parts.failures))
+
+    def write_listing(self, listing: Listing) -> None:
+        """The rows for workers, who list nothing themselves; goes with the parts."""
+        self.disk.replace(self._parts.folder / LISTING, listing_file(listing))
+
+
+def _computed(
+    prepared: Prepared, purpose: StatsPurpose, session: StatsSession, config_yaml: str
+) -> Outcome:
+    """What is missing, computed by this process or by those that the config asks for."""
+    if not prepared.config.is_spread:
+        with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
+            maker = StatsWork(prepared, purpose.layers, purpose.axes, session.commit, heart)
+            return here.run(prepared, session, maker)
+    product = StatsProduct(purpose.dtype, purpose.settings, tuple(purpose.layers), purpose.axes)
+    if session.missing():
+        session.write_listing(prepared.listing)
+    return spread(prepared, session, product, config_yaml)
 
 
 def _clear(disk: Disk, overwrite: bool) -> None:
@@ -271,7 +275,7 @@ def _check_against(other: Statistics, purpose: StatsPurpose, prepared: Prepared)
 
 
 def _begin_text(
-    prepared: Prepared, purpose: StatsPurpose, work: _StatsWork, path: Path
+    prepared: Prepared, purpose: StatsPurpose, session: StatsSession, path: Path
 ) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     lines = []
@@ -286,20 +290,21 @@ def _begin_text(
         (name, "\n".join(lines) if name == "layers" else text)
         for name, text in describe_run(prepared)
     ]
-    done, total = work.rows_done, work.rows_asked
+    done, total = session.rows_done, session.rows_asked
     state = f"{done} of {total} rows are there already" if done else "begun"
     return [*rows, ("statistics", f"{path}, {state}")]
 
 
 def _summary(
-    statistics: Statistics, other: Statistics | None, failures: Sequence[Failure], figures: Figures
+    statistics: Statistics, other: Statistics | None, failures: Sequence[Failure], outcome: Outcome
 ) -> dict[str, Any]:
     layers, distances = {}, {}
     for name in statistics:
         moments = statistics[name]
-        layers[name] = spread(moments)
+        layers[name] = spread_of(moments)
         if other is not None and name in other:
             distances[name] = _distance(moments, other[name])
+    figures = outcome.figures
     del figures.seconds["copy"]  # nothing is copied but a flag a row
     return {
         "rows": statistics.attributes["stop"],
@@ -308,7 +313,7 @@ def _summary(
         "layers": layers,
         "frechet": distances,
         **figures.as_dict(),
-        "peak_memory_mib": peak_memory_mib(),
+        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
     }
 
 

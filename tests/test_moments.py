@@ -11,9 +11,11 @@ import sys
 import textwrap
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import h5py
@@ -39,6 +41,7 @@ from featx.moments import Moments, PartMoments, StatsLayer, check_size
 from featx.projection import frechet_distance, principal_components, whitening
 from featx.stats_file import open_stats
 from featx.stats_parts import MomentsOfParts
+from featx.stats_tree import MomentsTree
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.types import Failure, Part, Status
@@ -334,10 +337,12 @@ class Run:
             found[layer.spec.name] = moments.finish()
         return found
 
+    def tree(self, disk: Disk) -> MomentsTree:
+        path = disk.root / "stats.h5"
+        return MomentsTree(disk, path, self.header, self.grid.num_rows, self.layers)
+
     def folder(self, root: Path, disk: Disk | None = None) -> MomentsOfParts:
-        parts = MomentsOfParts(
-            disk or Disk(root), root / "stats.h5", self.header, self.grid.num_rows, self.layers
-        )
+        parts = MomentsOfParts(self.tree(disk or Disk(root)))
         parts.survey()
         return parts
 
@@ -508,6 +513,59 @@ def check_same_bytes(
     assert store.complete
     assert sha256(store.path) == expected
     assert sorted(path.name for path in (root / "killed").iterdir()) == ["stats.h5"]
+
+
+def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> None:
+    """Each merges what it finds; threads stand for the processes."""
+    run = Run(310, 4, failed=[3, 77, 309])
+    expected = sha256(run.whole(tmp_path / "whole"))
+    store = run.folder(tmp_path / "shared")
+    told = Lock()
+
+    def work(number: int) -> None:
+        tree = run.tree(Disk(tmp_path / "shared"))
+        for part in run.parts()[number::3]:
+            failures = tree.commit(part, run.failures(part), run.of(part, [4]))
+            with told:
+                store.committed(part, failures)
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(work, range(3)))
+    assert store.missing(run.parts()) == []
+    assert [failure.row for failure in store.failures] == [3, 77, 309]
+    assert len(store._spans) <= math.ceil(math.log2(78))
+    store.finish()
+    assert sha256(store.path) == expected
+    assert [path.name for path in (tmp_path / "shared").iterdir()] == ["stats.h5"]
+
+
+def test_whoever_merges_late_or_commits_again_changes_nothing(tmp_path: Path) -> None:
+    run = Run(16, 4, failed=[5])
+    expected = sha256(run.whole(tmp_path / "whole"))
+    store, late = run.folder(tmp_path / "shared"), run.tree(Disk(tmp_path / "shared"))
+    parts = run.parts()
+    for part in parts[:3]:
+        store.commit(part, run.failures(part), run.of(part, [4]))
+    kept = {path: path.read_bytes() for path in store.folder.iterdir()}
+    again = late.commit(parts[1], run.failures(parts[1]), run.of(parts[1], [4]))
+    assert [failure.row for failure in again] == [5]
+    assert {path.name for path in store.folder.iterdir()} > {path.name for path in kept}
+    late.commit(parts[0], [], run.of(parts[0], [4]))  # which merges the two that are left over
+    assert {path: path.read_bytes() for path in store.folder.iterdir()} == kept
+    store.committed(parts[3], late.commit(parts[3], [], run.of(parts[3], [4])))
+    store.finish()
+    assert sha256(store.path) == expected
+
+
+def test_what_others_committed_is_found_with_its_failures(tmp_path: Path) -> None:
+    run = Run(16, 4, failed=[5, 14])
+    store, other = run.folder(tmp_path), run.tree(Disk(tmp_path))
+    parts = run.parts()
+    assert list(store.arrived(parts)) == []
+    for part in (parts[0], parts[1], parts[3]):
+        other.commit(part, run.failures(part), run.of(part, [4]))
+    found = {part.index: [f.row for f in failures] for part, failures in store.arrived(parts)}
+    assert found == {0: [], 1: [5], 3: [14]}
 
 
 @settings(max_examples=4, deadline=None)
@@ -829,7 +887,7 @@ def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
 
 def test_nothing_is_written_before_what_is_there_was_looked_for(tmp_path: Path) -> None:
     run = Run(8, 8)
-    store = MomentsOfParts(Disk(tmp_path), tmp_path / "stats.h5", run.header, 8, run.layers)
+    store = MomentsOfParts(run.tree(Disk(tmp_path)))
     with pytest.raises(AssertionError, match="not looked for"):
         run.commit(store, run.grid.part(0))
     with pytest.raises(AssertionError, match="not looked for"):

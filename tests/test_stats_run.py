@@ -117,13 +117,16 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
             class preprocess:  # noqa: N801
                 crop = (32, 32)
 
-    def seconds(dim: int, **stats: str) -> float:
+    def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
         purpose = stats_run.StatsPurpose(config(stats=stats))
-        return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))], 1e6)[1]
+        return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
 
     assert seconds(2048) == seconds(4096) == 60
     assert seconds(16384) == 8 * 16384**2 / stats_run.COMMIT_BYTES_PER_S / stats_run.COMMIT_SHARE
     assert seconds(100352, kind="diagonal") == 60
+    # A short run has parts for all of its workers.
+    assert seconds(256, work_s=600) == 4
+    assert seconds(2048, work_s=600) == 8 * 2048**2 / 40e6 / 0.1
     with pytest.raises(ConfigError, match="100352 features"):
         seconds(100352)
 
@@ -195,10 +198,11 @@ def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
     """A signal for this process, the moment that a part is committed."""
     commit = MomentsOfParts.commit
 
-    def commit_and_signal(self: MomentsOfParts, part: Any, *rest: Any) -> None:
-        commit(self, part, *rest)
+    def commit_and_signal(self: MomentsOfParts, part: Any, *rest: Any) -> Any:
+        there = commit(self, part, *rest)
         if part.index == index:
             os.kill(os.getpid(), signum)
+        return there
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MomentsOfParts, "commit", commit_and_signal)
@@ -243,6 +247,21 @@ def test_every_choice_is_taken_from_what_is_there(
     take(photos, **AUTO)
     assert "fp32 (as the statistics were begun)" in capfd.readouterr().err
     assert_same_numbers("store", whole)
+
+
+def test_they_keep_the_number_of_threads_they_were_begun_with(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr("featx.prepare.num_cpus", lambda: 3)
+    torch.set_num_threads(3)
+    with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
+        take(photos)
+    torch.set_num_threads(2)
+    capfd.readouterr()
+    assert take(photos).attributes["threads"] == 3
+    assert "3 (as the statistics were begun; here it would be 2" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("unfinished", [False, True])

@@ -1,7 +1,7 @@
 """How the parts of a run are spread over processes and machines: one file a way.
 
 Workers need no process group: each computes whole parts as the driver decided everything, and
-commits them itself; the store's folder is all that they share.
+commits them itself; the run's folder is all that they share.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from featx.config import Config
     from featx.executors.harvest import Outcome
+    from featx.executors.orders import Product, Session
     from featx.prepare import Prepared
-    from featx.store.session import StoreSession
 
 
 def check(config: Config) -> None:
@@ -22,18 +22,24 @@ def check(config: Config) -> None:
     module.check(config)
 
 
-def spread(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
-    """Compute what a store lacks, as the key `executor` says.
+def spread(prepared: Prepared, session: Session, product: Product, config_yaml: str) -> Outcome:
+    """Compute what is missing, as the keys `executor` and `devices` say.
 
     Args:
         prepared: the run.
-        session: its store, held.
+        session: its store or statistics, held.
+        product: what the workers make.
         config_yaml: as the user gave it.
 
     Raises:
         FeatxError: a worker failed; the message names it, the part and its rows.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
+    from featx.devices import away  # which imports torch
+    from featx.executors.orders import order_of
+
     module: Any = importlib.import_module(f"featx.executors.{prepared.config.executor.name}")
-    outcome: Outcome = module.run(prepared, session, config_yaml)
+    order = order_of(prepared, session, product, config_yaml)
+    with away(prepared.engine.backbone.module, prepared.engine.device):
+        outcome: Outcome = module.run(prepared, session, order)
     return outcome

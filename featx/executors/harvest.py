@@ -7,10 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from featx.executors.orders import Order
+from featx.executors.orders import Order, Session
 from featx.loop import Figures, refuse_failures
 from featx.progress import bottleneck
-from featx.store.session import StoreSession
 from featx.types import Failure, Part
 
 
@@ -103,7 +102,7 @@ class Harvest:
         self.rows += len(done.part)
         self.faint.update(done.faint)
 
-    def refuse_failures(self, order: Order, session: StoreSession) -> None:
+    def refuse_failures(self, order: Order, session: Session) -> None:
         """Raise TooManyFailuresError where going on would only give more of the same."""
         left = self.rows_to_do - self.rows
         left_s = left * (self.ended - self.begun) / max(1, self.rows)
@@ -112,7 +111,7 @@ class Harvest:
 
     def outcome(self, num_workers: int, order: Order) -> Outcome:
         """The figures of the run, when it is done."""
-        seconds = {stage: self.labour.seconds.get(stage, 0.0) for stage in _STAGES}
+        seconds = dict.fromkeys(_STAGES, 0.0) | self.labour.seconds
         took = self.ended - self.begun
         if not self.rows or took <= 0:
             return Outcome(Figures(seconds, None, 0, None), self.faint, 0)

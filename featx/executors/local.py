@@ -24,15 +24,14 @@ from featx import errors
 from featx.config import Config
 from featx.errors import FeatxError, RunError, TooManyFailuresError
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
-from featx.executors.orders import Order, order_of
+from featx.executors.orders import Order, Session
 from featx.executors.part_work import rows_text
 from featx.executors.worker import STOP
 from featx.loop import GRACE_S, Interrupted, stop_signals
 from featx.machine import num_cpus
 from featx.prepare import Prepared
 from featx.progress import Progress, complain
-from featx.store.heartbeat import Heartbeat, clear_sign_of
-from featx.store.session import StoreSession
+from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.supervisor import CRASHES, MAX_CRASHES
 from featx.suspects import was_decoding
 from featx.types import Part
@@ -51,21 +50,16 @@ def check(config: Config) -> None:
     """Nothing is needed beside featx."""
 
 
-def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
-    """Compute what a store lacks in processes of their own.
+def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+    """Compute what is missing in processes of their own.
 
     Raises:
         RunError: a worker failed, or a part took MAX_DEATHS workers with it.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    from featx.devices import leave  # which imports torch
-
-    devices = [str(device) for device in prepared.devices]
-    cpus = prepared.config.cpus_of_worker(num_cpus())
     parts = session.missing()
-    order = order_of(prepared, session, config_yaml, cpus)
+    devices = [str(device) for device in prepared.devices]
     _warn(prepared, len(devices))
-    leave(prepared.engine.backbone.module, prepared.engine.device)
     crew = Crew(order, devices[: len(parts)], session, parts)
     with Heartbeat(session.disk, "driver"):
         crew.work()
@@ -151,7 +145,7 @@ class Crew:
         self,
         order: Order,
         devices: Sequence[str],
-        session: StoreSession,
+        session: Session,
         parts: Sequence[Part],
         command: Sequence[str] = COMMAND,
     ) -> None:
@@ -307,7 +301,7 @@ class Crew:
             self._read_output(worker)
             self._workers.remove(worker)
             worker.close()
-            clear_sign_of(self._session.disk, worker.process.pid)
+            clear_sign(self._session.disk, sign_name(worker.process.pid))
             if not worker.finished and self._ending is None:
                 self._replace(worker)
 
@@ -377,7 +371,7 @@ class Crew:
                 worker.process.wait()
                 self._hear(worker)  # what it made durable before
                 worker.close()
-                clear_sign_of(self._session.disk, worker.process.pid)
+                clear_sign(self._session.disk, sign_name(worker.process.pid))
 
 
 def _how(code: int) -> str:

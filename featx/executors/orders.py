@@ -11,22 +11,105 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from featx.config import Config
 from featx.data import open_source
 from featx.errors import ConfigError, RunError
 from featx.fingerprint import differences
-from featx.machine import take_cpus
+from featx.machine import num_cpus, take_cpus
 from featx.options import ExecutorConfig
 from featx.prepare import Prepared, prepare
-from featx.store.listing import read_listing
-from featx.store.manifest import Manifest, read_manifest
-from featx.store.session import StoreSession
-from featx.types import Begun, LayerSpec, Listing, Source
+from featx.store.commit import Disk
+from featx.store.heartbeat import Heartbeat
+from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
+
+
+class Maker(Protocol):
+    """Computes parts batch by batch, and makes each durable.
+
+    Attributes:
+        faint: layer -> rows that float16 hardly holds.
+        seconds: busy ones of stages that not every run has.
+    """
+
+    faint: Counter[str]
+    seconds: dict[str, float]
+
+    def take(self, part: Part, batch: Batch) -> list[Failure]:
+        """Compute the next batch of a part; returns its rows that failed."""
+
+    def hand_over(self) -> Callable[[], Sequence[Failure]]:
+        """The part whose last batch was taken; calling what is returned makes it durable.
+
+        What is called returns the failures of the part that is there then.
+        """
+
+
+class Product(Protocol):
+    """What the workers of a run are to make, and where they commit it; travels with the order.
+
+    Attributes:
+        dtype: in which the engine gives its values.
+        settings: of the fingerprint, beside those of every run.
+        datasets: the names of what is computed.
+    """
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def settings(self) -> Mapping[str, Any]: ...
+    @property
+    def datasets(self) -> frozenset[str]: ...
+
+    def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
+        """Raise RunError where something else was begun in the folder since this was ordered."""
+
+    def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
+        """The rows of the run, as the folder has them; None where it has not so many."""
+
+    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
+        """Those of some parts that nobody has committed yet."""
+
+    def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> Maker:
+        """What computes the parts and commits each."""
+
+
+class Session(Protocol):
+    """The folder that a driver holds: what is asked for, what is there, and what is missing.
+
+    Attributes:
+        lock: the descriptor that holds it.
+    """
+
+    root: Path
+    disk: Disk
+    lock: int
+
+    @property
+    def rows_asked(self) -> int:
+        """Rows that there are in the end."""
+
+    @property
+    def rows_done(self) -> int:
+        """Rows in committed parts."""
+
+    @property
+    def num_failed(self) -> int:
+        """Rows in committed parts whose image failed."""
+
+    def missing(self) -> list[Part]:
+        """The parts that are still to be done, in order."""
+
+    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+        """A part is durable; its failures are noted."""
+
+    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+        """Those of some parts that other processes have committed, with their failures."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +121,7 @@ class Order:
         config: of the run; the device is the worker's own.
         config_yaml: as the user gave it.
         source: the data set where it can be sent; None where the worker opens the config's.
-        manifest: featx.json.
-        layers: names of the datasets to compute.
+        product: what is made.
         begun: how every `auto` was decided.
         fingerprint: of the driver, which the worker's has to equal.
         num_rows: of the listing.
@@ -50,33 +132,30 @@ class Order:
     config: Config
     config_yaml: str
     source: Source | None
-    manifest: bytes
-    layers: frozenset[str]
+    product: Product
     begun: Begun
     fingerprint: Mapping[str, Any]
     num_rows: int
     cpus: int
 
 
-def order_of(prepared: Prepared, session: StoreSession, config_yaml: str, cpus: int) -> Order:
-    """What the workers of a run are told; they get `cpus` CPUs each.
+def order_of(prepared: Prepared, session: Session, product: Product, config_yaml: str) -> Order:
+    """What the workers of a run are told.
 
     Raises:
         ConfigError: the data set is an object that cannot be sent to another process.
     """
     config = prepared.config
-    asked = prepared.as_run()
     return Order(
         root=session.root.absolute(),
         config=replace(config, devices=None, executor=ExecutorConfig()),
         config_yaml=config_yaml,
         source=_sendable(prepared),
-        manifest=session.manifest.to_json(),
-        layers=asked.names,
-        begun=Begun(asked.resolved, asked.grid.part_rows),
+        product=product,
+        begun=Begun(prepared.as_run().resolved, prepared.part_rows),
         fingerprint=prepared.header.fingerprint,
         num_rows=len(prepared.listing),
-        cpus=cpus,
+        cpus=config.cpus_of_worker(num_cpus()),
     )
 
 
@@ -120,11 +199,11 @@ class SentOrder:
 
 
 class _Ordered:
-    """What `prepare` asks of a store, answered from an order instead."""
+    """What `prepare` asks of a purpose, answered from an order instead."""
 
     def __init__(self, order: Order, source: Source, listing: Listing) -> None:
-        self.dtype = order.config.dtype
-        self.settings = {"dtype": order.config.dtype, "codec": order.config.codec}
+        self.dtype = order.product.dtype
+        self.settings = dict(order.product.settings)
         self.folder: Path | None = order.root
         self._order = order
         self._found = source, listing
@@ -133,7 +212,7 @@ class _Ordered:
         return self._found
 
     def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
-        return [pair for pair in chosen if pair[0].name in self._order.layers]
+        return [pair for pair in chosen if pair[0].name in self._order.product.datasets]
 
     def begun(self, names: set[str]) -> Begun | None:
         return self._order.begun
@@ -153,14 +232,13 @@ def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
         FeatxError: model or data set are not to be had here.
     """
     take_cpus(order.cpus)
-    if read_manifest(order.root) != Manifest.from_json(order.manifest, order.root):
-        raise RunError(f"{order.root} was begun anew or went on otherwise since this was ordered.")
+    order.product.check(order.root, order.fingerprint)
     config = replace(order.config, device=device)
     source = order.source
     if source is None:
         source = open_source(config.data)
         source.listing()  # which makes it ready to read
-    listing = read_listing(order.root, order.num_rows, order.fingerprint["listing"])
+    listing = order.product.listing(order.root, order.num_rows, order.fingerprint["listing"])
     if listing is None:
         raise RunError(f"{order.root} has no listing of {order.num_rows} rows that is readable.")
     purpose = _Ordered(order, source, listing)

@@ -7,24 +7,19 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from featx.errors import FeatxError, RunError
 from featx.executors.harvest import Done, Labour
 from featx.executors.orders import Order
-from featx.features import FeatureWork
 from featx.loop import Interrupted, peak_memory_mib, run_parts
 from featx.prepare import Prepared
 from featx.progress import Unseen
-from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
-from featx.store.manifest import Manifest
-from featx.store.part_files import publish_part
-from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Part
 
 
-class PartWork(FeatureWork):
+class PartWork:
     """Parts of an order, one after the other, each committed and told.
 
     Args:
@@ -36,6 +31,7 @@ class PartWork(FeatureWork):
 
     Attributes:
         part: whose batch is being computed; None between two batches.
+        seconds: busy ones of stages that not every run has, since `do` began.
     """
 
     def __init__(
@@ -46,20 +42,17 @@ class PartWork(FeatureWork):
         heart: Heartbeat,
         stopping: threading.Event | None = None,
     ) -> None:
-        super().__init__(prepared, self._publish, heart)
+        self._maker = order.product.maker(prepared, order.root, heart)
         self._stopping = stopping or threading.Event()
         self.part: Part | None = None
         self.rows_asked = order.num_rows
         self.rows_done = 0
         self.rows_failed = 0  # the driver knows of all workers', and ends the run
         self._prepared = prepared
-        self._manifest = Manifest.from_json(order.manifest, order.root)
-        self._disk = Disk(order.root)
         self._tell = tell
         self._parts: Iterable[Part] = ()
         self._unseen = Unseen()
-        self._begun = 0.0
-        self._open: dict[int, tuple[float, float, Counter[str]]] = {}
+        self._at: tuple[Part, float] | None = None
 
     def do(self, parts: Iterable[Part]) -> Labour:
         """Compute and commit parts as they come.
@@ -68,8 +61,13 @@ class PartWork(FeatureWork):
             Interrupted: a signal asked for the end; what was whole is committed.
         """
         self._parts = parts
+        self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
         figures = run_parts(self._prepared, self, progress=self._unseen)
         return Labour(figures.seconds, figures.bytes_read, peak_memory_mib())
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self._maker.seconds
 
     def missing(self) -> Iterable[Part]:
         return self._parts
@@ -78,25 +76,25 @@ class PartWork(FeatureWork):
         if self._stopping.is_set():
             raise Interrupted(signal.SIGTERM)
         if batch.start == part.start:
-            self._begun = time.perf_counter()
+            self._at = part, time.perf_counter()
         self.part = part
-        failures = super().take(part, batch)
+        failures = self._maker.take(part, batch)
         self.part = None
         return failures
 
     def hand_over(self) -> Callable[[], None]:
-        assert self._builder is not None, "no batch of a part was taken"
+        assert self._at is not None, "no batch of a part was taken"
+        part, begun = self._at
+        faint, self._maker.faint = self._maker.faint, Counter()
         waited = self._unseen.take_waited()
-        self._open[self._builder.part.index] = self._begun, waited, self.faint
-        self.faint = Counter()
-        return super().hand_over()
+        commit = self._maker.hand_over()
 
-    def _publish(self, builder: PartBuilder) -> None:
-        failures = publish_part(self._disk, builder, self._manifest, self._prepared.listing)
-        self.rows_done += len(builder.part)
-        begun, waited, faint = self._open.pop(builder.part.index)
-        seconds = time.perf_counter() - begun
-        self._tell(Done(builder.part, failures, +faint, seconds, waited))
+        def made_durable() -> None:
+            failures = commit()
+            self.rows_done += len(part)
+            self._tell(Done(part, failures, +faint, time.perf_counter() - begun, waited))
+
+        return made_durable
 
 
 def rows_text(parts: Sequence[Part]) -> str:

@@ -12,19 +12,19 @@ import os
 import socket
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
-from featx.executors.orders import Order, SentOrder, order_of, prepared_as_ordered
+from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordered
 from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.loop import Interrupted, stop_signals
 from featx.prepare import Prepared
 from featx.progress import Progress
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat
-from featx.store.session import StoreSession
+from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.types import Part
 
 WAIT_S = 0.5
@@ -45,17 +45,13 @@ def check(config: Config) -> None:
             raise _no_cluster(config, error) from error
 
 
-def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
-    """Compute what a store lacks in actors of a Ray cluster.
+def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+    """Compute what is missing in actors of a Ray cluster.
 
     Raises:
         RunError: an actor failed; the message names its part and rows.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    from featx.devices import leave  # which imports torch
-
-    order = order_of(prepared, session, config_yaml, prepared.config.executor.num_cpus)
-    leave(prepared.engine.backbone.module, prepared.engine.device)
     with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
         pool = Pool(ray, order, prepared, session)
         pool.work()
@@ -73,14 +69,15 @@ class Actor:
         self._work: PartWork | None = None
         self._done: list[Done] = []
 
-    def ready(self) -> None:
-        """Returns once this process can do parts."""
+    def ready(self) -> str:
+        """Returns once this process can do parts: the name of its sign of life."""
         with blamed_on(self._name, lambda: rows_text([])):
             order = self._order.open()
             heart = Heartbeat(Disk(order.root), f"actor on {self._device}")
             self._stack.enter_context(heart)
             prepared = self._stack.enter_context(prepared_as_ordered(order, self._device))
             self._work = PartWork(prepared, order, self._done.append, heart)
+        return sign_name(os.getpid())
 
     def do(self, part: Part) -> tuple[list[Done], Labour]:
         """Compute and commit a part."""
@@ -96,6 +93,19 @@ class Actor:
         self._stack.close()
 
 
+@dataclass
+class _Hand:
+    """An actor, as its driver knows it.
+
+    Attributes:
+        handle: Ray's.
+        sign: the name of its sign of life, once it is ready.
+    """
+
+    handle: Any
+    sign: str | None = None
+
+
 class Pool:
     """The actors of a run and the queue of its parts.
 
@@ -104,7 +114,7 @@ class Pool:
         size: how many actors there are.
     """
 
-    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: StoreSession) -> None:
+    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: Session) -> None:
         keys = prepared.config.executor
         self._pending = deque(session.missing())
         self.harvest = Harvest(sum(len(part) for part in self._pending))
@@ -117,7 +127,8 @@ class Pool:
         self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
         self._order = ray.put(SentOrder(order))
         self._ray, self._session = ray, session
-        self._at: dict[Any, tuple[Any, Part | None]] = {}
+        self._at: dict[Any, tuple[_Hand, Part | None]] = {}
+        self._idle: list[_Hand] = []
         self._deaths: Counter[int | None] = Counter()
 
     def work(self) -> None:
@@ -144,12 +155,20 @@ class Pool:
 
     def _start(self) -> None:
         """One more actor; it gets a part when it is ready, for which a machine may have to come."""
-        actor = self._kind.remote(self._order, self._device)
-        self._at[actor.ready.remote()] = actor, None
+        hand = _Hand(self._kind.remote(self._order, self._device))
+        self._at[hand.handle.ready.remote()] = hand, None
+
+    def _give(self, hand: _Hand) -> None:
+        """The next part for an actor, which waits where there is none now."""
+        if self._pending:
+            part = self._pending.popleft()
+            self._at[hand.handle.do.remote(part)] = hand, part
+        else:
+            self._idle.append(hand)
 
     def _take(self, reference: Any) -> None:
         """What an actor gives back, and the next part for it."""
-        actor, part = self._at.pop(reference)
+        hand, part = self._at.pop(reference)
         try:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
@@ -160,9 +179,11 @@ class Pool:
             told.add_note(str(error))
             raise told from None
         except self._ray.exceptions.RayError as error:
+            self._forget(hand)
             self._replace(part, str(error).strip().splitlines()[0])
             return
         if part is None:
+            hand.sign = result
             if not self.harvest.begun:
                 self._progress.begin()
             self.harvest.begin()
@@ -175,9 +196,7 @@ class Pool:
                 self._progress.step(len(each.part), len(each.failures), waited)
                 self.harvest.refuse_failures(self._asked, self._session)
             self.harvest.labour.add(labour)
-        if self._pending:
-            following = self._pending.popleft()
-            self._at[actor.do.remote(following)] = actor, following
+        self._give(hand)
 
     def _replace(self, part: Part | None, reason: str) -> None:
         """Another actor takes over from one that died, unless it goes on like that."""
@@ -192,12 +211,21 @@ class Pool:
         self._progress.tell(f"an actor died in {where} ({reason}); another one takes its place")
         if part is not None:
             self._pending.appendleft(part)
-        self._start()
+        if self._idle:
+            self._give(self._idle.pop())  # a full cluster may have no room for one more
+        else:
+            self._start()
 
     def _dismiss(self) -> None:
         """No actor goes on, whatever ends the run."""
-        for actor, _ in self._at.values():
-            self._ray.kill(actor)
+        for hand in (*self._idle, *(hand for hand, _ in self._at.values())):
+            self._ray.kill(hand.handle)
+            self._forget(hand)
+
+    def _forget(self, hand: _Hand) -> None:
+        """An actor is gone, and tells nothing of itself any more."""
+        if hand.sign is not None:
+            clear_sign(self._session.disk, hand.sign)
 
 
 @contextlib.contextmanager

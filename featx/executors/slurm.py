@@ -18,7 +18,7 @@ from typing import Any
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
-from featx.executors.orders import Order, SentOrder, order_of, prepared_as_ordered
+from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordered
 from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.loop import Interrupted, stop_signals
 from featx.prepare import Prepared
@@ -26,8 +26,6 @@ from featx.progress import Progress
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
-from featx.store.part_files import look_at_part, part_path
-from featx.store.session import StoreSession
 from featx.types import Part
 
 POLL_S = 2.0
@@ -50,18 +48,13 @@ def check(config: Config) -> None:
         )
 
 
-def run(prepared: Prepared, session: StoreSession, config_yaml: str) -> Outcome:
-    """Compute what a store lacks in tasks of a job array.
+def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+    """Compute what is missing in tasks of a job array.
 
     Raises:
         RunError: a task failed; the message names it, the part and its rows.
         Interrupted: a signal asked for the end; the tasks were told to commit what is whole.
     """
-    from featx.devices import leave  # which imports torch
-
-    config = prepared.config
-    order = order_of(prepared, session, config_yaml, config.executor.num_cpus)
-    leave(prepared.engine.backbone.module, prepared.engine.device)
     array = _Array(order, prepared, session)
     with Heartbeat(session.disk, "driver"):
         array.work()
@@ -84,7 +77,7 @@ class Task:
             the parts that were done here and now, and what that took.
         """
         order = self._order.open()
-        missing = [p for p in self._parts if not part_path(order.root, p.index).exists()]
+        missing = order.product.missing(order.root, self._parts)
         done: list[Done] = []
         if not missing:
             return done, Labour()
@@ -116,7 +109,7 @@ class _Array:
         num_tasks: that share the parts.
     """
 
-    def __init__(self, order: Order, prepared: Prepared, session: StoreSession) -> None:
+    def __init__(self, order: Order, prepared: Prepared, session: Session) -> None:
         keys = prepared.config.executor
         self._missing = {part.index: part for part in session.missing()}
         self.harvest = Harvest(sum(map(len, self._missing.values())))
@@ -162,16 +155,7 @@ class _Array:
 
     def _look_at_parts(self) -> None:
         """Note what is committed since the last look: the files say so, whoever wrote them."""
-        folder = self._session.root / layout.PARTS
-        there = {entry.name for entry in os.scandir(folder)}
-        for part in list(self._missing.values()):
-            if layout.part_name(part.index) not in there:
-                continue
-            path = part_path(self._session.root, part.index)
-            run = self._session.manifest.run_of(part)
-            problem, failures = look_at_part(path, part, run)
-            if problem is not None:
-                raise RunError(f"{path} does not count: {problem}. The same command does it again.")
+        for part, failures in self._session.arrived(list(self._missing.values())):
             del self._missing[part.index]
             self._session.committed(part, failures)
             if not self.harvest.begun:
@@ -226,7 +210,7 @@ def _chunks(parts: Sequence[Part], count: int) -> Iterator[list[Part]]:
         yield list(parts[begin:end])
 
 
-def _executor(config: Config, session: StoreSession) -> Any:
+def _executor(config: Config, session: Session) -> Any:
     """submitit's, with what the config asks of the cluster."""
     keys = config.executor
     mode = keys.mode or "slurm"

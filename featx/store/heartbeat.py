@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from featx.errors import StoreLockedError
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.types import Part
 
 BEAT_S = 10.0
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
+"""PROC_PID_INIT_INO of the kernel's proc_ns.h."""
+
 SILENT_S = 45.0
 """A process that has not written its file for so long is told as silent. It leaves room for clocks
 that differ by half a minute, and for file systems that show a change late."""
@@ -37,11 +41,12 @@ class Heartbeat:
     """
 
     def __init__(self, disk: Disk, what: str, outlives: bool = False) -> None:
-        self._path = _sign_path(disk.root, os.getpid())
+        self._path = disk.root / layout.WORKERS / sign_name(os.getpid())
         self._disk = disk
         self._values: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "pids": pid_namespace(),
             "what": what,
             "outlives": outlives,
             "since": time.time(),
@@ -112,28 +117,57 @@ def signs_of_life(root: Path) -> Sequence[Sign]:
     found = []
     for path in sorted((root / layout.WORKERS).glob("*.json")):
         with contextlib.suppress(OSError, ValueError):  # it ended just now
-            values = json.loads(path.read_bytes())
+            values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime
-            here = values["host"] == socket.gethostname()
+            here = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
             alive = age_s < SILENT_S and not (here and _is_gone(values["pid"]))
             found.append(Sign(path, values, age_s, alive))
     return found
 
 
 def clear_signs(disk: Disk) -> None:
-    """Delete the files of processes that are silent; only who holds the store may."""
+    """Delete the files of all processes before; only who holds the store may.
+
+    Also of those that wrote a moment ago: drivers and their workers hold the lock while they live,
+    on whatever machine, and whoever goes on without it was looked for by `refuse_other_writers`.
+    """
     for sign in signs_of_life(disk.root):
-        if not sign.alive:
-            disk.forget(sign.path)
+        disk.forget(sign.path)
 
 
-def clear_sign_of(disk: Disk, pid: int) -> None:
-    """Delete the file of a process of this machine that has ended."""
-    disk.forget(_sign_path(disk.root, pid))
+def refuse_other_writers(root: Path) -> None:
+    """Raise StoreLockedError where workers of other machines go on that a dead driver left."""
+    for sign in signs_of_life(root):
+        if sign.alive and sign.values.get("outlives"):
+            raise StoreLockedError(
+                f"{root} is being written by {sign.name}, for a driver that is gone; it was heard "
+                f"of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows nobody, cancel "
+                "it, or choose another out=DIR."
+            )
 
 
-def _sign_path(root: Path, pid: int) -> Path:
-    return root / layout.WORKERS / f"{socket.gethostname()}-{pid}.json"
+def clear_sign(disk: Disk, name: str) -> None:
+    """Delete the file of a process that has ended, by its `sign_name`."""
+    disk.forget(disk.root / layout.WORKERS / name)
+
+
+def sign_name(pid: int) -> str:
+    """The file of a process of this machine or, inside a container, of this container."""
+    space = pid_namespace()
+    return f"{socket.gethostname()}-{pid}{f'-{space}' if space else ''}.json"
+
+
+def pid_namespace() -> int | None:
+    """Within which a number means a process: containers may share a host's name, not its pids.
+
+    Returns:
+        None in the first one of a machine, and where there are none.
+    """
+    try:
+        space = int(os.readlink("/proc/self/ns/pid").strip("pid:[]"))  # noqa: PTH115 - no path
+    except (OSError, ValueError):
+        return None
+    return None if space == _FIRST_PID_NAMESPACE else space
 
 
 def _is_gone(pid: int) -> bool:

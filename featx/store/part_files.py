@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from featx.errors import StoreError
+from featx.errors import RunError, StoreError
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.store.dtypes import memory_dtype
@@ -47,6 +48,25 @@ def publish_part(
     if problem is not None:
         raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
     return failures
+
+
+def arrived_parts(
+    root: Path, manifest: Manifest, parts: Sequence[Part]
+) -> Iterator[tuple[Part, Sequence[Failure]]]:
+    """Those of some parts whose files are there, with their failures.
+
+    Raises:
+        RunError: a file is there that does not count.
+    """
+    there = {entry.name for entry in os.scandir(root / layout.PARTS)}
+    for part in parts:
+        if layout.part_name(part.index) not in there:
+            continue
+        path = part_path(root, part.index)
+        problem, failures = look_at_part(path, part, manifest.run_of(part))
+        if problem is not None:
+            raise RunError(f"{path} does not count: {problem}. The same command does it again.")
+        yield part, failures
 
 
 def look_at_part(path: Path, part: Part, run: Run) -> tuple[str | None, Sequence[Failure]]:

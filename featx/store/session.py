@@ -16,18 +16,24 @@ from typing import Any
 import h5py
 import numpy.typing as npt
 
-from featx.errors import StoreError, StoreLockedError
+from featx.errors import StoreError
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.dtypes import read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
-from featx.store.heartbeat import clear_signs, signs_of_life
+from featx.store.heartbeat import clear_signs, refuse_other_writers
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
-from featx.store.part_files import look_at_part, part_path, publish_part, shape_problem
+from featx.store.part_files import (
+    arrived_parts,
+    look_at_part,
+    part_path,
+    publish_part,
+    shape_problem,
+)
 from featx.store.repair import take_apart
 from featx.store.writer import PartBuilder
 from featx.types import Failure, Listing, Part
@@ -66,7 +72,7 @@ class StoreSession:
         """
         self.disk.make_folder(self.root)
         with exclusive_lock(self.root / layout.LOCK) as self.lock:
-            self._refuse_other_writers()
+            refuse_other_writers(self.root)
             if overwrite:
                 self._clear()
             before = self._restored()
@@ -118,10 +124,11 @@ class StoreSession:
         asked = [run for run in self.manifest.runs if run.names & self._asked.names]
         return max((run.grid.stop_row for run in asked), default=0)
 
-    def commit(self, builder: PartBuilder) -> None:
-        """Make one part durable; from here on no crash takes it away."""
+    def commit(self, builder: PartBuilder) -> Sequence[Failure]:
+        """Make one part durable; from here on no crash takes it away. Returns its failures."""
         failures = publish_part(self.disk, builder, self.manifest, self.listing)
         self.committed(builder.part, failures)
+        return failures
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """A part is durable, by this process or by a worker; its failures are noted."""
@@ -131,6 +138,14 @@ class StoreSession:
         if new:
             rows = csv_rows(sorted(new, key=lambda failure: failure.row))
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
+
+    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+        """Those of some parts that other processes have committed, with their failures.
+
+        Raises:
+            RunError: a file is there that does not count.
+        """
+        return arrived_parts(self.root, self.manifest, parts)
 
     def unpack(self) -> None:
         """The rows of features.h5 as parts again, where there is one.
@@ -223,16 +238,6 @@ class StoreSession:
 
     def _missing_of(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index not in self._done]
-
-    def _refuse_other_writers(self) -> None:
-        """Raise where workers of other machines go on that a driver left behind when it died."""
-        for sign in signs_of_life(self.root):
-            if sign.alive and sign.values.get("outlives"):
-                raise StoreLockedError(
-                    f"{self.root} is being written by {sign.name}, for a driver that is gone; it "
-                    f"was heard of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows "
-                    "nobody, cancel it, or choose another out=DIR."
-                )
 
     def _restored(self) -> Manifest | None:
         """The runs of the store; a lost or damaged featx.json is put back from a copy."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from PIL import Image
 from processes import ended
-from tiny_model import COMMAND, MODEL, extract
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
 from torch import nn
 
 import featx
@@ -105,6 +106,20 @@ def test_two_workers_give_what_one_process_gives(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    for workers in (2, 4):
+        keys: dict[str, Any] = {"devices": workers, "max_failures": 5.0}
+        assert spread_jobs.run(job, photos, **keys, overwrite=True) == 0
+        assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+        assert temporary_files(Path("store")) == []
+        assert not Path("store/workers").exists()
+    assert spread_jobs.run(job, photos, **keys) == 0  # nothing is left to do
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_any_number_of_workers_gives_the_same_bits_of_a_real_model(workers: int) -> None:
     keys: dict[str, Any] = {
@@ -178,14 +193,17 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
-    from featx.prepare import prepare
+    from featx.extraction import product_of
+    from featx.prepare import StorePurpose, prepare
     from featx.store.session import StoreSession
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
-    with prepare(from_omegaconf(keys), "") as prepared:
+    purpose = StorePurpose(from_omegaconf(keys))
+    with prepare(from_omegaconf(keys), "", purpose) as prepared:
         session = StoreSession(Path("store"), prepared.as_run(), prepared.listing)
         with session.hold():
-            order = orders.order_of(prepared, session, "", 1)
+            product = product_of(purpose, prepared, session)
+            order = orders.order_of(prepared, session, product, "")
             fingerprint = {**order.fingerprint, "version.torch": "0.1"}
             other = orders.replace(order, fingerprint=fingerprint)
             with (
@@ -216,6 +234,44 @@ class Raising(nn.Module):
 def command(*more: str) -> list[str]:
     slow = "+model.args.pause_s=0.4"
     return [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos", slow, *more]
+
+
+def command_of(job: str) -> list[str]:
+    """A job of two workers that takes its time."""
+    given = [text for text in COMMAND if not text.startswith("layers=")]
+    more = [*spread_jobs.OVERRIDES[job], "devices=2", "+model.args.pause_s=0.4"]
+    data = ["data=folder", "data.root=photos"]
+    return [sys.executable, "-m", "featx", *given, *data, *more]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.parametrize("victim", ["worker", "driver"])
+def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, victim: str) -> None:
+    pause = {**MODEL, "args": {"pause_s": 0.4}}
+    spread_jobs.run(job, photos, "alone", model=pause)
+    environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command_of(job), env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not spread_jobs.parts_done(job, Path("store")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = workers_here()
+        assert len(workers) == 2
+        os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
+        _, told = process.communicate(timeout=120)
+    if victim == "worker":
+        assert process.returncode == 0, told
+        assert re.search(r"worker \d \(cpu\) was killed by SIGKILL in part \d+ \(rows", told)
+    else:
+        assert all(ended(pid) for pid in workers), "a worker lives on"
+        assert 1 <= spread_jobs.parts_done(job, Path("store")) < 6
+        subprocess.run(command_of(job), env=environment, check=True, timeout=120)
+    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+    assert temporary_files(Path("store")) == []
 
 
 def started(*more: str) -> subprocess.Popen[str]:
@@ -277,13 +333,14 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
 
 
 @pytest.mark.slow
-def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path) -> None:
-    keys = {"model": {**MODEL, "target": "test_devices:Raising"}, "devices": 2}
+@pytest.mark.parametrize("job", ["extract", "stats"])
+def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path, job: str) -> None:
+    keys = {**KEYS, "model": {**MODEL, "target": "test_devices:Raising"}, "devices": 2}
     Image.new("RGB", (40, 40), (255, 255, 255)).save(photos / "dog" / "white.png")
     Path("bug").touch()
     with pytest.raises(RunError) as failed:
-        extract(photos, **keys)
+        run_job(job, **keys, data=photos)
     pattern = r"worker \d \(cpu\), part \d \(rows \d+ to \d+\): ValueError: a bug in the model"
     assert re.match(pattern, str(failed.value))
     Path("bug").unlink()
-    assert extract(photos, **keys).complete
+    assert run_job(job, **keys, data=photos) == 0

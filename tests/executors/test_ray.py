@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
 from processes import ended
@@ -135,6 +137,16 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
     assert len(ray.actors) == 3
     assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
+
+
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    ray.die_at = {1: 1}
+    assert spread_jobs.run(job, photos, executor="ray", max_failures=5.0) == 0
+    assert len(ray.actors) == 4
+    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
 
 
 def test_the_part_of_an_actor_that_dies_is_done_by_another(
@@ -262,3 +274,35 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
         subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
     assert digests("store") == digests("alone")
     assert temporary_files(Path("store")) == []
+    assert not Path("store/workers").exists(), "job=status would tell of actors that are gone"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> None:
+    """Two machines of one CPU each, as raylets of their own; the driver's has none."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    extract(photos, out="alone")
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        there = (f"executor.address={cluster.address}", "+model.args.pause_s=2.0")
+        with subprocess.Popen(
+            command(*there), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        ) as process:
+            deadline = time.monotonic() + 400
+            while len(actors_alive()) < 2 or not list(Path("store/parts").glob("part-*.h5")):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            _, told = process.communicate(timeout=400)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == 0, told
+    # Where the machine is slow its actor may not have had a part yet.
+    assert len(re.findall(r"an actor died in (part \d+ \(rows|no part)", told)) == 1, told
+    assert digests("store") == digests("alone")
+    assert temporary_files(Path("store")) == []
+    assert not Path("store/workers").exists()

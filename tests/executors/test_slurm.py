@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
 from tiny_model import COMMAND, MODEL, extract
@@ -24,6 +25,7 @@ from featx import machine
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.executors import slurm
 from featx.executors.orders import SentOrder
+from featx.features import StoreProduct
 from featx.keys import from_keywords, from_omegaconf
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
@@ -127,6 +129,29 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     assert len(cluster.tasks) == 3, "a finished store was submitted again"
 
 
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    cluster.lose = 1
+    keys = {"executor": {**LOCAL, "tasks": 2}, "max_failures": 5.0}
+    assert spread_jobs.run(job, photos, **keys) == 0
+    assert len(cluster.tasks) == 4
+    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+    assert spread_jobs.run(job, photos, **keys) == 0
+    assert len(cluster.tasks) == 4, "what was whole was submitted again"
+
+
+def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Path) -> None:
+    Path("store").mkdir()
+    with (
+        Heartbeat(Disk(Path("store")), "task 9 on cuda", outlives=True),
+        pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
+    ):
+        spread_jobs.run("stats", photos)
+    spread_jobs.run("stats", photos)
+
+
 def test_the_parts_of_lost_tasks_are_submitted_again(
     photos: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,7 +192,9 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
 
 
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
-    task = slurm.Task(SentOrder(SimpleNamespace(root=Path.cwd())), "cpu", [Part(0, 0, 4)])  # type: ignore[arg-type]
+    product = StoreProduct("float16", {}, frozenset(), b"")
+    order: Any = SimpleNamespace(root=Path.cwd(), product=product)
+    task = slurm.Task(SentOrder(order), "cpu", [Part(0, 0, 4)])
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
     assert pickle.loads(pickle.dumps(task))()[0] == []

@@ -1,0 +1,59 @@
+"""Jobs beside job=extract that are spread, with the tiny model, and what they made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from made_store import dataset_digests
+from tiny_model import KEYS, run_job
+
+import featx
+
+JOBS = ("stats", "attribute")
+
+_ATTRIBUTE: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
+_ATTRIBUTE["attribute"] = {
+    "method": ["gradcam", "saliency"], "layer": "deep", "maps": "conv", "per_class": 1,
+}  # fmt: skip
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stats": {**KEYS, "layers": ["conv", "deep"], "stats": {"rows": "position"}},
+    "attribute": _ATTRIBUTE,
+}
+OVERRIDES = {
+    "stats": ("job=stats", "layers=[conv,deep]", "stats.rows=position"),
+    "attribute": ("job=attribute", "attribute.method=[gradcam,saliency]", "attribute.layer=deep",
+                  "attribute.maps=conv", "attribute.per_class=1"),
+}  # fmt: skip
+"""The same for the command, beside tiny_model.COMMAND without its layers."""
+
+
+def run(job: str, data: Path, out: str = "store", **keys: Any) -> int:
+    """The exit code of a job on the pictures of a folder."""
+    return run_job(job, **{**OPTIONS[job], "data": data, "out": out, **keys})
+
+
+def made(job: str, out: str = "store") -> dict[str, Any]:
+    """Everything that has to be the same however the job was spread."""
+    root = Path(out)
+    if job == "attribute":
+        pictures = {path.name: path.read_bytes() for path in (root / "pictures").iterdir()}
+        return {**dataset_digests(root / "features.h5"), **pictures}
+    statistics = featx.open_stats(root)
+    numbers = {
+        name: (statistics[name].sha256, statistics[name].smallest.tolist()) for name in statistics
+    }
+    return {**numbers, "settings": statistics.settings, "failures": failures(root)}
+
+
+def failures(root: Path) -> str:
+    return (root / "stats-failures.csv").read_text()
+
+
+def parts_done(job: str, root: Path) -> int:
+    """Parts of four rows, by the names of the files alone."""
+    if job == "attribute":
+        return len(list((root / "parts").glob("part-*.h5")))
+    spans = [path.stem.split("-")[1:] for path in (root / "stats-parts").glob("rows-*.h5")]
+    return sum(-(-(int(stop) - int(start)) // 4) for start, stop in spans)

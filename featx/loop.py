@@ -276,7 +276,7 @@ def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> 
     Raises:
         NonFiniteError: a feature is not finite, and nonfinite=error.
     """
-    from featx.engine import finite_rows
+    from featx.rows import finite_rows
 
     failures = list(batch.failures)
     failed = {failure.row for failure in failures}

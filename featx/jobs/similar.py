@@ -15,6 +15,7 @@ from featx.config import Config
 from featx.errors import ConfigError
 from featx.progress import CountProgress, complain, facts, say, table
 from featx.similarity.duplicates import cosines_to_first, duplicate_groups
+from featx.similarity.index import RowIndex
 from featx.similarity.neighbours import Neighbours, nearest_rows
 from featx.similarity.representation import ROWS, LayerLikeness, layer_likeness
 from featx.store.commit import Disk
@@ -69,10 +70,14 @@ def _of_one(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
 def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
     layer, asked = _one_layer(store, config), config.similar
     disk = _disk(store, config)
-    k, metric = asked.k or _K, asked.metric or "cosine"
+    index = None if asked.recall is None else _index(store, layer, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()))
-        found = nearest_rows(store, layer, k, metric, None, config.device, progress.step)
+        if index is None:
+            k, metric = asked.k or _K, asked.metric or "cosine"
+            found = nearest_rows(store, layer, k, metric, None, config.device, progress.step)
+        else:
+            found = index.nearest_rows(progress.step)
     files = [disk.root / "neighbours.npz"]
     with disk.streamed(files[0]) as file:
         np.savez(
@@ -84,6 +89,7 @@ def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
             metric=np.array(found.metric),
             layer=np.array(layer),
             fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
+            recall=np.array(1.0 if index is None else index.recall),
         )
     if found.neighbours.size <= CSV_PAIRS:
         files.append(disk.root / "neighbours.csv")
@@ -98,6 +104,8 @@ def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
         "metric": found.metric,
         "rows": len(found.rows),
         "k": found.neighbours.shape[1],
+        "exact": asked.recall in (None, 1),
+        "index": None if index is None else index.about,
         "nearest_of_same_class": same,
         "files": [str(path) for path in files],
     }
@@ -106,9 +114,35 @@ def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
         ("rows", f"{len(found.rows)}, {found.neighbours.shape[1]} nearest of each"),
         ("metric", found.metric),
     ]
+    if index is not None:
+        rows.append(("found", _index_text(index)))
     if same is not None:
         rows.append(("same class", f"{same:.1%} of the nearest ones"))
     return summary, facts([*rows, ("files", "\n".join(map(str, files)))])
+
+
+def _index(store: FeatureStore, layer: str, config: Config) -> RowIndex:
+    """An index, and a word where it does not pay."""
+    asked = config.similar
+    assert asked.recall is not None, "it was asked for"
+    k, metric = asked.k or _K, asked.metric or "cosine"
+    index = RowIndex(store, layer, asked.recall, k, metric, config.seed, config.device)
+    if asked.recall < 1 and 4 * index.looked_at > index.lists:
+        complain(
+            f"the index looks at {index.looked_at} of its {index.lists} lists to find "
+            f"{asked.recall:g} of the nearest rows: without similar.recall the search would be "
+            "exact and hardly slower"
+        )
+    return index
+
+
+def _index_text(index: RowIndex) -> str:
+    if not index.measured_on:
+        return "all of the nearest rows, by faiss's exact search"
+    return (
+        f"{index.recall:.2%} of the nearest rows, measured on {index.measured_on} rows by exact\n"
+        f"search; {index.looked_at} of {index.lists} lists were looked at for each row"
+    )
 
 
 def _duplicates(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:

@@ -67,6 +67,10 @@ class SimilarConfig:
     """How many nearest rows, 10 when not given."""
     metric: str | None = None
     """Of nearest rows: cosine (when not given) or euclidean."""
+    recall: float | None = None
+    """For very many rows, by faiss (extra faiss, on the CPU): find only this share of the nearest
+    rows, such as 0.99, in far less time; the share is measured and told. 1 is exact, as it is when
+    not given."""
     duplicates: float | None = None
     """Groups of rows that reach this cosine, such as 0.98, one with the next."""
     cka: bool = False
@@ -87,12 +91,14 @@ class SimilarConfig:
         owners = {
             "k": ("", "key"),
             "metric": ("", "key"),
+            "recall": ("",),
             "other": ("cka",),
             "rows": ("cka",),
         }
         for key, known in owners.items():
             if getattr(self, key) is not None and kind not in known:
                 where = "similar.cka=true only" if known == ("cka",) else "nearest rows only"
+                where = "the nearest rows of every row only" if known == ("",) else where
                 raise ConfigError(
                     f"similar.{key} has an effect with {where}"
                     + (f", not with similar.{kind}." if kind else ".")
@@ -101,6 +107,8 @@ class SimilarConfig:
             check_choice("similar.metric", self.metric, METRICS)
         if self.k is not None and self.k < 1:
             raise ConfigError(f"similar.k={self.k}: expected at least 1.")
+        if self.recall is not None and not 0 < self.recall <= 1:
+            raise ConfigError(f"similar.recall={self.recall}: expected a share above 0, up to 1.")
         if self.rows is not None and self.rows < 4:
             raise ConfigError(f"similar.rows={self.rows}: expected at least 4.")
         if self.duplicates is not None and not 0 < self.duplicates <= 1:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +42,10 @@ class RawFile:
             self.mapped = np.frombuffer(pages, np.uint8)
         self.address = 0 if self.mapped is None else self.mapped.ctypes.data
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # At the end of a script the module's names may be gone before the file is.
         if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+            close(self._descriptor)
 
     def size_now(self) -> int:
         return os.fstat(self._descriptor).st_size

@@ -114,6 +114,28 @@ def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out)["cka"][0][0] == pytest.approx(1, abs=1e-5)
 
 
+def test_an_index_says_what_it_found(
+    store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("faiss", reason="no faiss: featx[faiss] has it")
+    ask(json=True, k=4, recall=0.9)
+    shown = capsys.readouterr()
+    summary = json.loads(shown.out)
+    # Of 29 rows there is one list only.
+    assert not summary["exact"]
+    assert summary["index"] == {"recall": 1.0, "measured_on": 15, "lists": 1, "looked_at": 1}
+    assert "looks at 1 of its 1 lists" in shown.err
+    with np.load("store/similar/neighbours.npz") as found:
+        assert found["recall"] == 1
+        # Rows that are copies of each other may change places.
+        expected = nearest_rows(store, "flat", 4, device="cpu")
+        assert np.allclose(found["score"], expected.scores, atol=1e-6)
+    ask(k=4, recall=0.9)
+    assert "100.00% of the nearest rows, measured on 15 rows" in capsys.readouterr().out
+    ask(json=True, k=4, recall=1)
+    assert json.loads(capsys.readouterr().out)["exact"]
+
+
 def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(21, 8).write(Path("store"), parts=[0])
     ask(k=2)
@@ -130,6 +152,8 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
         ({"rows": 100}, r"similar\.rows has an effect"),
         ({"metric": "dot"}, r"similar\.metric=dot"),
         ({"k": 0}, r"similar\.k=0"),
+        ({"recall": 1.5}, r"similar\.recall=1\.5: expected a share above 0, up to 1"),
+        ({"recall": 0.9, "key": "a"}, r"recall has an effect with the nearest rows of every row"),
         ({"layer": None}, r"name one layer with layer="),
     ],
 )

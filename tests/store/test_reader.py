@@ -717,6 +717,25 @@ def test_reading_needs_numpy_and_h5py_only(store: FeatureStore) -> None:
     assert done.stdout == "read\n", done.stderr
 
 
+SCRIPT = """
+import sys
+
+import torch
+
+import featx
+store = featx.open(sys.argv[1])
+x = store["flat"][:]
+"""
+
+
+def test_a_script_that_keeps_its_store_ends_without_a_word(store: FeatureStore) -> None:
+    """With torch there, files are let go of after modules have lost their names."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(store.root)], capture_output=True, text=True, check=True
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 @pytest.mark.parametrize(
     ("codec", "by_h5py"), [("none", []), ("lzf", [slice(3, 5), slice(20, 21)]), ("zstd", [])]
 )

@@ -22,13 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featx.engine import Compute, Engine, same_row
+from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.gradcam import grad_cam, kept_output, map_view
 from featx.guided import check_rectifiers, guided_rectifiers
 from featx.models.base import Backbone
 from featx.options import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
 from featx.projected import StoredReduce
+from featx.rows import same_row
 from featx.select import Selection, named_tap
 from featx.stages import find_stages
 from featx.targets import target_classes, values_of_classes

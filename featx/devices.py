@@ -68,8 +68,10 @@ def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         module.cpu()
         torch.cuda.empty_cache()
-    yield
-    module.to(device)
+    try:
+        yield
+    finally:
+        module.to(device)
 
 
 def synchronise(device: torch.device) -> None:

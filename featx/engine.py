@@ -26,6 +26,7 @@ from featx.hooks import Keep, TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.projected import StoredReduce, bound_reduction
 from featx.reduce import VIEWS, Reduction
+from featx.rows import same_row
 from featx.targets import target_values
 from featx.traces import Tap, Trace
 from featx.tracing import no_fast_path, trace
@@ -490,41 +491,3 @@ class Engine:
 
 def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
-
-
-def same_row(row: torch.Tensor) -> float:
-    """How far the same row may lie apart in two passes: 1e-3 of its largest finite value."""
-    finite = row[torch.isfinite(row)]
-    return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0
-
-
-def row_cosines(
-    features: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-) -> float:
-    """The smallest cosine between matching rows, over all layers; -1 where one is not finite."""
-    smallest = 1.0
-    for name, value in features.items():
-        a = value.reshape(len(value), -1).double()
-        b = reference[name].reshape(len(value), -1).double()
-        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            return -1.0
-        lengths = a.norm(dim=1) * b.norm(dim=1)
-        cosine = torch.where(lengths > 0, (a * b).sum(1) / lengths, (a == b).all(1).double())
-        smallest = min(smallest, float(cosine.min()))
-    return smallest
-
-
-def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
-    """A tensor on the CPU as the store keeps it: numpy has no bfloat16, so its bits as uint16."""
-    bits: npt.NDArray[Any] = (
-        value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
-    )
-    return bits
-
-
-def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
-    """dataset name -> (B,) bool: the rows without NaN or infinity."""
-    return {
-        name: torch.isfinite(value).reshape(len(value), -1).all(1).cpu().numpy()
-        for name, value in features.items()
-    }

@@ -131,7 +131,7 @@ def compute_rows(
     Raises:
         NonFiniteError: a feature is not finite, and nonfinite=error.
     """
-    from featx.engine import stored_bits
+    from featx.rows import stored_bits
 
     values = prepared.engine.run(batch.images, labels_of(prepared, batch))
     failures = failures_of(prepared, batch, values)

@@ -160,7 +160,9 @@ class Loader:
             RunError: the images' disk fails, and goes on failing.
         """
         with self._suspects.left_behind() as keys:
-            rows = {self._picture_of(bytes(key)): bytes(key) for key in self._listing.keys if keys}
+            if not keys:
+                return
+            rows = {self._picture_of(bytes(key)): bytes(key) for key in self._listing.keys}
             for picture in keys & rows.keys():
                 with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
                     self._decoded_alone(picture, self._read(rows[picture]))

@@ -126,7 +126,7 @@ def run_parts(
 
     engine = prepared.engine
     engine.model_seconds = engine.copy_seconds = 0.0
-    waited, computed = 0.0, 0
+    computed = 0
     done_before = work.rows_done
     missing = work.missing()
     loader = prepared.loader(engine.compute.batch_size)
@@ -139,19 +139,11 @@ def run_parts(
         _timeline(prepared, disk) as timeline,
         progress,
     ):
-        batches = loader.batches(missing)
-        while True:
-            waiting = time.perf_counter()
-            with span("wait for images"):
-                following = next(batches, None)
-            wait = time.perf_counter() - waiting
-            waited += wait
-            if following is None:
-                break
+        batches = _Awaited(loader.batches(missing))
+        for part, batch in batches:
             if stop:
                 raise Interrupted(stop[0])
             commits.check()
-            part, batch = following
             with span("batch"):
                 failures = work.take(part, batch)
             computed += batch.count
@@ -159,11 +151,11 @@ def run_parts(
                 commits.begin(work.hand_over())
                 if events is not None:
                     commits.finish()  # they tell of committed parts only
-                    events.part(part, _seconds(loader, engine, waited, commits.seconds))
+                    events.part(part, _seconds(loader, engine, batches.waited, commits.seconds))
                 done, took = done_before + computed, time.perf_counter() - begun
                 left_s = (work.rows_asked - done) * took / computed
                 refuse_failures(prepared.config, work.rows_failed, done, work.rows_asked, left_s)
-            progress.step(batch.count, len(failures), wait)
+            progress.step(batch.count, len(failures), batches.last_wait)
             if timeline is not None:
                 timeline.step()
         commits.finish()
@@ -171,11 +163,37 @@ def run_parts(
             raise Interrupted(stop[0])
     took = time.perf_counter() - begun
     rows = work.rows_done - done_before
-    seconds = {**_seconds(loader, engine, waited, commits.seconds), **work.seconds}
+    seconds = {**_seconds(loader, engine, batches.waited, commits.seconds), **work.seconds}
     if not rows:
         return Figures(seconds, None, loader.times.bytes, None)
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
+
+
+class _Awaited:
+    """The batches of a run as they come.
+
+    Attributes:
+        waited: seconds for all of them so far.
+        last_wait: seconds for the last one.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Part, Batch]]) -> None:
+        self.waited = self.last_wait = 0.0
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Part, Batch]]:
+        from featx.timeline import span
+
+        while True:
+            begun = time.perf_counter()
+            with span("wait for images"):
+                following = next(self._batches, None)
+            self.last_wait = time.perf_counter() - begun
+            self.waited += self.last_wait
+            if following is None:
+                return
+            yield following
 
 
 def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: float) -> None:
@@ -276,7 +294,7 @@ def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> 
     Raises:
         NonFiniteError: a feature is not finite, and nonfinite=error.
     """
-    from featx.engine import finite_rows
+    from featx.rows import finite_rows
 
     failures = list(batch.failures)
     failed = {failure.row for failure in failures}

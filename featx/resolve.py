@@ -14,8 +14,9 @@ import torch
 
 from featx.config import Config
 from featx.devices import may_have_bf16
-from featx.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine, row_cosines
+from featx.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine
 from featx.errors import ConfigError, RunError
+from featx.rows import row_cosines
 from featx.store import layout
 from featx.types import Begun
 

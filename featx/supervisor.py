@@ -10,9 +10,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import secrets
+import shutil
 import signal
 import struct
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +35,9 @@ _FOUND = struct.Struct("<Q")
 
 _told: mmap.mmap | None = None
 """What the child tells its parent: how many dangerous images it found, and where it notes them."""
+
+_scratch: Path | None = None
+"""Where a child may note what it decodes, if its job writes to no folder."""
 
 _last: dict[int, float] = {}
 
@@ -56,8 +62,35 @@ def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool
     debug = os.environ.get("FEATX_DEBUG") == "1"
     if debug or not sys.platform.startswith("linux") or threading.active_count() > 1:
         return work()
-    global _told
+    global _told, _scratch
     _told = mmap.mmap(-1, _BYTES)
+    _scratch = Path(tempfile.gettempdir(), f"featx-{os.getpid()}-{secrets.token_hex(8)}")
+    parent = os.getpid()
+    try:
+        return _until_done(work, was_decoding)
+    finally:
+        if os.getpid() == parent:  # a child that is done comes here as well
+            shutil.rmtree(_scratch, ignore_errors=True)
+
+
+def scratch_folder() -> Path | None:
+    """A folder for the notes of a job that writes to none, kept until the command ends.
+
+    Returns:
+        None where no parent would look at them after a crash, or there can be no folder.
+    """
+    if _scratch is None:
+        return None
+    try:
+        _scratch.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
+    return _scratch
+
+
+def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
+    """The exit code of the work, started again as `supervised` says; in a child, of the work."""
+    assert _told is not None
     num_crashes = num_found = 0
     while True:
         # Blocked until both sides have their handlers: no signal is lost, none ends one side only.

@@ -120,10 +120,12 @@ class Suspects:
     """The images of one run that are decoded each in a process of its own.
 
     Args:
-        folder: of the run, where it notes and remembers; None where there is none.
+        folder: of the run, where it notes and remembers. None where it writes to none: then the
+            command has one for as long as it goes on, and Python none.
     """
 
     def __init__(self, folder: Path | None) -> None:
+        folder = supervisor.scratch_folder() if folder is None else folder
         self._folder = folder
         self._lock = threading.Lock()
         self._keys = set() if folder is None else _remembered(folder / _REMEMBERED)

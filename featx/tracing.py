@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import resolve_name
+from torch.utils.hooks import RemovableHandle
 
 from featx.attention import WeightShapes
 from featx.hooks import elements
@@ -30,58 +32,75 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
     every_name = {
         name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
     }
-    calls: list[Call] = []
-    operations = _Operations(calls)
-    watch = Watch(module, operations.add)
-    weights = WeightShapes()
-    started: dict[str, list[float]] = {}
     counter = FlopCounterMode(display=False)
+    calls = _Calls(len(x), lambda: float(counter.get_total_flops()))
+    operations = _Operations(calls.found)
+    watch = Watch(module, operations.add)
     handles = []
-
-    def flops() -> float:
-        return float(counter.get_total_flops())
-
-    def before(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            started.setdefault(name, []).append(flops())
-
-        return hook
-
-    def after(name: str, target: nn.Module) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            operations.returned(name, output)
-            inputs = elements([*args, *kwargs.values()])
-            shown = weights.of_call(module, args, kwargs)
-            calls.append(
-                Call(
-                    module=name,
-                    number=1 + sum(call.module == name for call in calls),
-                    type_name=type(target).__name__,
-                    is_leaf=not any(True for _ in target.children()),
-                    is_linear=_is_linear(target),
-                    num_parameters=sum(p.numel() for p in target.parameters()),
-                    outputs={path: tuple(t.shape) for path, t in elements(output).items()},
-                    inputs={path: tuple(t.shape) for path, t in inputs.items()},
-                    mflops=(flops() - started[name].pop()) / len(x) / 1e6,
-                    attention={} if shown is None else {(): shown},
-                )
-            )
-
-        return hook
-
     try:
         handles += watch.attach()
         for name, target in module.named_modules():
-            handles += weights.attach(target)
-            handles.append(target.register_forward_pre_hook(before(name)))
-            handles.append(target.register_forward_hook(after(name, target), with_kwargs=True))
+            handles += calls.attach(name, target, operations.returned)
         # Fused kernels hide their operations from the counter.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, watch:
             module(x)
     finally:
         for handle in handles:
             handle.remove()
-    return Trace(calls, every_name, len(x), operations.found)
+    return Trace(calls.found, every_name, len(x), operations.found)
+
+
+class _Calls:
+    """The calls of a pass, in the order in which they end.
+
+    Args:
+        batch_size: of the pass.
+        flops: gives the floating point operations so far.
+    """
+
+    def __init__(self, batch_size: int, flops: Callable[[], float]) -> None:
+        self.found: list[Call] = []
+        self._batch_size = batch_size
+        self._flops = flops
+        self._started: dict[str, list[float]] = {}
+        self._weights = WeightShapes()
+
+    def attach(
+        self, name: str, target: nn.Module, returned: Callable[[str, Any], None]
+    ) -> list[RemovableHandle]:
+        """Record the calls of a module; `returned` hears of each what it gave."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._started.setdefault(name, []).append(self._flops())
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            returned(name, output)
+            self._add(name, module, args, kwargs, output)
+
+        return [
+            *self._weights.attach(target),
+            target.register_forward_pre_hook(before),
+            target.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = elements([*args, *kwargs.values()])
+        shown = self._weights.of_call(module, args, kwargs)
+        flops = self._flops() - self._started[name].pop()
+        self.found.append(
+            Call(
+                module=name,
+                number=1 + sum(call.module == name for call in self.found),
+                type_name=type(module).__name__,
+                is_leaf=not any(True for _ in module.children()),
+                is_linear=_is_linear(module),
+                num_parameters=sum(p.numel() for p in module.parameters()),
+                outputs={path: tuple(t.shape) for path, t in elements(output).items()},
+                inputs={path: tuple(t.shape) for path, t in inputs.items()},
+                mflops=flops / self._batch_size / 1e6,
+                attention={} if shown is None else {(): shown},
+            )
+        )
 
 
 class _Operations:

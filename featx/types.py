@@ -12,7 +12,7 @@ Nothing flows back. This module imports numpy only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -56,6 +56,9 @@ class Listing:
         skipped: what was seen and left out, reason -> count.
         marks: (N,) int64, a number for each row that is another one where its image is, as far as
             the source knows without reading it (its size, ...); None where it knows nothing.
+        columns: name -> (N,) what else is known of each row, in bytewise order of the names: int64,
+            float64 (NaN where a value is missing), bool, or fixed-length UTF-8 bytes (empty where
+            a value is missing).
     """
 
     keys: npt.NDArray[np.bytes_]
@@ -63,14 +66,20 @@ class Listing:
     classes: tuple[str, ...] = ()
     skipped: Mapping[str, int] = field(default_factory=dict)
     marks: npt.NDArray[np.int64] | None = None
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def head(self, count: int) -> Listing:
         """The first rows only; classes keep their numbers."""
-        marks = None if self.marks is None else self.marks[:count]
-        return Listing(self.keys[:count], self.labels[:count], self.classes, self.skipped, marks)
+        return replace(
+            self,
+            keys=self.keys[:count],
+            labels=self.labels[:count],
+            marks=None if self.marks is None else self.marks[:count],
+            columns={name: values[:count] for name, values in self.columns.items()},
+        )
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ import pytest
 from broken_decoders import ABORT, CRASH, HANG, SLOW, gif
 from conftest import with_path
 from PIL import Image
-from tiny_model import COMMAND, extract
+from tiny_model import COMMAND, extract, run_job
 
 import featx
 
@@ -106,3 +106,60 @@ def test_the_command_goes_on_by_itself(
     assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
     assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".suspects"}
     assert not list(Path("store").glob(".decoding-*"))
+
+
+@pytest.fixture
+def probed(photos: Path) -> Path:
+    """A store of sound pictures with a head; now two of them are dangerous, the first one too."""
+    extract(photos)
+    assert run_job("probe", out="store", device="cpu") == 0
+    for name in ("cat/000.png", "cat/006.png"):
+        (photos / name).unlink()
+    write_gifs(photos, ("cat/012.gif", "dog/005.gif"))
+    return photos
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("job", ["layers", "plan", "predict"])
+def test_jobs_that_write_to_no_store_go_on_as_well(
+    probed: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    options = [*COMMAND[:-1], "out=planned"]
+    if job == "predict":
+        options = [*COMMAND[:2], "store=store", "out=predicted", "max_failures=9"]
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", f"job={job}", "data=folder", f"data.root={probed}",
+         *options],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= 2
+    if job == "predict":
+        with Path("predicted/predictions.csv").open(newline="") as file:
+            rows = {row["key"]: row["status"] for row in csv.DictReader(file)}
+        failed = {key: status for key, status in rows.items() if status != "ok"}
+        assert failed == dict.fromkeys(("cat/012.gif", "dog/005.gif"), "crashes decoder")
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
+    photos: Path, tmp_path: Path
+) -> None:
+    write_gifs(photos, ("dog/005.gif",))
+    extract(photos)  # whose decoder it does no harm
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", "job=verify", "store=store", "verify.sample=50",
+         *COMMAND[:5]],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("The decoder of a picture ended the process") == 1
+    assert "1 different" in done.stdout
+    assert "dog/005.gif" in done.stdout

@@ -22,6 +22,7 @@ import pytest
 from conftest import make_picture
 from PIL import Image, ImageFile, ImageOps
 
+from featx.colours import to_rgb
 from featx.decode import (
     FORMATS,
     PILLOW,
@@ -30,7 +31,6 @@ from featx.decode import (
     decode,
     decode_pixels,
     jpeg_decoder,
-    to_rgb,
 )
 from featx.errors import ConfigError
 from featx.options import DataConfig
@@ -281,7 +281,7 @@ def test_conversion_in_strips_is_the_same(
         image.putpixel((at % 6, at // 6), value)
     whole = np.asarray(to_rgb(image, BACKGROUND))
     for num_pixels in (1, 6, 13, 59):
-        monkeypatch.setattr("featx.decode._STRIP_PIXELS", num_pixels)
+        monkeypatch.setattr("featx.colours._STRIP_PIXELS", num_pixels)
         assert np.array_equal(np.asarray(to_rgb(image, BACKGROUND)), whole)
 
 

@@ -37,6 +37,7 @@ NOT_RUN = {
     "/mnt/photos": "a disk of somebody's",
     "CIFAR10": "a data set that torchvision has to download",
     "data=huggingface": "a data set of the Hub; tests/data/test_huggingface_source.py makes one",
+    "data=video": "FFmpeg; tests/data/test_video_source.py makes videos",
     "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
     " devices=": "GPUs, or four processes; tests/executors has them",
     "executor=": "a cluster; tests/executors runs the same path on this machine",
@@ -88,7 +89,7 @@ def test_pages_have_commands() -> None:
     """The patterns above find them: no page is silently left out."""
     counts = {page.stem: len(commands_of(page)) for page in PAGES}
     assert counts["tutorial"] == 8
-    assert counts["data"] == 13
+    assert counts["data"] == 15
     assert counts["report"] == 2
     assert counts["README"] >= 6
     every = "\n".join(line for page in PAGES for line in commands_of(page))

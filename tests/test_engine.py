@@ -13,12 +13,13 @@ from torch import nn
 
 import featx
 from featx.devices import choose_device, exact_cuda
-from featx.engine import Compute, Engine, finite_rows, row_cosines
+from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
 from featx.models import build_backbone
 from featx.models.base import Backbone, state_sha256
 from featx.options import ModelConfig, ReduceConfig
 from featx.preprocess import Preprocess
+from featx.rows import finite_rows, row_cosines
 from featx.select import select
 from featx.traces import Tap
 

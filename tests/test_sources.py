@@ -68,6 +68,19 @@ def parquet(pictures: dict[str, bytes]) -> dict[str, Any]:
     return {"name": "table", "root": "t.parquet"}
 
 
+def parquets(pictures: dict[str, bytes]) -> dict[str, Any]:
+    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
+    from pyarrow import parquet
+
+    items = list(pictures.items())
+    Path("set").mkdir(exist_ok=True)
+    for i, some in enumerate((items[:8], items[8:])):
+        rows = [{"bytes": data, "path": key} for key, data in some]
+        columns = {"image": rows, "label": [key[:3] for key, _ in some]}
+        parquet.write_table(pa.table(columns), f"set/{i}.parquet", row_group_size=3)
+    return {"name": "table", "root": "set"}
+
+
 def hdf5(pictures: dict[str, bytes]) -> dict[str, Any]:
     pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in pictures.values()]
     with h5py.File("t.h5", "w") as file:
@@ -101,6 +114,7 @@ KINDS = {
     "tar.gz": Kind(shards("tar.gz")),
     "csv": Kind(csv, knows_images=False),
     "parquet": Kind(parquet),
+    "parquets": Kind(parquets),
     "hdf5": Kind(hdf5),
     "huggingface": Kind(huggingface),
 }

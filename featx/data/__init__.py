@@ -15,6 +15,7 @@ _HOME = {
     "hdf5": "hdf5",
     "torchvision": "torchvision",
     "huggingface": "huggingface",
+    "video": "video",
     "textiles": "packaged",
     "sample": "sample",
     "python": "python",

@@ -98,6 +98,7 @@ class FolderSource:
         follow_links: list and read what lies outside of it, where links lead there.
         extensions: endings of the names that count, in small letters.
         depth: folders between the root and an image at the most, None for any number.
+        what: the files are, for messages.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class FolderSource:
         follow_links: bool = False,
         extensions: frozenset[bytes] = EXTENSIONS,
         depth: int | None = None,
+        what: str = "images",
     ) -> None:
         self.root = root
+        self._what = what
         self._follow_links = follow_links
         self._extensions = extensions
         self._depth = depth
@@ -133,7 +136,7 @@ class FolderSource:
             named = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
-                f"no images below {self.root}: looked at {depth} for names ending in "
+                f"no {self._what} below {self.root}: looked at {depth} for names ending in "
                 f"{named}. Left out: {left_out or 'nothing'}."
             )
         names = sorted({key.split(b"/", 1)[0] for key in _each(keys) if b"/" in key})
@@ -154,7 +157,7 @@ class FolderSource:
         except OSError as error:
             if error.errno not in _OF_THE_FILE:
                 raise
-            self._check_root()
+            self.check_root()
             reason = (error.strerror or "cannot be opened").lower()
             raise ImageFault(Status.MISSING, reason, type(error).__name__) from error
         try:
@@ -185,7 +188,7 @@ class FolderSource:
                 )
         return self.read(path)
 
-    def _check_root(self) -> None:
+    def check_root(self) -> None:
         """Raise OSError where the whole folder is gone: that is no fault of the image."""
         info = os.stat(self._root_bytes)  # noqa: PTH116 - bytes paths
         if self._identity not in (None, (info.st_dev, info.st_ino)):

@@ -67,7 +67,8 @@ class BoxedSource:
         elif classes:  # pictures without a box take their class along
             labels, classes = renumbered(np.array(classes, dtype=object), labels)
         marks = None if whole.marks is None else whole.marks[place]
-        return Listing(keys, labels, classes, whole.skipped, marks)
+        columns = {name: values[place] for name, values in whole.columns.items()}
+        return Listing(keys, labels, classes, whole.skipped, marks, columns)
 
     def read(self, key: bytes) -> bytes:
         return self._source.read(self.picture(key))

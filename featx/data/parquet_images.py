@@ -1,10 +1,13 @@
-"""Image bytes in a Parquet file: read a row group at a time, the last ones kept."""
+"""Image bytes in Parquet files: read a row group at a time, the last ones kept."""
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,18 @@ KEPT_BYTES = 512 << 20
 MAX_GROUP_BYTES = 2 << 30
 """A row group is held whole; a larger one is refused."""
 
+_OPEN_FILES = 16
+"""Kept open, of many."""
+
 
 class ImageColumn:
     """A column of image bytes; threads take turns at reading a group, not at taking rows from it.
 
     Args:
-        file: Parquet.
+        files: Parquet, one after the other.
         column: binary, or a struct with a binary field `bytes`.
         keys: (N,) in bytewise order.
-        rows: (N,) the row of the file that each key stands for.
+        rows: (N,) the row that each key stands for, counted through all files.
 
     Raises:
         DataError: a row group is too large to be held.
@@ -37,28 +43,34 @@ class ImageColumn:
 
     def __init__(
         self,
-        file: Path,
+        files: Sequence[Path],
         column: str,
         keys: npt.NDArray[np.bytes_],
         rows: npt.NDArray[np.int64],
     ) -> None:
         from pyarrow import parquet
 
-        # Checksums of pages are compared where the writer kept any.
-        self._parquet = parquet.ParquetFile(file, page_checksum_verification=True)
+        self._files = files
+        self._states = [_state(file.stat()) for file in files]
         self._column = column
         self._keys, self._rows = keys, rows
         self._lock = threading.Lock()
+        self._open: OrderedDict[int, Any] = OrderedDict()
         self._groups: OrderedDict[int, Any] = OrderedDict()
-        about = self._parquet.metadata
-        counts = [about.row_group(i).num_rows for i in range(about.num_row_groups)]
+        self._places: list[tuple[int, int]] = []
+        counts = []
+        for number, file in enumerate(files):
+            about = parquet.read_metadata(file)
+            largest = max(_bytes_of(about, column), default=0)
+            if largest > MAX_GROUP_BYTES:
+                raise DataError(
+                    f"{file}: a row group holds {largest} bytes of {column}, over "
+                    f"{MAX_GROUP_BYTES}. Write it with smaller ones, as "
+                    "pyarrow.parquet.write_table(row_group_size=1000)."
+                )
+            self._places += [(number, i) for i in range(about.num_row_groups)]
+            counts += [about.row_group(i).num_rows for i in range(about.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(counts)])
-        largest = max(_bytes_of(about, column), default=0)
-        if largest > MAX_GROUP_BYTES:
-            raise DataError(
-                f"{file}: a row group holds {largest} bytes of {column}, over {MAX_GROUP_BYTES}. "
-                "Write it with smaller ones, as pyarrow.parquet.write_table(row_group_size=1000)."
-            )
 
     def read(self, key: bytes) -> bytes:
         """The encoded bytes of one image.
@@ -83,20 +95,21 @@ class ImageColumn:
         with self._lock:
             group = self._groups.pop(number, None)
             if group is None:
+                file, inside = self._places[number]
                 try:
-                    group = self._parquet.read_row_group(number, columns=[self._column])
+                    group = self._file(file).read_row_group(inside, columns=[self._column])
                 except (pa.ArrowException, OSError) as error:
                     # Damage is an OSError as well, but without the number of a system's error.
                     if getattr(error, "errno", None) is not None:
                         raise
                     raise ImageFault(
                         Status.DECODE_ERROR,
-                        f"row group {number} is damaged: {str(error)[:150]}",
+                        f"row group {inside} is damaged: {str(error)[:150]}",
                         type(error).__name__,
                     ) from error
                 group = group[self._column].combine_chunks()
                 if isinstance(group, pa.ChunkedArray):  # more than 2 GB in 32-bit offsets
-                    raise ImageFault(Status.TOO_LARGE, f"row group {number} is too large")
+                    raise ImageFault(Status.TOO_LARGE, f"row group {inside} is too large")
             self._groups[number] = group
             while (
                 len(self._groups) > 1 and sum(g.nbytes for g in self._groups.values()) > KEPT_BYTES
@@ -104,12 +117,37 @@ class ImageColumn:
                 self._groups.popitem(last=False)
             return group
 
+    def _file(self, number: int) -> Any:
+        """One of the files, open; the last ones used are kept so.
+
+        Raises:
+            OSError: it cannot be opened now, or is another one than was listed.
+        """
+        from pyarrow import parquet
+
+        opened = self._open.pop(number, None)
+        if opened is None:
+            path = self._files[number]
+            if _state(path.stat()) != self._states[number]:
+                raise OSError(errno.ESTALE, "the table was changed while it was in use", str(path))
+            # Checksums of pages are compared where the writer kept any.
+            opened = parquet.ParquetFile(path, page_checksum_verification=True)
+        self._open[number] = opened
+        if len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)[1].close()
+        return opened
+
+
+def _state(info: os.stat_result) -> tuple[int, int]:
+    """What changes when a file does."""
+    return info.st_size, info.st_mtime_ns
+
 
 def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
     """(N,) marks of the rows of a Parquet file: what its footer says of their row group's bytes."""
     from pyarrow import parquet
 
-    about = parquet.ParquetFile(file).metadata
+    about = parquet.read_metadata(file)
     marks = []
     for i in range(about.num_row_groups):
         group = about.row_group(i)
@@ -119,7 +157,7 @@ def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
             if c.path_in_schema.split(".")[0] == column
         ]
         marks.append(np.full(group.num_rows, zlib.crc32(repr(said).encode()), dtype=np.int64))
-    return np.concatenate(marks)
+    return np.concatenate([np.empty(0, dtype=np.int64), *marks])
 
 
 def _bytes_of(about: Any, column: str) -> list[int]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from featx.data.base import FolderSource
+from featx.data.columns import check_columns
 from featx.data.labels import Labels, named, of_any_kind
 from featx.data.numbered import numbered_keys
 from featx.data.pixels import encode_array, encode_image
@@ -195,6 +196,7 @@ class _Checked:
         if not (keys[1:] > keys[:-1]).all():
             raise DataError("listing().keys: expected different keys in bytewise order.")
         named(labels, listing.classes, "listing().labels")
+        check_columns(listing.columns, len(keys), "listing().columns")
         return listing
 
 

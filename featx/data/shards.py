@@ -7,8 +7,6 @@ them (AWS_* in the environment, ~/.aws, .netrc), never from data.root.
 from __future__ import annotations
 
 import errno
-import glob
-import itertools
 import os
 import re
 from collections.abc import Callable
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.data.base import FolderSource
+from featx.data.patterns import base_of, expand_braces, has_stars, is_pattern, matching_files
 from featx.errors import DataError, MissingExtraError
 
 PROTOCOLS = (
@@ -32,11 +31,8 @@ _VERSIONS = (
 """Where the services of fsspec say which state of a file it is, the surest first."""
 
 _ENDINGS = (b".tar", b".tar.gz", b".tgz")
-_MAX_SHARDS = 1_000_000
 _REQUESTS = 16
 """That are under way at once, while shards are found."""
-
-_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 
 
 @dataclass(frozen=True)
@@ -83,42 +79,6 @@ def find_shards(root: str, follow_links: bool) -> list[Shard]:
     return sorted(shards, key=lambda shard: shard.name)
 
 
-def expand_braces(pattern: str) -> list[str]:
-    """'a-{000..012}.tar' -> 13 names; '{a,b}' -> two; several braces multiply.
-
-    Raises:
-        DataError: a range runs backwards, or there are too many names.
-    """
-    pieces: list[list[str]] = []
-    end = 0
-    for found in _RANGE.finditer(pattern):
-        pieces.append([pattern[end : found.start()]])
-        end = found.end()
-        if found[3] is not None:
-            pieces.append(found[3].split(","))
-            continue
-        first, last = int(found[1]), int(found[2])
-        if not first <= last < first + _MAX_SHARDS:
-            raise DataError(
-                f"data.root={pattern}: {found[0]} is no range of up to {_MAX_SHARDS} names."
-            )
-        width = len(found[1])
-        pieces.append([f"{number:0{width}d}" for number in range(first, last + 1)])
-    pieces.append([pattern[end:]])
-    total = 1
-    for piece in pieces:
-        total *= len(piece)
-    if total > _MAX_SHARDS:
-        raise DataError(f"data.root={pattern} stands for {total} names, over {_MAX_SHARDS}.")
-    return ["".join(parts) for parts in itertools.product(*pieces)]
-
-
-def _base(pattern: str) -> str:
-    """What all names of a pattern begin with, up to its last '/': keys leave it out."""
-    plain = re.split(r"[{*?\[]", pattern, maxsplit=1)[0]
-    return plain[: plain.rfind("/") + 1]
-
-
 def _local(root: str, follow_links: bool) -> list[Shard]:
     folder = Path(root)
     if folder.is_dir():
@@ -126,14 +86,10 @@ def _local(root: str, follow_links: bool) -> list[Shard]:
         keys = [key for key in tars.listing().keys.tolist() if key.lower().endswith(_ENDINGS)]
         paths = [os.path.join(root, os.fsdecode(key)) for key in keys]
         return [_local_shard(key, path) for key, path in zip(keys, paths, strict=True)]
-    if folder.exists() or not re.search(r"[{*?\[]", root):
+    if folder.exists() or not is_pattern(root):
         return [_local_shard(os.fsencode(folder.name), root)]
-    names: list[str] = []
-    for name in expand_braces(root):
-        found = sorted(glob.glob(name, recursive=True)) if re.search(r"[*?\[]", name) else [name]  # noqa: PTH207 - names as they are typed
-        names += found
-    base = _base(root)
-    return [_local_shard(os.fsencode(name[len(base) :]), name) for name in dict.fromkeys(names)]
+    base = base_of(root)
+    return [_local_shard(os.fsencode(name[len(base) :]), name) for name in matching_files(root)]
 
 
 def _local_shard(name: bytes, path: str) -> Shard:
@@ -200,10 +156,10 @@ def _remote(root: str) -> list[Shard]:
 
 def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
     """(path for fsspec, name for keys) of every shard."""
-    if re.search(r"[{*?\[]", path):
-        base, paths = _base(path), []
+    if is_pattern(path):
+        base, paths = base_of(path), []
         for name in expand_braces(path):
-            paths += sorted(system.glob(name)) if re.search(r"[*?\[]", name) else [name]
+            paths += sorted(system.glob(name)) if has_stars(name) else [name]
         return [(file, file[len(base) :]) for file in dict.fromkeys(paths)]
     if path.lower().split("?")[0].endswith(tuple(ending.decode() for ending in _ENDINGS)):
         return [(path, path.split("?")[0].rsplit("/", 1)[-1])]

@@ -1,4 +1,4 @@
-"""data=table: a CSV or Parquet file with a column of paths, or of image bytes, and one of labels.
+"""data=table: CSV or Parquet files with a column of paths, or of image bytes, and others.
 
 Image bytes are read from Parquet a row group at a time, as Hugging Face's data sets have them: a
 struct of `bytes` and `path`, or binary values alone.
@@ -6,10 +6,10 @@ struct of `bytes` and `path`, or binary values alone.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.data.base import FolderSource
+from featx.data.columns import column_values, text_bytes
 from featx.data.labels import Labels, from_numbers, named, renumbered
 from featx.data.numbered import numbered_keys
 from featx.data.parquet_images import ImageColumn, footer_marks
+from featx.data.patterns import base_of, is_pattern
 from featx.data.places import doubles
+from featx.data.table_files import Csv, Parquet, Table, find_tables
 from featx.errors import DataError, MissingExtraError, nearest
 from featx.options import DataConfig
 from featx.types import Listing, Source
@@ -28,14 +31,9 @@ from featx.types import Listing, Source
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Paths that may lead out of the folder, or to no file at all."""
 
-_WHOLE = r"^-?\d{1,18}$"
-_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-
-_SEPARATORS = {".csv": ",", ".tsv": "\t"}
-
 
 def open_source(config: DataConfig) -> Source:
-    """The table data.root.
+    """The table, or tables, that data.root names.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
@@ -45,26 +43,28 @@ def open_source(config: DataConfig) -> Source:
     except ImportError as error:
         raise MissingExtraError('data=table needs pyarrow: pip install "featx[table]".') from error
     assert config.root is not None
-    return TableSource(Path(config.root).expanduser(), config)
+    return TableSource(config.root, config)
 
 
 class TableSource:
     """Rows of a table, in bytewise order of their keys.
 
-    A key is the path as the table has it; of image bytes their path where each row has one of its
-    own, else 'row-000123', the place in the table.
+    A key is the path as the table has it; of image bytes their path where each row of a file has
+    one of its own, else 'row-000123', the place in the file. Where data.root names a folder or a
+    pattern, the name of the file and '/' stand before the keys of image bytes.
 
     Args:
-        file: .csv, .tsv (also with .gz behind) or .parquet.
+        root: a file (.csv, .tsv, also with .gz behind, .parquet), a folder of them, or a pattern.
         config: for the columns, the folder of the paths, and the policy of links.
     """
 
-    def __init__(self, file: Path, config: DataConfig) -> None:
-        self._file = file
+    def __init__(self, root: str, config: DataConfig) -> None:
+        self._where = str(Path(root).expanduser())
         self._path_column = config.path_column
         self._label_column = config.label_column
+        self._column_names = sorted(config.columns or ())
         self._follow_links = config.follow_links
-        self._root = Path(config.images).expanduser() if config.images else file.parent
+        self._root = Path(config.images).expanduser() if config.images else _folder_of(self._where)
         self._folder = FolderSource(self._root, config.follow_links)
         self._images: ImageColumn | None = None
         self._listed = False
@@ -76,7 +76,7 @@ class TableSource:
         try:
             listing = self._listing()
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise DataError(f"data.root={self._file} cannot be read: {error}.") from error
+            raise DataError(f"data.root={self._where} cannot be read: {error}.") from error
         self._listed = True
         return listing
 
@@ -89,26 +89,27 @@ class TableSource:
         return self._folder.read_inside(key)
 
     def _listing(self) -> Listing:
-        import pyarrow as pa
-
-        if not self._file.is_file():
-            raise DataError(
-                f"data.root={self._file} is no file (taken from {Path.cwd()}); expected .csv, .tsv "
-                "or .parquet."
-            )
-        table = _Parquet(self._file) if _is_parquet(self._file) else _Csv(self._file)
+        found, skipped = find_tables(self._where, self._follow_links)
+        files = [path for _, path in found]
+        table = Table(files, self._where)
         column = self._chosen(table.names)
+        table.check_has(column)
         label_column = self._chosen_label(table.names)
         if column == label_column:
-            raise DataError(f"{self._file}: {column} is the column of paths and of labels.")
-        kind = table.kind(column)
-        is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        if is_text:
-            keys = self._paths(table.column(column))
-        elif isinstance(table, _Parquet):
-            keys = self._keys_of_images(table, column, kind)
+            raise DataError(f"{self._where}: {column} is the column of paths and of labels.")
+        holds_images = table.is_parquet and not _is_text(table.parts, column)
+        if holds_images:
+            pieces = [
+                _behind(name, self._keys_of_images(part, column))
+                for (name, _), part in zip(found, table.parts, strict=True)
+                if isinstance(part, Parquet)
+            ]
         else:
-            raise DataError(f"{self._file}: column {column} is {kind}; expected paths.")
+            columns = zip(files, table.pieces(column), strict=True)
+            pieces = [self._paths(file, paths) for file, paths in columns]
+        keys = np.concatenate(pieces)
+        if not len(keys):
+            raise DataError(f"{self._where} has no rows.")
         labels, classes = self._labels(table, label_column, len(keys))
         order = np.arange(len(keys))
         if not (keys[1:] > keys[:-1]).all():
@@ -117,24 +118,24 @@ class TableSource:
         if twice := doubles(keys):
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(
-                f"{self._file}: {column} has some paths more than once: {shown}. A key stands for "
+                f"{self._where}: {column} has some paths more than once: {shown}. A key stands for "
                 "one row."
             )
         marks = None
-        if not is_text:
-            self._images = ImageColumn(self._file, column, keys, order)
-            marks = footer_marks(self._file, column)[order]
-        return Listing(keys, labels[order], classes, {}, marks)
+        if holds_images:
+            self._images = ImageColumn(files, column, keys, order)
+            marks = np.concatenate([footer_marks(file, column) for file in files])[order]
+        return Listing(keys, labels[order], classes, skipped, marks, self._columns(table, order))
 
     def _chosen(self, names: list[str]) -> str:
         """The column of paths or images."""
         if self._path_column is not None:
-            return _known(self._file, "data.path_column", self._path_column, names)
+            return _known(self._where, "data.path_column", self._path_column, names)
         for name in ("path", "image"):
             if name in names:
                 return name
         raise DataError(
-            f"{self._file} has no column path or image but {', '.join(names)}; say which with "
+            f"{self._where} has no column path or image but {', '.join(names)}; say which with "
             "data.path_column=NAME."
         )
 
@@ -143,62 +144,70 @@ class TableSource:
             return "label" if "label" in names else None
         if not self._label_column:
             return None
-        return _known(self._file, "data.label_column", self._label_column, names)
+        return _known(self._where, "data.label_column", self._label_column, names)
 
-    def _paths(self, column: Any) -> npt.NDArray[np.bytes_]:
+    def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """The columns that data.columns names, in the order of the listing."""
+        found = {}
+        for name in self._column_names:
+            name = _known(self._where, "data.columns", name, table.names)
+            values = column_values(table.values(name), f"{self._where}, column {name}")
+            found[name] = values[order]
+        return found
+
+    def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
         import pyarrow.compute as pc
 
-        if not len(column):
-            raise DataError(f"{self._file} has no rows.")
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
         if (row := pc.index(empty, True).as_py()) >= 0:
-            raise DataError(f"{self._file}: row {row} has no path.")
+            raise DataError(f"{file}: row {row} has no path.")
         # Byte for byte: a path that is no UTF-8 never comes this far, Arrow refuses it.
         for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
-            self._check_path(path)
-        return _as_keys(column)
+            self._check_path(file, path)
+        return text_bytes(column)
 
-    def _check_path(self, path: str) -> None:
+    def _check_path(self, file: Path, path: str) -> None:
         if "\0" in path or re.search(r"^[a-z0-9]+://", path):
-            raise DataError(f"{self._file}: {path!r} is no path of a file.")
+            raise DataError(f"{file}: {path!r} is no path of a file.")
         whole = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
         inside = os.path.abspath(self._root)  # noqa: PTH100
         if not self._follow_links and os.path.commonpath((whole, inside)) != inside:
             raise DataError(
-                f"{self._file}: {path!r} leads out of {self._root}. data.images=DIR says where "
+                f"{file}: {path!r} leads out of {self._root}. data.images=DIR says where "
                 "paths start from; data.follow_links=true allows any place."
             )
 
-    def _keys_of_images(self, table: _Parquet, column: str, kind: Any) -> npt.NDArray[np.bytes_]:
-        """Paths beside the bytes where each row has its own, else numbers."""
+    def _keys_of_images(self, part: Parquet, column: str) -> npt.NDArray[np.bytes_]:
+        """Paths beside the bytes where each row of a file has its own, else numbers."""
         import pyarrow as pa
 
+        if not part.num_rows:
+            return numbered_keys(0, "row-")
+        kind = part.kind(column)
         fields = {f.name: f.type for f in kind} if pa.types.is_struct(kind) else {"bytes": kind}
         binary = fields.get("bytes")
         if binary is None or not (pa.types.is_binary(binary) or pa.types.is_large_binary(binary)):
             raise DataError(
-                f"{self._file}: column {column} is {kind}; expected paths, image bytes, or a "
-                "struct of bytes and path."
+                f"{part.file}: column {column} is {kind}; expected paths, image bytes, or a struct "
+                "of bytes and path."
             )
-        if not table.num_rows:
-            raise DataError(f"{self._file} has no rows.")
         path = fields.get("path")
         if path is not None and pa.types.is_string(path):
-            paths = table.column(f"{column}.path")
+            paths = part.column(f"{column}.path")
             if not paths.null_count:
-                keys = _as_keys(paths)
+                keys = text_bytes(paths)
                 if len(np.unique(keys)) == len(keys) and (keys != b"").all():
                     return keys
-        return numbered_keys(table.num_rows, "row-")
+        return numbered_keys(part.num_rows, "row-")
 
-    def _labels(self, table: _Parquet | _Csv, name: str | None, count: int) -> Labels:
+    def _labels(self, table: Table, name: str | None, count: int) -> Labels:
         import pyarrow as pa
 
         if name is None:
             return np.full(count, -1, dtype=np.int64), ()
         column = table.labels(name)
         kind = column.type
-        where = f"{self._file}, column {name}"
+        where = f"{self._where}, column {name}"
         if pa.types.is_integer(kind):
             numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
             if names := table.class_names(name):
@@ -208,8 +217,6 @@ class TableSource:
             column, kind = column.cast(pa.string()), pa.string()
         if pa.types.is_null(kind):
             return np.full(count, -1, dtype=np.int64), ()
-        if pa.types.is_dictionary(kind):
-            column, kind = column.cast(kind.value_type), kind.value_type
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             raise DataError(
                 f"{where} is {kind}; expected text or whole numbers. Without labels: "
@@ -222,106 +229,38 @@ class TableSource:
         return renumbered(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
 
 
-class _Csv:
-    """Columns of a CSV file; each is read when it is asked for."""
+def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
+    """Whether a column holds paths.
 
-    def __init__(self, file: Path) -> None:
-        from pyarrow import csv
+    Raises:
+        DataError: in some files only.
+    """
+    import pyarrow as pa
 
-        self._file = file
-        plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
-        separator = _SEPARATORS.get(plain.suffix.lower())
-        if separator is None:
-            raise DataError(
-                f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
-            )
-        self._parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
-        with csv.open_csv(file, parse_options=self._parse) as reader:
-            self.names: list[str] = reader.schema.names
-        if len(set(self.names)) < len(self.names):
-            raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
-
-    def kind(self, name: str) -> Any:
-        """Everything is text until it is read as labels."""
-        import pyarrow as pa
-
-        return pa.string()
-
-    def column(self, name: str) -> Any:
-        """A column as text."""
-        import pyarrow as pa
-        from pyarrow import csv
-
-        options = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
-        return csv.read_csv(self._file, parse_options=self._parse, convert_options=options)[name]
-
-    def labels(self, name: str) -> Any:
-        """A column as numbers where all of it is, else as text; empty is null."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        text = self.column(name)
-        text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
-        for form, kind in ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())):
-            if pc.all(pc.match_substring_regex(text, form)).as_py():
-                return text.cast(kind)
-        return text
-
-    def class_names(self, name: str) -> list[str] | None:
-        return None
+    text = {}
+    for part in parts:
+        if isinstance(part, Parquet) and part.num_rows:
+            kind = part.kind(column)
+            text[pa.types.is_string(kind) or pa.types.is_large_string(kind)] = part.file
+    if len(text) > 1:
+        raise DataError(f"column {column} holds paths in {text[True]} and none in {text[False]}.")
+    return True in text
 
 
-class _Parquet:
-    """Columns of a Parquet file."""
-
-    def __init__(self, file: Path) -> None:
-        from pyarrow import parquet
-
-        self._parquet = parquet.ParquetFile(file)
-        self.names: list[str] = self._parquet.schema_arrow.names
-        self.num_rows: int = self._parquet.metadata.num_rows
-
-    def kind(self, name: str) -> Any:
-        return self._parquet.schema_arrow.field(name).type
-
-    def column(self, name: str) -> Any:
-        """A column, or with a dot a field of a struct; nothing else is read."""
-        import pyarrow.compute as pc
-
-        outer, _, inner = name.partition(".") if name not in self.names else (name, "", "")
-        column = self._parquet.read(columns=[name])[outer]
-        return pc.struct_field(column, inner) if inner else column
-
-    def labels(self, name: str) -> Any:
-        """A column in the type that it has."""
-        return self.column(name)
-
-    def class_names(self, name: str) -> list[str] | None:
-        """The names that Hugging Face's data sets keep for whole numbers."""
-        about = (self._parquet.schema_arrow.metadata or {}).get(b"huggingface")
-        try:
-            names = json.loads(about)["info"]["features"][name]["names"] if about else None
-        except (ValueError, LookupError, TypeError):
-            return None
-        return names if isinstance(names, list) else None
+def _behind(name: bytes, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bytes_]:
+    """Keys of a file that was found by its name."""
+    return np.char.add(np.bytes_(name + b"/"), keys) if name else keys
 
 
-def _is_parquet(file: Path) -> bool:
-    with file.open("rb") as opened:
-        return opened.read(4) == b"PAR1"
+def _folder_of(root: str) -> Path:
+    """What paths start from: the folder that is named, or that the files are in."""
+    path = Path(root)
+    if path.is_dir():
+        return path
+    return Path(base_of(root) or ".") if is_pattern(root) and not path.exists() else path.parent
 
 
-def _as_keys(column: Any) -> npt.NDArray[np.bytes_]:
-    """A column of text as (N,) bytes, a piece at a time."""
-    pieces = [
-        np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
-        for chunk in column.chunks
-        for batch in (chunk.slice(start, 1 << 16) for start in range(0, len(chunk), 1 << 16))
-    ]
-    return np.concatenate(pieces)
-
-
-def _known(file: Path, key: str, name: str, names: list[str]) -> str:
+def _known(where: str, key: str, name: str, names: list[str]) -> str:
     if name not in names:
-        raise DataError(f"{key}={name}: {file} has {', '.join(names)}.{nearest(name, names)}")
+        raise DataError(f"{key}={name}: {where} has {', '.join(names)}.{nearest(name, names)}")
     return name

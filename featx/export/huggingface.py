@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.errors import ConfigError, MissingExtraError
+from featx.errors import MissingExtraError
 from featx.export.base import File, Format, missing_extra
 from featx.fingerprint import digest
 
 _COLUMNS = ("key", "row", "label", "status")
 _OTHER_ROW_BYTES = 128
+
+_VALUES = {"U": "string", "i": "int64", "f": "float64", "b": "bool"}
+"""How `datasets` calls the types of the store's columns."""
 
 
 class HuggingFace(Format):
@@ -27,8 +30,7 @@ class HuggingFace(Format):
         except ImportError as error:
             what = "export.format=huggingface"
             raise MissingExtraError(missing_extra("datasets", "huggingface", what)) from error
-        if taken := set(_COLUMNS) & set(self.selection.layers):
-            raise ConfigError(f"layers named {taken} have the names of columns of the listing.")
+        self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:
         row_bytes = self.selection.row_bytes() + _OTHER_ROW_BYTES
@@ -54,6 +56,8 @@ class HuggingFace(Format):
         names = chosen.classes
         columns["label"] = ClassLabel(names=names) if names else Value("int64")
         columns["status"] = Value("uint8")
+        for name, values in self._columns.items():
+            columns[name] = Value(_VALUES[values.dtype.kind])
         for name in chosen.layers:
             kind: Any = Value(str(chosen.dtype(name)))
             for size in reversed(chosen.row_shape(name)):
@@ -73,6 +77,7 @@ class HuggingFace(Format):
                     pa.array(chosen.rows[first:last]),
                     pa.array(chosen.labels[first:last]),
                     pa.array(chosen.status[first:last]),
+                    *(pa.array(values[first:last]) for values in self._columns.values()),
                 ]
                 for name, rows in values.items():
                     columns.append(_nested(rows, schema.field(name).type))

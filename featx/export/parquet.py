@@ -1,4 +1,4 @@
-"""export.format=parquet: a column a layer, one fixed-size list a row, with key, label and class."""
+"""export.format=parquet: a fixed-size list a row for each layer, beside key, label and columns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.errors import ConfigError, MissingExtraError
+from featx.errors import MissingExtraError
 from featx.export.base import File, Format, missing_extra
 from featx.export.selection import about_text
 
@@ -28,8 +28,7 @@ class Parquet(Format):
         except ImportError as error:
             what = "export.format=parquet"
             raise MissingExtraError(missing_extra("pyarrow", "export", what)) from error
-        if taken := set(COLUMNS) & set(self.selection.layers):
-            raise ConfigError(f"layers named {taken} have the names of columns of the listing.")
+        self._columns = self.selection.named_columns(COLUMNS)
 
     def files(self) -> list[File]:
         row_bytes = self.selection.row_bytes() + OTHER_ROW_BYTES
@@ -63,6 +62,7 @@ class Parquet(Format):
             pa.array(chosen.labels[start:stop]),
             pa.array(chosen.class_texts(start, stop), pa.string()),
             pa.array(chosen.status[start:stop]),
+            *(pa.array(values[start:stop]) for values in self._columns.values()),
         ]
 
     def _schema(self) -> Any:
@@ -70,6 +70,8 @@ class Parquet(Format):
 
         types = (pa.string(), pa.int64(), pa.int64(), pa.string(), pa.uint8())
         fields = [pa.field(name, kind) for name, kind in zip(COLUMNS, types, strict=True)]
+        for name, values in self._columns.items():
+            fields.append(pa.field(name, pa.array(values[:1]).type))
         for name in self.selection.layers:
             shape = self.selection.row_shape(name)
             kind = pa.list_(pa.from_numpy_dtype(self.selection.dtype(name)), math.prod(shape))

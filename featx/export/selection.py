@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.errors import ConfigError
 from featx.store.lost import refuse_lost_rows
 from featx.store.reader import FeatureStore
 from featx.types import Status
@@ -70,6 +71,31 @@ class Selection:
         """The class of each of some rows, None where there is none."""
         names = self.classes
         return [names[label] if label >= 0 else None for label in self.labels[start:stop].tolist()]
+
+    @cached_property
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Name -> (n,) of the columns that the data set brought, as `FeatureStore.column` gives."""
+        return {name: self.store.column(name)[self.rows] for name in self.store.columns}
+
+    def named_columns(self, taken: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """`columns` under the names that they have in a table; 'column.NAME' where NAME is taken.
+
+        Raises:
+            ConfigError: a layer, or that other name, is taken as well.
+        """
+        if both := set(taken) & set(self.layers):
+            raise ConfigError(f"layers named {both} have the names of columns of the listing.")
+        others = {*taken, *self.layers}
+        found = {
+            f"column.{name}" if name in others else name: values
+            for name, values in self.columns.items()
+        }
+        if len({*found, *others}) < len(self.columns) + len(others):
+            raise ConfigError(
+                f"the columns {', '.join(self.columns)} of {self.store.root} and the layers cannot "
+                "all have names of their own in one table. Name layers that differ: layer=[...]."
+            )
+        return found
 
     def row_shape(self, layer: str) -> tuple[int, ...]:
         """Of one row of a layer."""

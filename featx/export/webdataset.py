@@ -47,6 +47,11 @@ class WebDataset(Format):
                 "the rows of this store are regions of pictures (data.boxes), and webdataset takes "
                 "whole ones. Export another format; its keys name picture and box."
             )
+        if data.name == "video":
+            raise ConfigError(
+                "the rows of this store are frames of videos, and webdataset takes pictures. "
+                "Export another format; its keys name video and time."
+            )
         self._source = open_source(data)
         self._picture_bytes = self._mean_bytes()
 

@@ -14,6 +14,7 @@ from featx.bench import contenders
 from featx.bench.contenders import Measurement
 from featx.bench.photos import make_photos
 from featx.config import Config
+from featx.errors import ConfigError
 from featx.options import DataConfig
 from featx.progress import complain, say, table
 
@@ -31,7 +32,22 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _config_to_measure(config: Config, folder: Path) -> Config:
-    """The same pictures for all: a folder of the user's, or photographs made here."""
+    """The same pictures for all: a folder of the user's, or photographs made here.
+
+    Raises:
+        ConfigError: the pictures are to come from elsewhere.
+    """
+    if config.data.boxes is not None:
+        raise ConfigError(
+            f"data.boxes={config.data.boxes} has no effect with job=bench: the script that featx "
+            "is measured against takes whole pictures."
+        )
+    if config.data.name not in ("folder", DataConfig().name):
+        raise ConfigError(
+            f"data={config.data.name}: job=bench reads files, as the script does that featx is "
+            "measured against. Give data=folder data.root=DIR, or leave data out for photographs "
+            "made here."
+        )
     if config.data.name != "folder":
         photos = folder / "photos"
         make_photos(photos, config.bench.images)

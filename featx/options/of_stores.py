@@ -137,13 +137,18 @@ class ProbeConfig:
     the best layer."""
     split: str = "holdout"
     """Which rows are tested: holdout (a share of each class), kfold (each row once), or column (as
-    probe.split_file says)."""
+    probe.split_column or probe.split_file says)."""
     test: float | None = None
     """Share of each class that holdout tests, 0.2 when not given."""
     folds: int | None = None
     """Folds of kfold, 5 when not given."""
     split_file: str | None = None
     """A CSV file with the columns key and split (train, validation or test), for column."""
+    split_column: str | None = None
+    """A column of the store (data.columns) that says train, validation or test, for column."""
+    label_column: str | None = None
+    """A column of the store (data.columns) that is probed for instead of its labels: text, whole
+    numbers or booleans."""
     test_store: str | None = None
     """Another store whose rows are tested, classes matched by name; all labelled rows of this one
     are then for training."""
@@ -203,12 +208,18 @@ class ProbeConfig:
                 f"probe.test_store says which rows are tested, and so does probe.split="
                 f"{self.split}; give one."
             )
-        for key, owner in (("test", "holdout"), ("folds", "kfold"), ("split_file", "column")):
+        for key, owner in (
+            ("test", "holdout"),
+            ("folds", "kfold"),
+            ("split_file", "column"),
+            ("split_column", "column"),
+        ):
             if getattr(self, key) is not None and kind != owner:
                 raise ConfigError(f"probe.{key} has an effect with probe.split={owner} only.")
-        if kind == "column" and not self.split_file:
+        if kind == "column" and bool(self.split_file) == bool(self.split_column):
             raise ConfigError(
-                "probe.split=column needs probe.split_file=FILE.csv with the columns key and split."
+                "probe.split=column needs probe.split_file=FILE.csv with the columns key and split "
+                "or probe.split_column=NAME, a column of the store; one of the two."
             )
         for key, owners in (
             ("l2", ("linear", "ridge")),

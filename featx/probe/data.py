@@ -41,11 +41,15 @@ class Labelled:
     notes: tuple[str, ...]
 
 
-def labelled_rows(store: FeatureStore) -> Labelled:
+def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
     """The ok rows with a label, and the classes that have any.
 
+    Args:
+        store: whose rows they are.
+        column: of the store, whose values are taken for labels; None takes its own labels.
+
     Raises:
-        StoreError: rows are missing.
+        StoreError: rows are missing, or there is no such column.
         DataError: there are no labels.
     """
     if not store.complete:
@@ -53,23 +57,42 @@ def labelled_rows(store: FeatureStore) -> Labelled:
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
             "there. The command that began it goes on; then probe it."
         )
-    usable = store.ok & (store.labels >= 0)
-    rows = np.flatnonzero(usable)
+    labels, classes = (store.labels, store.classes) if column is None else _from(store, column)
+    rows = np.flatnonzero(store.ok & (labels >= 0))
     if not len(rows):
         raise DataError(
-            f"{store.root} has no labels, so there is nothing to probe for. With data=folder the "
-            "first sub-folder of a picture is its label."
+            f"{store.root} has no labels{'' if column is None else f' in {column}'}, so there is "
+            "nothing to probe for. With data=folder the first sub-folder of a picture is its label."
         )
-    present, y = np.unique(store.labels[rows], return_inverse=True)
+    present, y = np.unique(labels[rows], return_inverse=True)
     notes = []
     if failed := int((~store.ok).sum()):
         notes.append(f"{failed} failed rows are left out")
-    if unlabelled := int((store.ok & (store.labels < 0)).sum()):
+    if unlabelled := int((store.ok & (labels < 0)).sum()):
         notes.append(f"{unlabelled} rows without a label are left out")
-    if absent := len(store.classes) - len(present):
+    if absent := len(classes) - len(present):
         notes.append(f"classes without a row, left out: {absent}")
-    names = tuple(store.classes[label] for label in present.tolist())
+    names = tuple(classes[label] for label in present.tolist())
     return Labelled(store, rows, y.astype(np.int64), names, tuple(notes))
+
+
+def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """The values of a column as labels, (N,) into class names; -1 where there is none."""
+    values = store.column(column)
+    if values.dtype.kind == "f":
+        known = ~np.isnan(values)
+        if (values[known] != np.floor(values[known])).any():
+            raise DataError(
+                f"probe.label_column={column} holds numbers that are not whole; expected text, "
+                "whole numbers or booleans."
+            )
+        names, numbers = np.unique(values[known].astype(np.int64), return_inverse=True)
+    else:
+        known = values != "" if values.dtype.kind == "U" else np.ones(len(values), dtype=bool)
+        names, numbers = np.unique(values[known], return_inverse=True)
+    labels = np.full(len(values), -1, dtype=np.int64)
+    labels[known] = numbers
+    return labels, tuple(str(name) for name in names.tolist())
 
 
 def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from featx.probe.data import Features
+from featx.similarity.neighbours import best_of_blocks
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
 """Numbers of neighbours that are tried, as far as there are so many."""
@@ -37,7 +38,7 @@ def vote(
 
     Args:
         features: of all places.
-        bank: places that vote.
+        bank: places that vote, increasing.
         y: (len(features),) class of each place.
         num_classes: C.
         queries: places that ask.
@@ -74,20 +75,15 @@ def _nearest(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and places of the most similar rows, (n, count), falling; -inf beyond the last."""
     asked = torch.nn.functional.normalize(features.take(queries), dim=1)
-    own = torch.from_numpy(queries).to(features.device)
-    best = torch.full((len(queries), 0), -torch.inf, device=features.device)
-    at = torch.zeros((len(queries), 0), dtype=torch.int64, device=features.device)
     rows = max(1, BLOCK_NUMBERS // len(queries))
-    for start in range(0, len(bank), rows):
-        for places, block in features.blocks(bank[start : start + rows]):
-            there = torch.from_numpy(places).to(features.device)
-            cosines = asked @ torch.nn.functional.normalize(block, dim=1).T
-            cosines[own[:, None] == there[None, :]] = -torch.inf
-            best = torch.cat([best, cosines], 1)
-            at = torch.cat([at, there.expand(len(queries), -1)], 1)
-            best, order = best.topk(min(count, best.shape[1]), dim=1)
-            at = at.gather(1, order)
-    return best, at
+
+    def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start in range(0, len(bank), rows):
+            for places, block in features.blocks(bank[start : start + rows]):
+                there = torch.from_numpy(places).to(features.device)
+                yield there, asked @ torch.nn.functional.normalize(block, dim=1).T
+
+    return best_of_blocks(scored(), torch.from_numpy(queries).to(features.device), count)
 
 
 def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +106,27 @@ def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: in
         rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()
     ]
     return np.sort(np.concatenate(found))
+
+
+def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
+    """What a column of a store says of each row.
+
+    Args:
+        said: (n,) the column's values.
+        where: it comes from, for messages.
+
+    Returns:
+        (n,) train, validation, test, or '' where it says nothing.
+
+    Raises:
+        DataError: it says something else.
+    """
+    found = np.empty(len(said), dtype="U10")
+    for text in np.unique(said).tolist():
+        if text != "" and text not in ROLES:
+            raise DataError(f"{where} says {text!r}; expected train, validation or test.")
+        found[said == text] = ROLES.get(text, "")
+    return found
 
 
 def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:

@@ -46,7 +46,7 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         FeatxError: too few classes or rows, or a split that leaves a side empty.
     """
     options, seed = config.probe, config.seed
-    training = labelled_rows(store)
+    training = labelled_rows(store, options.label_column)
     if len(training.classes) < 2:
         raise DataError(
             f"{store.root} has rows of the class {training.classes[0]!r} only; a probe needs two "
@@ -55,10 +55,11 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
     y, notes, testing = training.y, list(training.notes), None
     alone = int((np.bincount(y) == 1).sum())
     about: dict[str, Any] = {"kind": options.split, "validation": options.validation}
+    if options.label_column is not None:
+        about |= {"label_column": options.label_column}
     if options.test_store is not None:
-        testing = matched_by_name(
-            labelled_rows(_other_store(store, options.test_store, layers)), training.classes
-        )
+        other = _other_store(store, options.test_store, layers)
+        testing = matched_by_name(labelled_rows(other, options.label_column), training.classes)
         notes += testing.notes
         every = np.arange(len(y))
         y = np.concatenate([y, testing.y])
@@ -69,7 +70,11 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         about |= {"kind": "test_store", "test_store": str(testing.store.root)}
     elif options.split == "column":
         found = [_column_split(config, training, notes)]
-        about |= {"split_file": options.split_file}
+        about |= {
+            key: value
+            for key in ("split_file", "split_column")
+            if (value := getattr(options, key)) is not None
+        }
     elif options.split == "kfold":
         folds = options.folds or 5
         found = splits.kfold(y, folds, options.validation, seed)
@@ -113,19 +118,26 @@ def _check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str])
 
 
 def _column_split(config: Config, training: Labelled, notes: list[str]) -> Split:
-    path = Path(config.probe.split_file or "").expanduser()
     keys = training.store.keys[training.rows]
-    roles, unknown = splits.read_split_file(path, keys.tolist())
-    if unknown:
-        notes.append(f"{unknown} keys of {path} are not among the labelled rows of the store")
-    if unnamed := int((roles == "").sum()):
-        notes.append(f"{unnamed} labelled rows that {path} does not name are left out")
+    if (column := config.probe.split_column) is not None:
+        where = f"probe.split_column={column}"
+        roles = splits.roles_of(training.store.column(column)[training.rows], where)
+        if unnamed := int((roles == "").sum()):
+            notes.append(f"{unnamed} labelled rows for which {column} is empty are left out")
+    else:
+        path = Path(config.probe.split_file or "").expanduser()
+        where = f"probe.split_file={path}"
+        roles, unknown = splits.read_split_file(path, keys.tolist())
+        if unknown:
+            notes.append(f"{unknown} keys of {path} are not among the labelled rows of the store")
+        if unnamed := int((roles == "").sum()):
+            notes.append(f"{unnamed} labelled rows that {path} does not name are left out")
     sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
     for role in ("train", "test"):
         if not len(sides[role]):
             raise DataError(
-                f"probe.split_file={path} names no labelled row of the store for {role}. Keys are "
-                f"those of the store, such as {keys[0]!r}."
+                f"{where} names no labelled row of the store for {role}. Keys are those of the "
+                f"store, such as {keys[0]!r}."
             )
     return splits.given(
         training.y,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,34 +121,73 @@ def row_of(store: FeatureStore, key: str) -> int:
     return row
 
 
+def best_of_blocks(
+    scored: Iterable[tuple[torch.Tensor, torch.Tensor]], own: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of what comes block by block, for many queries at once.
+
+    Args:
+        scored: of each block its places, (m,) int64, increasing, and (q, m) scores, which are
+            written over.
+        own: (q,) the place of each query, which is not a neighbour of itself.
+        k: all of them where there are fewer.
+
+    Returns:
+        (q, k) scores, falling, and (q, k) places; a score of -inf is no neighbour.
+    """
+    best = torch.full((len(own), 0), -torch.inf, device=own.device)
+    places = torch.zeros((len(own), 0), dtype=torch.int64, device=own.device)
+    for there, scores in scored:
+        at = torch.searchsorted(there, own).clamp_max(len(there) - 1)
+        mine = (there[at] == own).nonzero()[:, 0]
+        scores[mine, at[mine]] = -torch.inf
+        top = scores.topk(min(k, scores.shape[1]), dim=1)
+        places = torch.cat([places, there[top.indices]], dim=1)
+        best, kept = torch.cat([best, top.values], dim=1).topk(
+            min(k, best.shape[1] + top.values.shape[1]), dim=1
+        )
+        places = places.gather(1, kept)
+    return best, places
+
+
 def _nearest(
     vectors: Vectors, queries: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, k) places and (q, k) scores of the rows at some places, (q,)."""
     x = vectors.at(queries)
-    best = torch.full((len(queries), 0), 0, dtype=torch.int64, device=x.device)
-    best_scores = torch.full((len(queries), 0), 0.0, device=x.device)
     at_once = min(
         vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(queries)))
     )
-    for start, block in vectors.blocks(at_once):
-        scores = x @ block.T
-        if not cosine:
-            # |x - y|^2 without |x|^2, which is the same for all y; the nearest has the largest.
-            scores = 2 * scores - (block * block).sum(1)
-        own = (queries >= start) & (queries < start + len(block))
-        scores[own.nonzero()[:, 0], queries[own] - start] = -torch.inf
-        top = scores.topk(min(k, len(block)), dim=1)
-        best = torch.cat([best, top.indices + start], dim=1)
-        best_scores = torch.cat([best_scores, top.values], dim=1)
-        best_scores, kept = best_scores.topk(min(k, best_scores.shape[1]), dim=1)
-        best = best.gather(1, kept)
+
+    def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start, block in vectors.blocks(at_once):
+            scores = x @ block.T
+            if not cosine:
+                # |x - y|^2 without |x|^2, the same for all y; the nearest has the largest.
+                scores = 2 * scores - (block * block).sum(1)
+            yield torch.arange(start, start + len(block), device=x.device), scores
+
+    scores, places = best_of_blocks(scored(), queries, k)
+    return in_order(vectors, x, places, scores, cosine)
+
+
+def in_order(
+    vectors: Vectors, x: torch.Tensor, places: torch.Tensor, scores: torch.Tensor, cosine: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, k) places and scores as they are given out: the nearest first, equals as in the store.
+
+    Args:
+        vectors: in which they were found.
+        x: (q, D) the vectors asked for.
+        places: (q, k) that were found.
+        scores: (q, k) cosines; not looked at for Euclidean distances, which are taken anew.
+        cosine: else euclidean.
+    """
     if not cosine:
-        best_scores = -_distances(vectors, x, best)
-    best, order = best.sort(dim=1)
-    best_scores, order = best_scores.gather(1, order).sort(dim=1, descending=True, stable=True)
-    best = best.gather(1, order)
-    return best, best_scores.clamp(-1, 1) if cosine else -best_scores
+        scores = -_distances(vectors, x, places)
+    places, order = places.sort(dim=1)
+    scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return places.gather(1, order), scores.clamp(-1, 1) if cosine else -scores
 
 
 def _distances(vectors: Vectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

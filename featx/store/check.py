@@ -16,7 +16,16 @@ from featx.store import layout
 from featx.store.checksums import chunks_with_verdict, failures_agree
 from featx.store.dtypes import from_raw, name_of
 from featx.store.files import check_hard, check_plain, damage_text, open_hdf5
-from featx.store.listing import compare_listing, listing_identity, listing_in, read_listing
+from featx.store.listing import (
+    column_names,
+    compare_listing,
+    is_column_type,
+    listing_identity,
+    listing_in,
+    read_listing,
+    row_values,
+    same_values,
+)
 from featx.store.manifest import (
     DamagedManifestError,
     Manifest,
@@ -153,7 +162,7 @@ def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing 
     """The listing in a packed file that stands alone, if it is the one the rows were made from."""
     listing = listing_in(path, manifest.num_rows)
     if listing is not None and manifest.listing_identity not in (None, listing_identity(listing)):
-        what = "its keys, labels or classes are not those that the rows were made from"
+        what = "its keys, labels, classes or columns are not those that the rows were made from"
         report.damages.append(Damage(path, what))
         return None
     return listing
@@ -298,15 +307,22 @@ def _short(value: object) -> str:
 def _check_columns(
     path: Path, file: h5py.File, expected: _Expected, listing: Listing | None, report: Report
 ) -> npt.NDArray[np.uint8]:
-    """Compare /key and /label with the listing; returns /status."""
+    """Compare /key, /label and /columns with the listing; returns /status."""
     rows = slice(expected.start, expected.stop)
     num_rows = expected.stop - expected.start
     columns: dict[str, npt.NDArray[Any]] = {}
-    for name in (layout.KEY, layout.LABEL, layout.STATUS):
-        check_plain(file, name)
-        found, kind = file[name], {layout.KEY: "S", layout.LABEL: "<i8", layout.STATUS: "u1"}[name]
-        if found.shape != (num_rows,) or kind not in (found.dtype.kind, found.dtype):
-            raise StoreError(f"/{name} is {found.shape} {found.dtype}, expected {num_rows} {kind}")
+    if layout.COLUMNS in file:
+        check_hard(file, layout.COLUMNS)
+    given = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
+    for name in (layout.KEY, layout.LABEL, layout.STATUS, *given):
+        found = check_plain(file, name)
+        kind = {layout.KEY: "S", layout.LABEL: "<i8", layout.STATUS: "u1"}.get(name)
+        right = is_column_type(found.dtype) if kind is None else kind in _kinds(found)
+        if found.shape != (num_rows,) or not right:
+            wanted = kind or "bytes, bool, int64 or float64"
+            raise StoreError(
+                f"/{name} is {found.shape} {found.dtype}, expected {num_rows} {wanted}"
+            )
         chunks = []
         for start, values, good in chunks_with_verdict(file, name):
             chunks.append(values)
@@ -319,8 +335,11 @@ def _check_columns(
                 report.damages.append(Damage(path, what, first, first + length))
         columns[name] = np.concatenate(chunks)
     if listing is not None:
-        for name, values in ((layout.KEY, listing.keys), (layout.LABEL, listing.labels)):
-            if not np.array_equal(columns[name], values[rows]):
+        of_listing = row_values(listing)
+        if set(of_listing) - {layout.KEY, layout.LABEL} != set(given):
+            report.damages.append(Damage(path, f"/{layout.COLUMNS} are not those of the listing"))
+        for name in [name for name in of_listing if name in columns]:
+            if not same_values(columns[name], of_listing[name][rows]):
                 report.damages.append(Damage(path, f"/{name} is not that of the listing"))
         check_plain(file, layout.CLASSES)
         classes = layout.text_array(listing.classes).tolist()
@@ -336,6 +355,10 @@ def _check_columns(
         what = f"row {first} has status {status[row]}, which no row of a file can have"
         report.damages.append(Damage(path, what, first, first + 1))
     return status
+
+
+def _kinds(dataset: h5py.Dataset) -> tuple[Any, ...]:
+    return dataset.dtype.kind, dataset.dtype
 
 
 def _check_failures(

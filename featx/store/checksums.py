@@ -16,9 +16,10 @@ from featx.store.files import check_plain
 
 
 def row_datasets(file: h5py.File) -> list[str]:
-    """Every dataset with one entry per row: the columns, then the features."""
+    """Every dataset with one entry per row: those of the listing, then the features."""
     features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
-    return [layout.KEY, layout.LABEL, layout.STATUS, *features]
+    columns = [f"{layout.COLUMNS}/{name}" for name in file.get(layout.COLUMNS, ())]
+    return [layout.KEY, layout.LABEL, layout.STATUS, *columns, *features]
 
 
 def chunks_with_verdict(

@@ -51,7 +51,8 @@ class Contents:
         num_rows: of the listing, whether they are there or not.
         complete: whether every row of every layer is there.
         segments: those of an earlier run before those of a later one.
-        columns: the file with /key and /label of all rows.
+        columns: the file with /key, /label and /columns of all rows.
+        column_names: of the columns that the data set brought.
         classes: names of the classes.
         attrs: the root attributes.
     """
@@ -61,6 +62,7 @@ class Contents:
     segments: tuple[Segment, ...]
     layers: dict[str, LayerInfo]
     columns: Path
+    column_names: tuple[str, ...]
     classes: tuple[str, ...]
     attrs: dict[str, Any]
 
@@ -139,11 +141,13 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int]:
         check_hard(opened.file, layout.FEATURES)
         layers = {name: _layer_info(opened, name, num_rows) for name in opened.names()}
         classes = opened.texts(layout.CLASSES)
+        names = opened.column_names()
         num_runs = num_runs_of(opened.file)
         attrs.pop(layout.MANIFEST, None)
     segment = Segment(path, 0, num_rows, str(attrs.get("fingerprint")), frozenset(layers))
     complete = bool(attrs.get("complete", False))
-    return Contents(num_rows, complete, (segment,), layers, path, classes, attrs), num_runs
+    contents = Contents(num_rows, complete, (segment,), layers, path, names, classes, attrs)
+    return contents, num_runs
 
 
 def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
@@ -166,7 +170,7 @@ def _with_parts(
     """
     listing = root / layout.LISTING
     with handles.use(listing) as opened:
-        classes = opened.texts(layout.CLASSES)
+        classes, names = opened.texts(layout.CLASSES), opened.column_names()
         if (known := opened.dataset(layout.KEY).size) < manifest.num_rows:
             raise StoreError(
                 f"{listing} has {known} rows, {layout.DESCRIPTOR} counts {manifest.num_rows}."
@@ -190,8 +194,8 @@ def _with_parts(
         for spec in run.layers:
             if spec.name in hidden:
                 continue
-            names = ("layer", "capture", "reduce", "compute_dtype")
-            attrs = {name: getattr(spec, name) for name in names}
+            described = ("layer", "capture", "reduce", "compute_dtype")
+            attrs = {name: getattr(spec, name) for name in described}
             layers.setdefault(spec.name, LayerInfo(spec.shape, memory_dtype(spec.dtype), attrs))
     first = manifest.runs[0]
     attrs = {
@@ -205,7 +209,7 @@ def _with_parts(
     }
     # HDF5 gives a file's datasets in the order of their names; so do the parts.
     in_order = {name: layers[name] for name in sorted(layers)}
-    return Contents(num_rows, complete, tuple(segments), in_order, listing, classes, attrs)
+    return Contents(num_rows, complete, tuple(segments), in_order, listing, names, classes, attrs)
 
 
 def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:

@@ -58,6 +58,13 @@ class OpenFile:
         """Names of the datasets below /features."""
         return list(self.file[layout.FEATURES])
 
+    def column_names(self) -> tuple[str, ...]:
+        """Names of the datasets below /columns, which not every store has."""
+        if layout.COLUMNS not in self.file:
+            return ()
+        check_hard(self.file, layout.COLUMNS)
+        return tuple(self.file[layout.COLUMNS])
+
     def dataset(self, path: str) -> h5py.Dataset:
         """The dataset at `path`. Raises StoreError where it is no plain one."""
         if path not in self._datasets:
@@ -79,13 +86,13 @@ class OpenFile:
         Args:
             path: of the dataset.
             num_rows: how many; a listing that is about to grow may have more.
-            kind: numpy's, 'S', 'i' or 'u'.
+            kind: numpy's, such as 'S', 'i' or 'u', or several that it may have.
 
         Raises:
             StoreError: it is shorter, or of another kind.
         """
         dataset = self.dataset(path)
-        if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind != kind:
+        if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
             raise StoreError(
                 f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}; expected {num_rows} "
                 "rows."

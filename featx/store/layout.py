@@ -43,6 +43,7 @@ KEY = "key"
 LABEL = "label"
 STATUS = "status"
 CLASSES = "classes"
+COLUMNS = "columns"
 FAILURES = "failures"
 FAILURE_COLUMNS = ("row", "error", "message")
 MANIFEST = "manifest"
@@ -55,7 +56,7 @@ CHUNK_BYTES = 1 << 20
 CHUNK_BYTES_COMPRESSED = 1 << 18
 PART_BYTES = 256 << 20
 COLUMN_CHUNK_ROWS = 1 << 14
-"""Rows per chunk of key, label and status, at the most."""
+"""Rows per chunk of key, label, status and the columns, at the most."""
 
 
 PART_GLOB = "part-*.h5"
@@ -134,7 +135,7 @@ class Grid:
 
     @property
     def column_chunk_rows(self) -> int:
-        """Rows per chunk of key, label and status."""
+        """Rows per chunk of key, label, status and the columns."""
         return min(self.slots, COLUMN_CHUNK_ROWS)
 
 

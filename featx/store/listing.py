@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -21,11 +22,14 @@ _COMPARED_ROWS = 1 << 18
 
 
 def listing_digest(listing: Listing) -> str:
-    """sha256 over keys, labels and classes: the identity of the rows and their order."""
+    """sha256 over keys, labels, classes and columns: the identity of the rows and their order."""
     sha = hashlib.sha256(f"{listing.keys.dtype.itemsize} {len(listing)}".encode())
     sha.update(np.ascontiguousarray(listing.keys).data)
     sha.update(np.ascontiguousarray(listing.labels.astype("<i8", copy=False)).data)
     sha.update(json.dumps(listing.classes).encode())
+    for name, values in listing.columns.items():
+        sha.update(json.dumps([name, values.dtype.str]).encode())
+        sha.update(np.ascontiguousarray(values).view(np.uint8).data)
     return sha.hexdigest()
 
 
@@ -42,13 +46,26 @@ def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
     return hashlib.sha256(marks.data).hexdigest()
 
 
+def row_values(listing: Listing) -> dict[str, npt.NDArray[Any]]:
+    """What the listing says of each row: path of the dataset -> (N,)."""
+    columns = {f"{layout.COLUMNS}/{name}": values for name, values in listing.columns.items()}
+    return {layout.KEY: listing.keys, layout.LABEL: listing.labels, **columns}
+
+
+def same_values(some: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
+    """Whether two arrays of `row_values` agree; a missing number is as good as another."""
+    if some.dtype.kind == others.dtype.kind == "f":
+        return np.array_equal(some, others, equal_nan=True)
+    return some.dtype.kind == others.dtype.kind and np.array_equal(some, others)
+
+
 def listing_file(listing: Listing) -> memoryview:
-    """samples.h5 as bytes: /key, /label and /classes of all rows."""
+    """samples.h5 as bytes: /key, /label, /classes and /columns of all rows."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
         file.attrs["featx_format"] = layout.FORMAT_PLAIN
-        file[layout.KEY] = listing.keys
-        file[layout.LABEL] = listing.labels
+        for path, values in row_values(listing).items():
+            file[path] = values
         file[layout.CLASSES] = layout.text_array(listing.classes)
     return buffer.getbuffer()
 
@@ -65,14 +82,17 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
             num_rows = len(keys)
             if len(labels) != num_rows:
                 return num_rows, f"it has {num_rows} keys and {len(labels)} labels"
+            if column_names(file) != tuple(listing.columns):
+                return num_rows, f"its /{layout.COLUMNS} are not those of this store"
+            expected = row_values(listing)
             for start in range(0, min(num_rows, len(listing)), _COMPARED_ROWS):
                 rows = slice(start, min(start + _COMPARED_ROWS, num_rows, len(listing)))
-                for column, values in ((keys, listing.keys), (labels, listing.labels)):
-                    if not np.array_equal(column[rows], values[rows]):
-                        return num_rows, f"its dataset {column.name} is not that of this store"
+                for name, values in expected.items():
+                    if not same_values(file[name][rows], values[rows]):
+                        return num_rows, f"its dataset /{name} is not that of this store"
             # One of them may know the classes of rows that the other does not have yet.
             pairs = zip(_classes_in(file), listing.classes, strict=False)
-            if any(found != expected for found, expected in pairs):
+            if any(found != known for found, known in pairs):
                 return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
             return num_rows, None
     except layout.UNREADABLE as error:
@@ -113,13 +133,29 @@ def listing_in(path: Path, num_rows: int) -> Listing | None:
         with open_for_a_look(path) as file:
             keys, labels = file[layout.KEY][:num_rows], file[layout.LABEL][:num_rows]
             classes = _classes_in(file)
+            columns = {
+                name: file[f"{layout.COLUMNS}/{name}"][:num_rows] for name in column_names(file)
+            }
     except FileNotFoundError:
         return None
     except layout.UNREADABLE as error:
         damage_text(path, error)
         return None
     sound = len(keys) == len(labels) == num_rows and (keys.dtype.kind, labels.dtype) == ("S", "<i8")
-    return Listing(keys, labels, classes) if sound else None
+    sound = sound and all(
+        values.shape == (num_rows,) and is_column_type(values.dtype) for values in columns.values()
+    )
+    return Listing(keys, labels, classes, columns=columns) if sound else None
+
+
+def is_column_type(dtype: np.dtype[Any]) -> bool:
+    """Whether a column of the listing may have this type: bytes, bool, int64 or float64."""
+    return dtype.kind in "Sb" or dtype.str in ("<i8", "<f8")
+
+
+def column_names(file: h5py.File) -> tuple[str, ...]:
+    """Names of the columns in samples.h5, a part or features.h5."""
+    return tuple(file.get(layout.COLUMNS, ()))
 
 
 def _from_samples(root: Path, num_rows: int) -> Listing | None:
@@ -142,16 +178,19 @@ def _from_parts(root: Path, num_rows: int) -> Listing | None:
             continue
         if (piece := listing_in(path, count)) is not None:
             pieces.append((start, piece))
-    keys, labels, row = [], [], 0
+    taken: list[dict[str, npt.NDArray[Any]]] = []
+    row = 0
     for start, piece in sorted(pieces, key=lambda pair: pair[0]):
         if start <= row < start + len(piece):
-            keys.append(piece.keys[row - start :])
-            labels.append(piece.labels[row - start :])
+            taken.append({path: rows[row - start :] for path, rows in row_values(piece).items()})
             row = start + len(piece)
-    if row < num_rows or not keys:
+    if row < num_rows or not taken or len({tuple(piece) for piece in taken}) > 1:
         return None
+    whole = {path: np.concatenate([piece[path] for piece in taken]) for path in taken[0]}
     classes = max((piece.classes for _, piece in pieces), key=len)
-    return Listing(np.concatenate(keys), np.concatenate(labels), classes).head(num_rows)
+    keys, labels = whole.pop(layout.KEY), whole.pop(layout.LABEL)
+    columns = {path.removeprefix(f"{layout.COLUMNS}/"): rows for path, rows in whole.items()}
+    return Listing(keys, labels, classes, columns=columns).head(num_rows)
 
 
 def _classes_in(file: h5py.File) -> tuple[str, ...]:
@@ -162,8 +201,8 @@ def _classes_in(file: h5py.File) -> tuple[str, ...]:
 def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
     """A listing as found now, in the order of the store: its rows first, new ones behind.
 
-    Rows that the store has keep their places and their labels; new rows follow in bytewise order of
-    their keys, and new classes follow the known ones.
+    Rows that the store has keep their places, labels and columns; new rows follow in bytewise order
+    of their keys, and new classes follow the known ones.
 
     Args:
         root: of the store, for messages.
@@ -171,13 +210,11 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
         found: the data set now, in bytewise order.
 
     Raises:
-        StoreMismatchError: rows of the store are gone or have another label.
+        StoreMismatchError: rows of the store are gone, have another label, or other columns.
     """
-    if (
-        np.array_equal(stored.keys, found.keys)
-        and np.array_equal(stored.labels, found.labels)
-        and stored.classes == found.classes
-    ):
+    _refuse_other_columns(root, stored, found)
+    before, now = row_values(stored), row_values(found)
+    if stored.classes == found.classes and all(same_values(before[p], now[p]) for p in before):
         return found
     place = np.searchsorted(found.keys, stored.keys)
     there = found.keys[np.minimum(place, len(found) - 1)] == stored.keys
@@ -193,14 +230,16 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
     changed = np.flatnonzero(labels[place] != stored.labels)
     if len(changed):
         row = int(changed[0])
-        before, now = (
+        was, is_now = (
             classes[label] if label >= 0 else "no label"
             for label in (int(stored.labels[row]), int(labels[place[row]]))
         )
         raise StoreMismatchError(
-            f"{root} has other labels: {stored.keys[row].decode('utf-8', 'replace')} was {before} "
-            f"and is {now} now. Choose out=DIR for a new store."
+            f"{root} has other labels: {stored.keys[row].decode('utf-8', 'replace')} was {was} "
+            f"and is {is_now} now. Choose out=DIR for a new store."
         )
+    for name, values in stored.columns.items():
+        _refuse_changed_column(root, name, stored.keys, values, found.columns[name][place])
     new = np.ones(len(found), dtype=bool)
     new[place] = False
     return Listing(
@@ -209,6 +248,52 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
         classes,
         found.skipped,
         None if found.marks is None else np.concatenate([found.marks[place], found.marks[new]]),
+        {
+            name: np.concatenate([values, found.columns[name][new]])
+            for name, values in stored.columns.items()
+        },
+    )
+
+
+def _refuse_other_columns(root: Path, stored: Listing, found: Listing) -> None:
+    """Raise StoreMismatchError where the columns have other names or other types of values."""
+    before, now = (
+        {name: _type_of(values) for name, values in listing.columns.items()}
+        for listing in (stored, found)
+    )
+    if before != now:
+        was, is_now = (
+            ", ".join(f"{name} ({kind})" for name, kind in columns.items()) or "none"
+            for columns in (before, now)
+        )
+        raise StoreMismatchError(
+            f"{root} has other columns (data.columns): it has {was}; the data set now gives "
+            f"{is_now}. Give those of the store to go on with it, or choose out=DIR for a new one."
+        )
+
+
+def _type_of(values: npt.NDArray[Any]) -> str:
+    return {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}[values.dtype.kind]
+
+
+def _refuse_changed_column(
+    root: Path,
+    name: str,
+    keys: npt.NDArray[np.bytes_],
+    before: npt.NDArray[Any],
+    now: npt.NDArray[Any],
+) -> None:
+    """Raise StoreMismatchError where a row has another value in a column."""
+    if same_values(before, now):
+        return
+    row = int(np.flatnonzero((before != now) & ~((before != before) & (now != now)))[0])
+    was, is_now = (
+        values[row].decode("utf-8", "replace") if values.dtype.kind == "S" else values[row].item()
+        for values in (before, now)
+    )
+    raise StoreMismatchError(
+        f"{root} has other values in the column {name}: {keys[row].decode('utf-8', 'replace')} had "
+        f"{was!r} and has {is_now!r} now. Choose out=DIR for a new store."
     )
 
 

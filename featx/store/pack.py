@@ -27,7 +27,7 @@ from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
 from featx.store.files import damage_text, open_hdf5
-from featx.store.listing import read_listing
+from featx.store.listing import read_listing, row_values, same_values
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.session import remove_parts
 from featx.store.texts import check_texts, seal_texts
@@ -221,11 +221,7 @@ class _Packing:
         self._num_rows = manifest.num_rows
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
         self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
-        self._columns = {
-            layout.KEY: listing.keys,
-            layout.LABEL: listing.labels,
-            layout.STATUS: self._status,
-        }
+        self._columns = {**row_values(listing), layout.STATUS: self._status}
         self._failures: dict[int, Failure] = {}
 
     def create(self, first_piece: _Piece) -> None:
@@ -238,7 +234,7 @@ class _Packing:
         if not first.header.config:  # an early featx.json had none; its parts have
             with open_hdf5(first_piece.path) as source:
                 packed.attrs["config"] = source.attrs["config"]
-        make_groups(packed)
+        make_groups(packed, self._listing)
         grid = layout.Grid(self._num_rows, first.grid.part_rows)
         extent = Extent(self._num_rows, len(grid) * grid.slots, grid.column_chunk_rows)
         create_columns(packed, self._columns, extent)
@@ -278,10 +274,9 @@ class _Packing:
         num_rows = piece.stop - piece.start
         if source.attrs.get("start", 0) != piece.start or len(source[layout.KEY]) != num_rows:
             raise StoreError(f"{piece.path} holds the rows of another part.")
-        for name in (layout.KEY, layout.LABEL):
-            expected = self._columns[name]
+        for name, expected in row_values(self._listing).items():
             for start, found in good_chunks(source, name):
-                if not np.array_equal(found, expected[rows][start : start + len(found)]):
+                if not same_values(found, expected[rows][start : start + len(found)]):
                     raise StoreError(f"{piece.path}: /{name} is not that of {layout.LISTING}.")
         for name in source[layout.FEATURES]:
             path = f"{layout.FEATURES}/{name}"

@@ -48,11 +48,13 @@ class FeatureStore:
         layers: the names of the datasets.
         complete: whether every row of the listing is there.
         classes: names of the classes; `labels` index them.
+        columns: names of what else the data set said of each row; see `column`.
     """
 
     root: Path
     complete: bool
     classes: tuple[str, ...]
+    columns: tuple[str, ...]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.root = Path(path).expanduser().absolute()
@@ -74,6 +76,7 @@ class FeatureStore:
         self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
         self._at_hand: dict[str, tuple[int, ChunkRows]] = {}
         self.classes = self._contents.classes
+        self.columns = self._contents.column_names
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_at_hand": {}}
@@ -121,6 +124,26 @@ class FeatureStore:
         """(N,) int64: index into `classes`, -1 where an image has none."""
         labels: npt.NDArray[np.int64] = self._column(layout.LABEL, "i")
         return labels
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """What the data set said of each row in one of its `columns` (data.columns).
+
+        Returns:
+            (N,) int64, float64 (NaN where a value is missing), bool, or str (empty where one is).
+
+        Raises:
+            StoreError: there is no such column.
+        """
+        if name not in self.columns:
+            raise StoreError(
+                f"{self.root} has no column {name!r}; it has {', '.join(self.columns) or 'none'}."
+                f"{nearest(name, self.columns)}"
+            )
+        values = self._column(f"{layout.COLUMNS}/{name}", "Sbif")
+        if values.dtype.kind != "S":
+            return values
+        texts = [text.decode("utf-8", "surrogateescape") for text in values.tolist()]
+        return np.array(texts, dtype=np.str_)
 
     @cached_property
     def status(self) -> npt.NDArray[np.uint8]:

@@ -16,6 +16,7 @@ from featx.machine import num_cpus
 from featx.store import codecs, layout
 from featx.store.dtypes import hdf5_type, nan, raw_dtype, read_raw, write_raw
 from featx.store.failures import write_failures
+from featx.store.listing import row_values
 from featx.store.manifest import Run
 from featx.store.pipeline import Pipeline
 from featx.store.texts import check_texts, seal_texts
@@ -80,22 +81,21 @@ class PartBuilder:
 
         Args:
             run: that the part belongs to.
-            listing: of the whole store; this part's keys and labels are taken from it.
+            listing: of the whole store; this part's keys, labels and columns are taken from it.
             manifest: a copy of featx.json, from which a lost one can be put back.
         """
         assert Status.ABSENT not in self._status, "a row of the part never arrived"
         buffer = io.BytesIO()
         rows = slice(self.part.start, self.part.stop)
         columns = {
-            layout.KEY: listing.keys[rows],
-            layout.LABEL: listing.labels[rows],
+            **{path: values[rows] for path, values in row_values(listing).items()},
             layout.STATUS: self._status,
         }
         with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
             file.attrs.update(layout.root_attributes(run.header, run.digest, complete=False))
             file.attrs.update(part=self.part.index, start=self.part.start, codec=run.codec)
             file.attrs["num_failures"] = len(self.failures)
-            make_groups(file)
+            make_groups(file, listing)
             extent = Extent(len(self.part), run.grid.slots, run.grid.column_chunk_rows)
             create_columns(file, columns, extent)
             for spec in self._specs.values():
@@ -178,7 +178,7 @@ def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
 def create_columns(
     file: h5py.File, columns: Mapping[str, npt.NDArray[Any]], extent: Extent
 ) -> None:
-    """/key, /label and /status, empty, for values of the types given."""
+    """/key, /label, /status and /columns, empty, for values of the types given."""
     for name, values in columns.items():
         file.create_dataset(
             name,
@@ -191,16 +191,19 @@ def create_columns(
 
 
 def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Fill /key, /label and /status, each with its checksums."""
+    """Fill /key, /label, /status and /columns, each with its checksums."""
     for name, values in columns.items():
         file[name][:] = values
         sums = layout.chunk_checksums(values, file[name].chunks[0])
         file[f"{layout.CHECKSUMS}/{name}"] = sums
 
 
-def make_groups(file: h5py.File) -> None:
+def make_groups(file: h5py.File, listing: Listing) -> None:
     """The groups of the format; those HDF5 makes by itself would carry the time of day."""
-    for name in (layout.FEATURES, layout.CHECKSUMS, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
+    names = [layout.FEATURES, layout.CHECKSUMS, f"{layout.CHECKSUMS}/{layout.FEATURES}"]
+    if listing.columns:
+        names += [layout.COLUMNS, f"{layout.CHECKSUMS}/{layout.COLUMNS}"]
+    for name in names:
         file.create_group(name)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from featx.data import open_source, parquet_images
-from featx.errors import DataError, MissingExtraError
+from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.options import DataConfig
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -278,3 +278,194 @@ def test_marks_tell_of_other_bytes_under_the_same_keys(tmp_path: Path) -> None:
     assert after is not None
     np.testing.assert_array_equal(before, again)
     assert (before != after).any()
+
+
+# Columns that the store carries
+
+
+def test_columns_of_a_csv_keep_what_stands_in_them(tmp_path: Path) -> None:
+    text = (
+        "path,label,patient,slide,age,good,gap,id,long,empty\n"
+        "c.jpg,x,Ann,7,1.5,true,1,007,12345678901234567890,\n"
+        "a.jpg,x,,-3,,False,,012,1,\n"
+        "b.jpg,y,Bö,0,2e3,TRUE,3,1,2,\n"
+    )
+    names = ["slide", "patient", "age", "good", "gap", "id", "long", "empty", "label"]
+    listing = table(write(tmp_path / "t.csv", text), columns=names).listing()
+    columns = listing.columns
+    assert list(columns) == sorted(names)
+    assert listing.keys.tolist() == [b"a.jpg", b"b.jpg", b"c.jpg"]
+    assert columns["patient"].tolist() == [b"", "Bö".encode(), b"Ann"]
+    assert columns["slide"].dtype == np.int64
+    assert columns["slide"].tolist() == [-3, 0, 7]
+    np.testing.assert_array_equal(columns["age"], [np.nan, 2000, 1.5])
+    assert columns["good"].tolist() == [False, True, True]
+    assert columns["good"].dtype == np.bool_
+    np.testing.assert_array_equal(columns["gap"], [np.nan, 3, 1])
+    assert columns["id"].tolist() == [b"012", b"1", b"007"]
+    assert columns["long"].tolist() == [b"1", b"2", b"12345678901234567890"]
+    assert columns["empty"].tolist() == [b"", b"", b""]
+    assert columns["label"].tolist() == [b"x", b"y", b"x"]
+    assert table(tmp_path / "t.csv").listing().columns == {}
+    assert {name: len(v) for name, v in listing.head(2).columns.items()} == dict.fromkeys(names, 2)
+
+
+def test_columns_of_a_parquet_have_the_types_that_they_have(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"bytes": b"1", "path": "z"}, {"bytes": b"2", "path": "a"}]
+    given = {
+        "i": pa.array([1, 2], pa.uint8()),
+        "f": pa.array([0.5, None], pa.float32()),
+        "gap": pa.array([None, 2**53], pa.int64()),
+        "b": pa.array([True, None]),
+        "t": pa.array(["x", None]).dictionary_encode(),
+        "n": pa.nulls(2),
+    }
+    columns = table(images(tmp_path / "t.parquet", rows, **given), columns=[*given]).listing()
+    found = columns.columns
+    assert found["i"].tolist() == [2, 1]
+    assert found["i"].dtype == np.int64
+    np.testing.assert_array_equal(found["f"], [np.nan, 0.5])
+    assert found["f"].dtype == np.float64
+    np.testing.assert_array_equal(found["gap"], [2.0**53, np.nan])
+    np.testing.assert_array_equal(found["b"], [np.nan, 1])
+    assert found["t"].tolist() == [b"", b"x"]
+    assert found["n"].tolist() == [b"", b""]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([2**63], pa.uint64()), "would not stay what it is"),
+        (pa.array([2**53 + 1, None]), "would not stay what it is"),
+        (pa.array([[1]]), "is list<.*expected whole numbers, numbers, booleans or text"),
+        (pa.array([0], pa.timestamp("ms")), r"is timestamp\[ms\]; expected"),
+        (pa.array(["a\0b"]), "a text with NUL in it in row 0"),
+        (pa.array(["", "x" * 4097]), "a text of more than 4096 bytes in row 1"),
+    ],
+)
+def test_values_that_no_column_of_a_store_holds_are_refused(
+    tmp_path: Path, values: object, message: str
+) -> None:
+    rows: list[dict[str, object]] = [{"bytes": b"1", "path": f"{i}"} for i in range(len(values))]  # type: ignore[arg-type]
+    path = images(tmp_path / "t.parquet", rows, kind=values)
+    with pytest.raises(DataError, match=rf"t\.parquet, column kind .*{message}"):
+        table(path, columns=["kind"]).listing()
+
+
+def test_columns_that_are_not_there_or_cannot_be_named_so(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "path,patient,a/b\na,1,2\n")
+    with pytest.raises(DataError, match=r"data\.columns=patent: .* Nearest: patient"):
+        table(path, columns=["patent"]).listing()
+    for names, message in (
+        (["a/b"], "cannot be called 'a/b' in a store"),
+        (["."], "cannot be called"),
+        (["patient", "patient"], "patient is named twice"),
+    ):
+        with pytest.raises(ConfigError, match=rf"data\.columns: .*{message}"):
+            table(path, columns=names)
+    with pytest.raises(ConfigError, match=r"data\.columns has an effect with data=table only"):
+        DataConfig(name="folder", root="x", columns=["patient"])
+
+
+# Several files
+
+
+def shards(root: Path, counts: dict[str, int], **columns: list[object]) -> list[bytes]:
+    """Parquet files of image bytes; the bytes of all rows, in the order of the files' names."""
+    every = []
+    for name, count in counts.items():
+        data = [f"{name} {i}".encode() for i in range(count)]
+        rows: list[dict[str, object]] = [{"bytes": d, "path": None} for d in data]
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        cut = {column: values[len(every) :][:count] for column, values in columns.items()}
+        images(root / name, rows, group=3, **cut)
+        every += data
+    return every
+
+
+def test_many_parquet_files_are_one_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parquet_images, "_OPEN_FILES", 2)
+    monkeypatch.setattr(parquet_images, "KEPT_BYTES", 100)
+    counts = {f"set/data-{i}.parquet": 7 + i for i in range(4)} | {"set/more/data-9.parquet": 0}
+    number: list[object] = list(range(34))
+    data = shards(tmp_path, counts, label=[n % 2 for n in range(34)], n=number)  # type: ignore[misc]
+    for root in ("set", "set/data-*.parquet", "set/data-{0..3}.parquet"):
+        source = table(tmp_path / root, columns=["n"])
+        listing = source.listing()
+        assert listing.keys[[0, 7]].tolist() == [
+            b"data-0.parquet/row-000000",
+            b"data-1.parquet/row-000000",
+        ]
+        assert listing.columns["n"].tolist() == number
+        assert listing.labels.tolist() == [n % 2 for n in range(34)]
+        assert listing.marks is not None
+        keys = dict(zip(listing.keys.tolist(), data, strict=True))
+        mixed = list(keys) * 2
+        random.Random(0).shuffle(mixed)
+        with ThreadPoolExecutor(4) as threads:
+            assert list(threads.map(source.read, mixed)) == [keys[key] for key in mixed]
+
+
+def test_a_file_that_comes_later_changes_no_key(tmp_path: Path) -> None:
+    shards(tmp_path, {"a-1.parquet": 3, "a-3.parquet": 2})
+    before = table(tmp_path).listing()
+    shards(tmp_path, {"a-2.parquet": 4})
+    after = table(tmp_path).listing()
+    kept = np.isin(after.keys, before.keys)
+    assert after.keys[kept].tolist() == before.keys.tolist()
+    assert before.marks is not None
+    assert after.marks is not None
+    assert after.marks[kept].tolist() == before.marks.tolist()
+
+
+def test_a_file_that_is_replaced_stops_the_run(tmp_path: Path) -> None:
+    shards(tmp_path, {"a-1.parquet": 3, "a-2.parquet": 3})
+    source = table(tmp_path)
+    source.listing()
+    shards(tmp_path, {"a-2.parquet": 5})
+    assert source.read(b"a-1.parquet/row-000001") == b"a-1.parquet 1"
+    with pytest.raises(OSError, match="changed while it was in use"):
+        source.read(b"a-2.parquet/row-000001")
+    (tmp_path / "a-2.parquet").unlink()
+    with pytest.raises(FileNotFoundError):
+        source.read(b"a-2.parquet/row-000001")
+
+
+def test_many_csv_files_are_typed_together(tmp_path: Path) -> None:
+    files(tmp_path / "set", "a.jpg", "sub/b.jpg", "c.jpg")
+    write(tmp_path / "set" / "1.csv", "path,label,n,mixed\nc.jpg,1,5,7\n")
+    write(tmp_path / "set" / "2.csv", "n,mixed,path,label\n6,x,a.jpg,2\n,,sub/b.jpg,\n")
+    source = table(tmp_path / "set", columns=["n", "mixed"])
+    listing = source.listing()
+    assert labels_of(listing) == {"a.jpg": "2", "c.jpg": "1", "sub/b.jpg": None}
+    np.testing.assert_array_equal(listing.columns["n"], [6, 5, np.nan])
+    assert listing.columns["mixed"].tolist() == [b"x", b"7", b""]
+    assert source.read(b"sub/b.jpg") == b"sub/b.jpg"
+    assert table(tmp_path / "set" / "*.csv").read(b"c.jpg") == b"c.jpg"
+
+
+def test_files_that_are_no_one_table_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tables below .*\.parquet"):
+        table(tmp_path).listing()
+    with pytest.raises(DataError, match=r"\*\.parquet: there is no such file"):
+        table(tmp_path / "*.parquet").listing()
+    shards(tmp_path, {"a.parquet": 2, "b.parquet": 2}, n=[1, 2, "x", "y"])
+    with pytest.raises(DataError, match="column n is int64 and string, not the same in all files"):
+        table(tmp_path, columns=["n"]).listing()
+    with pytest.raises(DataError, match=r"c\.parquet is no file"):
+        table(tmp_path / "{a,c}.parquet").listing()
+    pq.write_table(pa.table({"picture": [b"1"]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"c\.parquet has no column image, which .*a\.parquet has"):
+        table(tmp_path).listing()
+    (tmp_path / "c.parquet").write_bytes(b"PAR1 and then nothing of it")
+    with pytest.raises(DataError, match=r"c\.parquet cannot be read"):
+        table(tmp_path).listing()
+    pq.write_table(pa.table({"image": ["x.jpg"]}), tmp_path / "c.parquet")
+    with pytest.raises(DataError, match=r"image holds paths in .*c\.parquet and none in"):
+        table(tmp_path).listing()
+    write(tmp_path / "d.csv", "path\na\n")
+    with pytest.raises(DataError, match=r"tables of two kinds, such as .*parquet and .*d\.csv"):
+        table(tmp_path).listing()
+    write(tmp_path / "e.csv", 'path\nb\n""\n')
+    with pytest.raises(DataError, match=r"e\.csv: row 1 has no path"):
+        table(tmp_path / "*.csv").listing()

@@ -17,7 +17,7 @@ from made_shards import write_shards, write_tar
 
 from featx.data import open_source, tar_index
 from featx.data.gzip_window import GzipWindow
-from featx.data.shards import expand_braces
+from featx.data.patterns import expand_braces
 from featx.data.webdataset import ShardSource
 from featx.errors import ConfigError, DataError
 from featx.options import DataConfig

@@ -92,6 +92,21 @@ def test_keys_of_bench_alone() -> None:
         BenchConfig(runs=0)
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"name": "hdf5", "root": "x.h5", "dataset": "/x"}, "data=hdf5: job=bench reads files"),
+        ({"name": "folder", "root": ".", "boxes": "boxes.csv"}, "whole pictures"),
+    ],
+)
+def test_pictures_that_the_script_could_not_read_are_refused(
+    data: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    config = from_omegaconf(from_keywords({**KEYS, "data": data}))
+    with pytest.raises(ConfigError, match=message):
+        bench._config_to_measure(config, tmp_path)
+
+
 @pytest.mark.slow
 def test_the_command(featx: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)

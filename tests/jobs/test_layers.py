@@ -17,8 +17,8 @@ from tiny_model import MODEL, Tiny, write_picture
 from torch import nn
 
 from featx.errors import ConfigError, DataError, MissingExtraError, ModelError
-from featx.jobs.layers import layer_rows, layer_table
 from featx.keys import from_keywords, from_omegaconf
+from featx.layer_table import layer_rows, layer_table
 from featx.options import VIEWS_OF_LAYERS, ReduceConfig
 from featx.progress import say
 from featx.select import select

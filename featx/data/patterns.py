@@ -1,0 +1,69 @@
+"""Names with braces and stars, as a user types them for several files at once."""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import re
+
+from featx.errors import DataError
+
+_MAX_NAMES = 1_000_000
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
+_STARS = re.compile(r"[*?\[]")
+_SPECIAL = re.compile(r"[{*?\[]")
+
+
+def is_pattern(text: str) -> bool:
+    """Whether a text may stand for several names."""
+    return bool(_SPECIAL.search(text))
+
+
+def has_stars(name: str) -> bool:
+    """Whether a name, without braces, has to be looked up."""
+    return bool(_STARS.search(name))
+
+
+def base_of(pattern: str) -> str:
+    """What all names of a pattern begin with, up to its last '/': keys leave it out."""
+    plain = _SPECIAL.split(pattern, maxsplit=1)[0]
+    return plain[: plain.rfind("/") + 1]
+
+
+def matching_files(pattern: str) -> list[str]:
+    """The names on this machine that a pattern stands for, each once; those of braces unseen."""
+    names: list[str] = []
+    for name in expand_braces(pattern):
+        names += sorted(glob.glob(name, recursive=True)) if has_stars(name) else [name]  # noqa: PTH207 - names as they are typed
+    return list(dict.fromkeys(names))
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """'a-{000..012}.tar' -> 13 names; '{a,b}' -> two; several braces multiply.
+
+    Raises:
+        DataError: a range runs backwards, or there are too many names.
+    """
+    pieces: list[list[str]] = []
+    end = 0
+    for found in _RANGE.finditer(pattern):
+        pieces.append([pattern[end : found.start()]])
+        end = found.end()
+        if found[3] is not None:
+            pieces.append(found[3].split(","))
+            continue
+        first, last = int(found[1]), int(found[2])
+        if not first <= last < first + _MAX_NAMES:
+            raise DataError(
+                f"data.root={pattern}: {found[0]} is no range of up to {_MAX_NAMES} names."
+            )
+        width = len(found[1])
+        pieces.append([f"{number:0{width}d}" for number in range(first, last + 1)])
+    pieces.append([pattern[end:]])
+    total = 1
+    for piece in pieces:
+        total *= len(piece)
+    if total > _MAX_NAMES:
+        raise DataError(f"data.root={pattern} stands for {total} names, over {_MAX_NAMES}.")
+    return ["".join(parts) for parts in itertools.product(*pieces)]

@@ -1,0 +1,53 @@
+"""featx up to an early layer against the full depth of a model, files to store, in turn."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from featx.bench import contenders
+from featx.bench.photos import make_photos
+from featx.keys import from_keywords, from_omegaconf, saved_yaml
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `scripts/benchmark depth`."""
+    parser.add_argument("--model", default="resnet50", help="random weights")
+    parser.add_argument("--layers", nargs=2, default=["layer1", "avgpool"], help="early, and last")
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=3)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """How many times as fast a run is that ends at an early layer, channels averaged."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_photos(folder / "photos", arguments.images)
+        rates: dict[str, list[float]] = {layer: [] for layer in arguments.layers}
+        for number in range(arguments.runs):
+            for layer, found in rates.items():
+                node = from_keywords(
+                    {
+                        "model": {"name": arguments.model, "weights": None},
+                        "data": folder / "photos",
+                        "layers": [layer],
+                        "reduce": "avg",
+                        "precision": "fp32",
+                    }
+                )
+                place = folder / f"{number}-{layer}"
+                place.mkdir()
+                config = replace(from_omegaconf(node), out=str(place / "store"))
+                measured = contenders.alone(contenders.run_featx, config, saved_yaml(node), place)
+                found.append(measured.images_per_second)
+                print(f"  {layer}: {found[-1]:.1f} images/s", flush=True)
+    early, last = (rates[layer] for layer in arguments.layers)
+    ratios = [a / b for a, b in zip(early, last, strict=True)]
+    print(
+        f"{arguments.model}: {arguments.layers[0]} {statistics.median(early):.1f} images/s, "
+        f"{arguments.layers[1]} {statistics.median(last):.1f}, ratio "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    )

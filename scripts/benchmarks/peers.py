@@ -1,0 +1,114 @@
+"""featx, the script a user writes, and peers: the same pictures and weights, in turn."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from featx.bench import contenders
+from featx.bench.photos import make_photos
+from featx.config import Config
+from featx.keys import from_keywords, from_omegaconf, saved_yaml
+
+SCRIPT = "the user's script"
+THINGSVISION = "thingsvision"
+CLIP_RETRIEVAL = "as clip-retrieval does"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `scripts/benchmark peers`."""
+    parser.add_argument("--model", default="resnet50", help="of torchvision; random weights")
+    parser.add_argument("--layer", default="avgpool")
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument(
+        "--thingsvision", metavar="PYTHON", help="an interpreter that imports thingsvision"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Images a second of every contender, and its ratio to the user's script of the same round."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_photos(folder / "photos", arguments.images)
+        config, config_yaml = _config(arguments, folder / "photos")
+        contenders.alone(_save_weights, config, folder / "weights.pt")
+        rates: dict[str, list[float]] = {}
+        places: dict[str, Path] = {}
+        for number in range(arguments.runs):
+            for contender in _names(arguments):
+                place = folder / f"{number}-{len(places)}"
+                place.mkdir()
+                rate = _measure(contender, config, config_yaml, arguments, place)
+                rates.setdefault(contender, []).append(rate)
+                places.setdefault(contender, place)
+                print(f"  {contender}: {rate:.1f} images/s", flush=True)
+        _print(rates, places)
+
+
+def _names(arguments: argparse.Namespace) -> list[str]:
+    peers = [THINGSVISION] if arguments.thingsvision else []
+    return [SCRIPT, "featx", *peers, CLIP_RETRIEVAL]
+
+
+def _config(arguments: argparse.Namespace, photos: Path) -> tuple[Config, str]:
+    model = {"name": arguments.model, "weights": None}
+    keys = {"model": model, "layers": [arguments.layer], "data": photos, "precision": "fp32"}
+    node = from_keywords(keys)
+    return from_omegaconf(node), saved_yaml(node)
+
+
+def _save_weights(config: Config, path: Path) -> None:
+    """The random weights that featx draws from its seed, for who takes them from a file."""
+    import torch
+
+    from featx.models import build_backbone
+
+    torch.save(build_backbone(config.model, config.seed).module.state_dict(), path)
+
+
+def _measure(
+    contender: str, config: Config, config_yaml: str, arguments: argparse.Namespace, place: Path
+) -> float:
+    """Images a second of one contender, which leaves its rows in the folder."""
+    if contender == "featx":
+        measured = contenders.alone(contenders.run_featx, config, config_yaml, place)
+        return float(measured.images_per_second)
+    if contender == SCRIPT:
+        return float(contenders.alone(contenders.run_tutorial, config, place).images_per_second)
+    if contender == CLIP_RETRIEVAL:
+        return contenders.alone(_run_clip_retrieval_like, config, arguments.layer, place)
+    script = Path(__file__).with_name("thingsvision_peer.py")
+    photos, weights = place.parent / "photos", place.parent / "weights.pt"
+    command = [arguments.thingsvision, script, photos, arguments.model, arguments.layer]
+    done = subprocess.run([*map(str, [*command, weights, place])], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"thingsvision failed:\n{done.stderr}")
+    return arguments.images / float(done.stdout.split()[-1])
+
+
+def _run_clip_retrieval_like(config: Config, layer: str, place: Path) -> float:
+    from benchmarks.clip_retrieval_like import extract
+    from featx.models import build_backbone
+
+    backbone = build_backbone(config.model, config.seed)
+    photos = place.parent / "photos"
+    seconds, rows = extract(backbone.module, layer, backbone.preprocess.reference, photos, place)
+    np.save(place / contenders.FEATURES, rows.astype(np.float64))
+    return len(rows) / seconds
+
+
+def _print(rates: dict[str, list[float]], places: dict[str, Path]) -> None:
+    for contender, found in rates.items():
+        ratios = [mine / script for mine, script in zip(found, rates[SCRIPT], strict=True)]
+        cosine = contenders.smallest_cosine(places[contender], places[SCRIPT])
+        print(
+            f"{contender:24} {statistics.median(found):6.1f} images/s, ratio "
+            f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), smallest "
+            f"cosine to the script's rows {cosine:.5f}"
+        )

@@ -1,0 +1,66 @@
+"""What this CPU can do at all: a model's GFLOP/s beside those of a large matrix product."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+SIDE = 2048
+"""Of the square matrices: their product is 17 GFLOP, and they do not fit the caches."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `scripts/benchmark roof`."""
+    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_base_patch16_224"])
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--runs", type=int, default=5)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """fp32, all threads; models eager, folded where they have BatchNorm, and compiled."""
+    import timm
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from featx.devices import keep_freed_memory
+
+    keep_freed_memory()
+    a, b = torch.randn(SIDE, SIDE), torch.randn(SIDE, SIDE)
+    roof = 2 * SIDE**3 / _seconds(lambda: a @ b, arguments.runs) / 1e9
+    print(f"matrix product: {roof:.0f} GFLOP/s")
+    shape = (arguments.batch_size, 3, 224, 224)
+    x = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    for name in arguments.models:
+        module = timm.create_model(name).eval().to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            with FlopCounterMode(display=False) as counter:
+                module(x)
+            work = counter.get_total_flops() / 1e9
+            kinds = {"eager": module, "compiled": _compiled(module)}
+            for kind, forward in kinds.items():
+                seconds = _seconds(lambda forward=forward: forward(x), arguments.runs)
+                rate, speed = arguments.batch_size / seconds, work / seconds
+                print(
+                    f"{name}, {kind}: {rate:.1f} images/s, {speed:.0f} GFLOP/s, "
+                    f"{speed / roof:.2f} of the matrix product"
+                )
+
+
+def _compiled(module: object) -> Callable[..., object]:
+    """As Engine.settle does; with freezing, inductor folds BatchNorm itself."""
+    import torch
+
+    return torch.compile(module, dynamic=False, options={"freezing": True})
+
+
+def _seconds(work: Callable[[], object], runs: int) -> float:
+    """The median of some runs after a warm-up."""
+    work()
+    found = []
+    for _ in range(runs):
+        begun = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)

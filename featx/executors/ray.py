@@ -24,7 +24,7 @@ from featx.loop import Interrupted, stop_signals
 from featx.prepare import Prepared
 from featx.progress import Progress
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
+from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
 from featx.types import Part
 
 WAIT_S = 0.5
@@ -179,7 +179,8 @@ class Pool:
             told.add_note(str(error))
             raise told from None
         except self._ray.exceptions.RayError as error:
-            self._forget(hand)
+            if hand.sign is not None:
+                clear_sign(self._session.disk, hand.sign)
             self._replace(part, str(error).strip().splitlines()[0])
             return
         if part is None:
@@ -220,12 +221,7 @@ class Pool:
         """No actor goes on, whatever ends the run."""
         for hand in (*self._idle, *(hand for hand, _ in self._at.values())):
             self._ray.kill(hand.handle)
-            self._forget(hand)
-
-    def _forget(self, hand: _Hand) -> None:
-        """An actor is gone, and tells nothing of itself any more."""
-        if hand.sign is not None:
-            clear_sign(self._session.disk, hand.sign)
+        clear_signs(self._session.disk)  # also of those that were not ready yet
 
 
 @contextlib.contextmanager

@@ -268,7 +268,8 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
         _, told = process.communicate(timeout=300)
     if victim == "actor":
         assert process.returncode == 0, told
-        assert "an actor died in part" in told
+        # Where the machine is slow it may not have had a part yet.
+        assert re.search(r"an actor died in (part \d+ \(rows|no part)", told), told
     else:
         assert all(ended(pid, 60) for pid in actors), "an actor lives on"
         subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)

@@ -8,17 +8,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.commands import Add
 from featx.bench import contenders
 from featx.bench.photos import make_photos
 from featx.keys import from_keywords, from_omegaconf, saved_yaml
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `scripts/benchmark depth`."""
-    parser.add_argument("--model", default="resnet50", help="random weights")
-    parser.add_argument("--layers", nargs=2, default=["layer1", "avgpool"], help="early, and last")
-    parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--runs", type=int, default=3)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -51,3 +44,12 @@ def run(arguments: argparse.Namespace) -> None:
         f"{arguments.layers[1]} {statistics.median(last):.1f}, ratio "
         f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
     )
+
+
+def add_commands(add: Add) -> None:
+    """The command of scripts/benchmark that is measured here."""
+    one = add("depth", run)
+    one.add_argument("--model", default="resnet50", help="random weights")
+    one.add_argument("--layers", nargs=2, default=["layer1", "avgpool"], help="early, and last")
+    one.add_argument("--images", type=int, default=512)
+    one.add_argument("--runs", type=int, default=3)

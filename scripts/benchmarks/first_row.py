@@ -10,17 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.commands import Add
 from featx.bench.photos import make_photos
 
 LOOK_S = 0.02
 GIVE_UP_S = 600.0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `scripts/benchmark first-row`."""
-    parser.add_argument("--model", default="resnet18", help="random weights")
-    parser.add_argument("--images", type=int, default=2000, help="of the run, which is ended early")
-    parser.add_argument("--runs", type=int, default=3)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -51,3 +45,11 @@ def seconds_to_first_row(model: str, folder: Path, out: Path) -> float:
         seconds = time.perf_counter() - begun
         process.terminate()
     return seconds
+
+
+def add_commands(add: Add) -> None:
+    """The command of scripts/benchmark that is measured here."""
+    one = add("first-row", run)
+    one.add_argument("--model", default="resnet18", help="random weights")
+    one.add_argument("--images", type=int, default=2000, help="of the run, which is ended early")
+    one.add_argument("--runs", type=int, default=3)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.commands import Add
 from featx.bench import contenders
 from featx.bench.photos import make_photos
 from featx.config import Config
@@ -18,17 +19,6 @@ from featx.keys import from_keywords, from_omegaconf, saved_yaml
 SCRIPT = "the user's script"
 THINGSVISION = "thingsvision"
 CLIP_RETRIEVAL = "as clip-retrieval does"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `scripts/benchmark peers`."""
-    parser.add_argument("--model", default="resnet50", help="of torchvision; random weights")
-    parser.add_argument("--layer", default="avgpool")
-    parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument(
-        "--thingsvision", metavar="PYTHON", help="an interpreter that imports thingsvision"
-    )
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -112,3 +102,15 @@ def _print(rates: dict[str, list[float]], places: dict[str, Path]) -> None:
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), smallest "
             f"cosine to the script's rows {cosine:.5f}"
         )
+
+
+def add_commands(add: Add) -> None:
+    """The command of scripts/benchmark that is measured here."""
+    one = add("peers", run)
+    one.add_argument("--model", default="resnet50", help="of torchvision; random weights")
+    one.add_argument("--layer", default="avgpool")
+    one.add_argument("--images", type=int, default=512)
+    one.add_argument("--runs", type=int, default=3)
+    one.add_argument(
+        "--thingsvision", metavar="PYTHON", help="an interpreter that imports thingsvision"
+    )

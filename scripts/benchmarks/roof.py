@@ -7,15 +7,10 @@ import statistics
 import time
 from collections.abc import Callable
 
+from benchmarks.commands import Add
+
 SIDE = 2048
 """Of the square matrices: their product is 17 GFLOP, and they do not fit the caches."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `scripts/benchmark roof`."""
-    parser.add_argument("--models", nargs="+", default=["resnet50", "vit_base_patch16_224"])
-    parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--runs", type=int, default=5)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -64,3 +59,11 @@ def _seconds(work: Callable[[], object], runs: int) -> float:
         work()
         found.append(time.perf_counter() - begun)
     return statistics.median(found)
+
+
+def add_commands(add: Add) -> None:
+    """The command of scripts/benchmark that is measured here."""
+    one = add("roof", run)
+    one.add_argument("--models", nargs="+", default=["resnet50", "vit_base_patch16_224"])
+    one.add_argument("--batch-size", type=int, default=16)
+    one.add_argument("--runs", type=int, default=5)

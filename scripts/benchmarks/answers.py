@@ -1,0 +1,150 @@
+"""What is made of features: heads that are fitted, and nearest rows."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.commands import Add
+from benchmarks.made_stores import clustered_rows, make_store
+
+
+def probe(arguments: argparse.Namespace) -> None:
+    """Seconds of one fit of the same objective to the same tolerance, and what each predicts."""
+    import torch
+    from sklearn.linear_model import LogisticRegression
+
+    from featx.probe.linear import TOLERANCE, fit_logistic
+
+    rng = np.random.default_rng(0)
+    total = arguments.rows + arguments.rows // 5
+    y = rng.integers(0, arguments.classes, total)
+    centres = rng.normal(size=(arguments.classes, arguments.features)).astype(np.float32)
+    x = rng.normal(size=(total, arguments.features)).astype(np.float32)
+    x *= np.geomspace(1, 0.05, arguments.features, dtype=np.float32)  # as features are: uneven
+    x += arguments.signal * centres[y]
+    fitted, tested = slice(0, arguments.rows), slice(arguments.rows, total)
+    mean, scale = x[fitted].mean(0), x[fitted].std(0)
+    x -= mean
+    x /= scale
+
+    def by_featx() -> np.ndarray:
+        with torch.no_grad():
+            rows = torch.from_numpy(x[fitted])
+            labels = torch.from_numpy(y[fitted])
+            fit = fit_logistic(rows, labels, arguments.classes, arguments.l2)
+        print(f"  featx: {fit.iterations} iterations, gradient {fit.gradient:.2g}")
+        return (x[tested] @ fit.weight.numpy().T + fit.bias.numpy()).argmax(1)
+
+    def by_sklearn() -> np.ndarray:
+        strength = 1 / (arguments.l2 * arguments.rows)
+        fit = LogisticRegression(C=strength, tol=TOLERANCE, max_iter=1000)
+        fit.fit(x[fitted], y[fitted])
+        print(f"  scikit-learn: {int(fit.n_iter_.max())} iterations")
+        return fit.predict(x[tested])
+
+    found: dict[str, list[float]] = {"featx": [], "scikit-learn": []}
+    for _ in range(arguments.runs):
+        for name, work in (("featx", by_featx), ("scikit-learn", by_sklearn)):
+            begun = time.perf_counter()
+            predicted = work()
+            found[name].append(time.perf_counter() - begun)
+            right = float((predicted == y[tested]).mean())
+            print(f"  {name}: {found[name][-1]:.1f} s, accuracy {right:.4f}", flush=True)
+    ratios = [b / a for a, b in zip(*found.values(), strict=True)]
+    print(
+        f"{arguments.rows} x {arguments.features}, {arguments.classes} classes, l2 "
+        f"{arguments.l2:g}: scikit-learn takes {statistics.median(ratios):.2f} times as long "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+
+
+def nearest(arguments: argparse.Namespace) -> None:
+    """The 10 nearest of some rows, exactly, by featx and by faiss; then of all, by an index."""
+    import featx
+    from featx.similarity import RowIndex
+
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        root = Path(name, "store")
+        make_store(root, arguments.rows, (arguments.features,), clustered_rows)
+        store = featx.open(root)
+        asked = np.random.default_rng(1).permutation(arguments.rows)[: arguments.queries]
+        seconds = exact_search(store, asked, arguments.runs)
+        making, searching = [], []
+        index = timed(
+            "making the index", making, lambda: RowIndex(store, "layer", arguments.recall)
+        )
+        timed("all rows by the index", searching, index.nearest_rows)
+        all_exact = statistics.median(seconds) * arguments.rows / len(asked)
+        print(
+            f"{index.recall:.2%} of the nearest rows by {index.looked_at} of {index.lists} lists, "
+            f"in {making[0] + searching[0]:.0f} s of processor time; all exactly, reckoned from "
+            f"the rows above, {all_exact:.0f} s"
+        )
+
+
+def exact_search(store: Any, asked: np.ndarray, runs: int) -> list[float]:
+    """Exact search by featx and by faiss, in turn; seconds of processor time of featx's runs."""
+    import faiss
+    import torch
+
+    from featx.similarity.neighbours import nearest_among
+    from featx.similarity.vectors import Vectors
+
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    vectors = Vectors(store, "layer", torch.device("cpu"), unit=True)
+    matrix = vectors.block(0, len(vectors)).numpy()
+    flat = faiss.IndexFlatIP(matrix.shape[1])
+    flat.add(matrix)
+    exact = {
+        "featx": lambda: nearest_among(vectors, asked, 10).scores,
+        "faiss": lambda: flat.search(matrix[asked], 11)[0][:, 1:],
+    }
+    seconds: dict[str, list[float]] = {kind: [] for kind in exact}
+    for _ in range(runs):
+        found = {kind: timed(kind, seconds[kind], work) for kind, work in exact.items()}
+        assert np.allclose(found["featx"], found["faiss"], atol=1e-5), "not the same rows"
+    ratios = [b / a for a, b in zip(*seconds.values(), strict=True)]
+    print(
+        f"{len(asked)} of {len(matrix)} rows of {matrix.shape[1]}, exactly: faiss takes "
+        f"{statistics.median(ratios):.2f} times the processor time of featx "
+        f"({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return seconds["featx"]
+
+
+def timed(name: str, seconds: list[float], work: Callable[[], Any]) -> Any:
+    """What it returns; its processor time is added to `seconds`, both times are said."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = work()
+    seconds.append(time.process_time() - cpu)
+    print(
+        f"  {name}: {seconds[-1]:.1f} s of processor time, {time.perf_counter() - wall:.1f} s",
+        flush=True,
+    )
+    return found
+
+
+def add_commands(add: Add) -> None:
+    """The commands of scripts/benchmark that are measured here."""
+    one = add("probe", probe)
+    one.add_argument("--rows", type=int, default=50_000, help="to fit on; a fifth more are tested")
+    one.add_argument("--features", type=int, default=2048)
+    one.add_argument("--classes", type=int, default=10)
+    one.add_argument("--signal", type=float, default=0.05, help="spread of the classes' centres")
+    one.add_argument("--l2", type=float, default=1e-3)
+    one.add_argument("--runs", type=int, default=1)
+    one = add("nearest", nearest)
+    one.add_argument("--rows", type=int, default=100_000)
+    one.add_argument("--features", type=int, default=512)
+    one.add_argument("--queries", type=int, default=4096, help="rows of the exact search")
+    one.add_argument("--recall", type=float, default=0.99)
+    one.add_argument("--runs", type=int, default=3)
+    one.add_argument("--folder", help="where the store lies")

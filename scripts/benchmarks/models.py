@@ -1,0 +1,162 @@
+"""A model alone on this machine: freed memory, folding, copies of what is captured."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+from benchmarks.commands import COMMAND, Add
+
+
+def measure_model(model: str, batch_size: int, kept: bool, seconds: float) -> float:
+    """Images per second of a timm model, channels-last fp32, random weights."""
+    import timm
+    import torch
+
+    from featx.devices import keep_freed_memory
+
+    if kept:
+        keep_freed_memory()
+    module = timm.create_model(model).eval().to(memory_format=torch.channels_last)
+    x = torch.randn(batch_size, 3, 224, 224).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for _ in range(3):
+            module(x)
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            module(x)
+            count += batch_size
+        return count / (time.perf_counter() - begun)
+
+
+def malloc(arguments: argparse.Namespace) -> None:
+    """Each figure is a process of its own; the ratio is of the medians."""
+    if arguments.one:
+        kept = arguments.one == "kept"
+        print(measure_model(arguments.model, arguments.batch_size, kept, arguments.seconds))
+        return
+    found: dict[str, list[float]] = {"default": [], "kept": []}
+    for _ in range(arguments.runs):
+        for kind, figures in found.items():
+            command = [*COMMAND, *sys.argv[1:], "--one", kind]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            figures.append(float(done.stdout))
+    for kind, figures in found.items():
+        middle = statistics.median(figures)
+        print(f"{kind:8} {middle:6.1f} images/s ({min(figures):.1f} to {max(figures):.1f})")
+    ratio = statistics.median(found["kept"]) / statistics.median(found["default"])
+    print(f"ratio    {ratio:6.2f}")
+
+
+def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namespace) -> None:
+    """One line: the engine as it is, and with a copy of every tensor that a hook sees."""
+    import torch
+
+    from featx.engine import Compute, Engine
+    from featx.models import build_backbone
+    from featx.options import ModelConfig, ReduceConfig
+    from featx.select import select
+    from featx.traces import Tap
+
+    backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
+    images = torch.randn(arguments.batch_size, 3, *backbone.preprocess.crop)
+    with Engine(backbone, torch.device("cpu"), arguments.dtype) as engine:
+        found = select([(layers, ReduceConfig(reduce))], engine.trace(), None, None).chosen
+        if reduce == "avg":  # of maps and tokens only: a vector has no average
+            shapes = {call.module: call.outputs for call in engine.trace().calls}
+            found = [pair for pair in found if len(next(iter(shapes[pair[0].module].values()))) > 2]
+        engine.bind(found)
+        keep, bytes_seen = engine._keep, 0
+
+        def copy_first(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal bytes_seen
+            bytes_seen += tensor.nbytes
+            return keep(tap, tensor.clone())
+
+        seconds: dict[str, list[float]] = {"where needed": [], "everywhere": []}
+        for _ in range(arguments.runs):
+            for way, figures in seconds.items():
+                engine._keep = keep if way == "where needed" else copy_first
+                engine.settle(Compute("fp32", False, False, len(images)))
+                engine.run(images)
+                begun = time.perf_counter()
+                bytes_seen = 0
+                engine.run(images)
+                figures.append(time.perf_counter() - begun)
+        # What is cast to another dtype, or reduced to something new, is no copy of ours.
+        copied = engine._copied & engine._views if arguments.dtype == "float32" else ()
+        needed = sum(4 * int(np.prod(engine._row_shapes[name])) for name in copied)
+        each = bytes_seen / len(images)
+    fast, slow = (1e3 * statistics.median(figures) / len(images) for figures in seconds.values())
+    print(
+        f"{model:9} {layers:6} {reduce:7} {len(found):5} taps {each / 1e6:8.1f} "
+        f"{needed / 1e6:8.1f} MB/image {slow:8.1f} {fast:8.1f} ms/image {slow / fast:6.2f}",
+        flush=True,
+    )
+
+
+def copies(arguments: argparse.Namespace) -> None:
+    """Bytes copied and time per image, with a copy of every tensor and with the needed ones."""
+    print(f"stored as {arguments.dtype}; everywhere, where needed")
+    for model in arguments.models:
+        for layers in ("leaves", "all"):
+            for reduce in ("none", "avg"):
+                copies_kind(model, layers, reduce, arguments)
+
+
+def fold(arguments: argparse.Namespace) -> None:
+    """Processor time of one pass as it stands over that of one folded, in alternation."""
+    import timm
+    import torch
+
+    from featx.devices import keep_freed_memory
+    from featx.folding import foldable_pairs, folded
+
+    keep_freed_memory()
+    for name in arguments.models:
+        module = timm.create_model(name).eval().requires_grad_(False)
+        x = torch.randn(arguments.batch_size, 3, 224, 224)
+        x = x.contiguous(memory_format=torch.channels_last)
+        pairs = foldable_pairs(module, x[:2], kept=())
+
+        def seconds(module: torch.nn.Module = module, x: torch.Tensor = x) -> float:
+            module.to(memory_format=torch.channels_last)(x)
+            begun = time.process_time()
+            module(x)
+            return time.process_time() - begun
+
+        ratios = []
+        for _ in range(arguments.runs):
+            plain = seconds()
+            with folded(pairs):
+                ratios.append(plain / seconds())
+        print(
+            f"{name}: {len(pairs)} folded, {statistics.median(ratios):.2f} times as fast "
+            f"({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
+
+
+def add_commands(add: Add) -> None:
+    """The commands of scripts/benchmark that are measured here."""
+    one = add("malloc", malloc)
+    one.add_argument("--model", default="tf_efficientnet_lite0")
+    one.add_argument("--batch-size", type=int, default=16)
+    one.add_argument("--runs", type=int, default=5)
+    one.add_argument("--seconds", type=float, default=5)
+    one.add_argument("--one", choices=["default", "kept"], help=argparse.SUPPRESS)
+    one = add("copies", copies)
+    one.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16"])
+    one.add_argument("--dtype", default="float32", help="of the store: float32 needs copies most")
+    one.add_argument("--batch-size", type=int, default=2)
+    one.add_argument("--runs", type=int, default=3)
+    one = add("fold", fold)
+    models = ["resnet50", "tf_efficientnet_lite0", "mobilenetv3_large_100"]
+    one.add_argument("--models", nargs="+", default=models)
+    one.add_argument("--batch-size", type=int, default=16)
+    one.add_argument("--runs", type=int, default=5)

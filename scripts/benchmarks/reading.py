@@ -1,0 +1,325 @@
+"""Rows of a store: read by featx, h5py and numpy, by DataLoader's workers, and through codecs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.commands import COMMAND, Add
+from benchmarks.made_stores import made_rows, make_store
+
+BATCH = 256
+"""Rows of a batch in `read`."""
+
+
+def in_turn(
+    title: str,
+    ways: dict[str, Callable[[Any], np.ndarray]],
+    questions: list[Any],
+    rows_each: int,
+    runs: int,
+    few: dict[str, int],
+) -> None:
+    """Time every way on the same questions, several runs in turn, and print rows per second.
+
+    Args:
+        ways: name -> reads the rows of one question; the first is what the others are compared to.
+        few: a slow way's own number of questions.
+    """
+    expected = next(iter(ways.values()))(questions[0])
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for name, read in ways.items():
+        assert np.array_equal(read(questions[0]), expected), f"{name} reads other rows"
+    for _ in range(runs):
+        for name, read in ways.items():
+            asked = questions[: few.get(name, len(questions))]
+            begun = time.perf_counter()
+            for question in asked:
+                read(question)
+            found[name].append(len(asked) * rows_each / (time.perf_counter() - begun))
+    reference = statistics.median(next(iter(found.values())))
+    for name, figures in found.items():
+        middle = statistics.median(figures)
+        spread = f"({min(figures):.0f} to {max(figures):.0f})"
+        print(f"{title:34} {name:8} {middle:11.0f} rows/s {spread:24} {middle / reference:7.3f}")
+        title = ""
+
+
+def read_kind(folder: Path, kind: str, shape: tuple[int, ...], size: int, runs: int) -> None:
+    """One table: the rows of one shape, `size` bytes of them."""
+    import h5py
+
+    import featx
+
+    num_rows = size // (2 * int(np.prod(shape)))
+    make_store(folder / "store", num_rows, shape)
+    flat = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float16, (num_rows, *shape))
+    done = 0
+    for piece in made_rows(num_rows, shape):
+        flat[done : done + len(piece)] = piece
+        done += len(piece)
+    flat.flush()
+    del flat
+    mapped = np.load(folder / "x.npy", mmap_mode="r")
+    layer = featx.open(folder / "store")["layer"]
+    rng = np.random.default_rng(1)
+    with h5py.File(folder / "store" / "features.h5", "r") as file:
+        plain = file["features/layer"]
+
+        def plain_rows(rows: np.ndarray) -> np.ndarray:
+            """h5py wants increasing rows without repeats."""
+            unique, places = np.unique(rows, return_inverse=True)
+            return plain[unique.tolist()][places]
+
+        print(f"\n{kind}: {num_rows} rows {shape} float16, {size / 1e9:.1f} GB; ratio to memmap")
+        singles = rng.integers(0, num_rows, 2000).tolist()
+        ways = {"memmap": lambda i: np.array(mapped[i]), "h5py": plain.__getitem__}
+        ways["featx"] = layer.__getitem__
+        in_turn("single rows at random", ways, singles, 1, runs, {"h5py": 200})
+        batches = [rng.integers(0, num_rows, BATCH) for _ in range(min(200, num_rows // BATCH))]
+        ways = {"memmap": mapped.__getitem__, "h5py": plain_rows, "featx": layer.__getitem__}
+        in_turn(f"batches of {BATCH} at random", ways, batches, BATCH, runs, {"h5py": 2})
+        slices = [slice(i, i + BATCH) for i in range(0, num_rows - BATCH + 1, BATCH)]
+        ways = {"memmap": lambda s: np.array(mapped[s]), "h5py": plain.__getitem__}
+        ways["featx"] = layer.__getitem__
+        in_turn(f"an epoch in order, {BATCH} at once", ways, slices, BATCH, runs, {"h5py": 400})
+
+
+def read(arguments: argparse.Namespace) -> None:
+    """Random single rows, random batches, and an epoch in order, of vectors and of maps."""
+    size = int(arguments.gigabytes * 1e9)
+    for kind, shape in (("vectors", (2048,)), ("layer4 maps", (2048, 7, 7))):
+        with tempfile.TemporaryDirectory(prefix="featx-read-", dir=arguments.folder) as folder:
+            read_kind(Path(folder), kind, shape, size, arguments.runs)
+
+
+def loader(arguments: argparse.Namespace) -> None:
+    """Rows per second of an epoch in BlockShuffleSampler's order, and how long training waits."""
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader
+
+    from featx.torch import BlockShuffleSampler, FeatureDataset
+
+    width = 2048
+    num_rows = int(arguments.gigabytes * 1e9) // (2 * width)
+
+    def batches(root: Path, workers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        dataset = FeatureDataset(root, "layer")
+        sampler = BlockShuffleSampler(dataset)
+        return iter(DataLoader(dataset, BATCH, sampler=sampler, num_workers=workers))
+
+    head = nn.Linear(width, arguments.classes)
+    optimiser = torch.optim.AdamW(head.parameters())
+
+    def step(features: torch.Tensor, labels: torch.Tensor) -> None:
+        loss = nn.functional.cross_entropy(head(features.float()), labels)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+
+    def epoch(root: Path, workers: int, train: bool) -> tuple[float, float]:
+        """Rows per second from the second batch on, and the share of the time spent waiting."""
+        rows = batches(root, workers)
+        next(rows)  # the workers have started
+        begun, waited, count = time.perf_counter(), 0.0, 0
+        while True:
+            asked = time.perf_counter()
+            batch = next(rows, None)
+            waited += time.perf_counter() - asked
+            if batch is None:
+                break
+            count += len(batch[1])
+            if train:
+                step(*batch)
+        took = time.perf_counter() - begun
+        return count / took, waited / took
+
+    ways = [(workers, train) for workers in arguments.workers for train in (False, True)]
+    found: dict[tuple[int, bool], list[tuple[float, float]]] = {way: [] for way in ways}
+    alone: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="featx-loader-", dir=arguments.folder) as folder:
+        root = Path(folder) / "store"
+        make_store(root, num_rows, (width,))
+        x, y = torch.rand(BATCH, width).half(), torch.zeros(BATCH, dtype=torch.int64)
+        for _ in range(arguments.runs):
+            begun = time.perf_counter()
+            for _ in range(200):
+                step(x, y)
+            alone.append(200 * BATCH / (time.perf_counter() - begun))
+            for way in ways:
+                found[way].append(epoch(root, *way))
+    processors = len(os.sched_getaffinity(0))
+    print(
+        f"{num_rows} rows of {width} float16, batches of {BATCH}, {arguments.classes} classes, "
+        f"{processors} processors\ntraining alone, rows in memory {statistics.median(alone):9.0f} "
+        f"rows/s ({min(alone):.0f} to {max(alone):.0f})"
+    )
+    for (workers, train), figures in found.items():
+        rates = [rows for rows, _ in figures]
+        share = statistics.median(waiting for _, waiting in figures)
+        what = f"training, waits {share:4.0%}" if train else "loader alone"
+        print(
+            f"{workers} workers  {what:22} {statistics.median(rates):9.0f} rows/s "
+            f"({min(rates):.0f} to {max(rates):.0f})"
+        )
+
+
+def rate(work: Callable[[], object], size: int, runs: int) -> float:
+    """Megabytes per second of the best run."""
+    best = float("inf")
+    for _ in range(runs):
+        begun = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - begun)
+    return size / best / 1e6
+
+
+def write_codec(path: Path, values: np.ndarray, codec: str, threads: int) -> None:
+    """Write /x: filters in our own threads where they are known to us, else by h5py."""
+    import h5py
+
+    from featx.store import codecs, layout
+    from featx.store.pipeline import Pipeline
+
+    row_bytes = values[0].nbytes
+    chunk_rows = layout.Grid(len(values), 1 << 30).chunk_rows(row_bytes, codec != "none")
+    with h5py.File(path, "w", libver=layout.LIBVER) as file:
+        made = file.create_dataset(
+            "x",
+            values.shape,
+            values.dtype,
+            chunks=(chunk_rows, *values.shape[1:]),
+            maxshape=(layout.power_of_two_at_least(len(values)), *values.shape[1:]),
+            **codecs.filters(codec),
+        )
+        pipeline = Pipeline.of(made)
+        if not pipeline.supported:
+            made[:] = values
+            return
+
+        def encode(start: int) -> bytes:
+            chunk = values[start : start + chunk_rows]
+            if len(chunk) < chunk_rows:
+                chunk = np.resize(chunk, (chunk_rows, *values.shape[1:]))
+            return pipeline.encode(chunk)
+
+        starts = range(0, len(values), chunk_rows)
+        rest = (0,) * (values.ndim - 1)
+        with ThreadPoolExecutor(threads) as pool:
+            stored: Iterable[bytes] = (
+                pool.map(encode, starts) if threads > 1 else map(encode, starts)
+            )
+            for start, data in zip(starts, stored, strict=True):
+                made.id.write_direct_chunk((start, *rest), data)
+
+
+def read_codec(path: Path, values: np.ndarray) -> None:
+    """Read all rows of /x back, and compare them."""
+    import h5py
+
+    from featx.store.chunks import ChunkRows
+
+    with h5py.File(path, "r") as file:
+        rows = ChunkRows(file["x"], path)
+        out = np.empty_like(values)
+        rows.read_run(0, out)
+        rows.close()
+    if not np.array_equal(out.view(np.uint16), values.view(np.uint16)):
+        raise AssertionError(f"{path} reads back differently")
+
+
+def codec_figures(arguments: argparse.Namespace) -> None:
+    """One line a codec, of the features in a file; with as many threads as there are processors."""
+    values = np.load(arguments.one)
+    threads = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="featx-codec-", dir=arguments.folder) as folder:
+        for codec in arguments.codecs:
+            path = Path(folder) / "x.h5"
+            writing = rate(
+                lambda path=path, codec=codec: write_codec(path, values, codec, threads),
+                values.nbytes,
+                arguments.runs,
+            )
+            reading = rate(
+                lambda path=path: read_codec(path, values), values.nbytes, arguments.runs
+            )
+            print(codec, values.nbytes / path.stat().st_size, writing, reading)
+
+
+def codecs(arguments: argparse.Namespace) -> None:
+    """Features of the packaged pictures, and what each codec makes of them."""
+    if arguments.one:
+        codec_figures(arguments)
+        return
+    import featx
+
+    layers = ["embedding", *arguments.maps]
+    processors = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="featx-codecs-", dir=arguments.folder) as folder:
+        store = featx.extract(
+            model="efficientnet_lite0",
+            data={"limit": arguments.images},
+            layers=layers,
+            out=str(Path(folder) / "store"),
+        )
+        print(f"\nMB/s with 1 thread and with {len(processors)}; the best of {arguments.runs} runs")
+        for layer in layers:
+            values = store[layer][:]
+            zeros = 100 * float(np.mean(values == 0))
+            # Few rows would measure the overhead: the same ones again, never within one chunk.
+            times = max(1, int(arguments.megabytes * 1e6) // values.nbytes)
+            many = Path(folder) / "x.npy"
+            np.save(many, np.concatenate([values] * times))
+            print(f"{layer} {values.shape} float16, {times} times; {zeros:.0f} % zeros")
+            figures: dict[str, list[str]] = {}
+            for allowed in (processors[:1], processors):
+                command = [*COMMAND, *sys.argv[1:], "--one", str(many)]
+                os.sched_setaffinity(0, allowed)  # the child's threads are as many
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                os.sched_setaffinity(0, processors)
+                for line in done.stdout.splitlines():
+                    codec, *rest = line.split()
+                    figures.setdefault(codec, []).extend(rest)
+            for codec, (ratio, write_1, read_1, _, write_n, read_n) in figures.items():
+                print(
+                    f"  {codec:8} ratio {float(ratio):5.2f}   write {float(write_1):6.0f} "
+                    f"{float(write_n):6.0f}   read {float(read_1):6.0f} {float(read_n):6.0f}"
+                )
+
+
+def add_commands(add: Add) -> None:
+    """The commands of scripts/benchmark that are measured here."""
+    one = add("read", read)
+    one.add_argument("--gigabytes", type=float, default=2, help="of each kind of rows")
+    one.add_argument("--runs", type=int, default=5)
+    one.add_argument("--folder", help="where there is room for three times as much")
+    one = add("loader", loader)
+    one.add_argument("--gigabytes", type=float, default=0.2)
+    one.add_argument("--classes", type=int, default=100)
+    one.add_argument("--workers", type=int, nargs="+", default=[0, 2, 8])
+    one.add_argument("--runs", type=int, default=3)
+    one.add_argument("--folder", help="where there is room for twice as much")
+    one = add("codecs", codecs)
+    one.add_argument("--images", type=int, default=512)
+    one.add_argument(
+        "--megabytes", type=float, default=64, help="of each layer, at least one round"
+    )
+    one.add_argument(
+        "--maps", nargs="+", default=["blocks.6", "bn2"], help="layers beside embedding"
+    )
+    one.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
+    one.add_argument("--runs", type=int, default=3)
+    one.add_argument("--folder", help="where the files lie; RAM measures the codecs alone")
+    one.add_argument("--one", help=argparse.SUPPRESS)

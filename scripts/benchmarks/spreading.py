@@ -1,0 +1,190 @@
+"""Parts and rows in numbers: scheduled, committed, and up to the point where it stops scaling."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.commands import COMMAND, Add
+
+
+def parts(arguments: argparse.Namespace) -> None:
+    """Parts a minute of one process and of workers, from the first that is ready to the end."""
+    import h5py
+
+    found: dict[str, list[float]] = {workers: [] for workers in arguments.devices}
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        pixels = np.random.default_rng(0).integers(0, 256, (arguments.parts, 8, 8, 3), np.uint8)
+        with h5py.File(folder / "images.h5", "w") as file:
+            file["x"] = pixels
+        for _ in range(arguments.runs):
+            for workers, figures in found.items():
+                keys = [
+                    "model=custom", "model.target=featx.bench.nothing:Nothing",
+                    "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
+                    "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
+                    "part_rows=1", "pack=false", "overwrite=true", "data=hdf5",
+                    f"data.root={folder / 'images.h5'}", "data.dataset=/x",
+                    f"out={folder / 'store'}", f"devices={workers}",
+                ]  # fmt: skip
+                command = [sys.executable, "-m", "featx", *keys]
+                subprocess.run(command, capture_output=True, text=True, check=True)
+                summary = json.loads((folder / "store" / "summary.json").read_text())
+                figures.append(60 * summary["images_per_second"])
+                print(f"  devices={workers}: {figures[-1]:.0f} parts a minute", flush=True)
+    for workers, figures in found.items():
+        middle = statistics.median(figures)
+        print(f"devices={workers:5} {middle:6.0f} ({min(figures):.0f} to {max(figures):.0f})")
+
+
+def made_names(root: Path, count: int) -> Any:
+    """A folder as a source, whose names are made up as they are asked for."""
+    from featx.data.base import FolderSource
+
+    class Names(FolderSource):
+        def _walk(self) -> Iterator[bytes]:
+            each = -(-count // 1000)
+            for i in range(count):
+                yield b"class-%04d/photo_of_something_%09d.jpg" % (i // each, i)
+
+    return Names(root)
+
+
+def peak_mib(begin: bool = False) -> float:
+    """Of this process since it was last asked to begin, as the kernel counts it."""
+    if begin:
+        Path("/proc/self/clear_refs").write_text("5")
+    peak = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert peak is not None
+    return int(peak[1]) / 1024
+
+
+class Stages:
+    """What stages take, one after the other.
+
+    Attributes:
+        found: stage -> (seconds of the CPU, MiB at the peak of the process).
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, tuple[float, float]] = {}
+
+    def timed(self, stage: str, work: Callable[[], Any]) -> Any:
+        """What it returns."""
+        peak_mib(begin=True)
+        begun = time.process_time()
+        value = work()
+        self.found[stage] = time.process_time() - begun, peak_mib()
+        return value
+
+
+def scale_one(root: Path, num_rows: int) -> None:
+    """Print JSON of the stages of a store of so many rows.
+
+    A row is a vector of two float16; parts have the 65,536 rows that 2.5 KiB a row would give
+    them, so listing, parts, resume and packing do what they would, but for the features' bytes.
+    """
+    import featx
+    from featx.store.listing import read_listing
+    from featx.store.pack import pack
+    from featx.store.status import store_status
+
+    stages, store = Stages(), root / "store"
+    identity, key = scale_writing(stages, root, num_rows)
+    stages.timed("status", lambda: store_status(store))
+    files = sum(len(names) for _, _, names in os.walk(store))
+    stages.timed("worker", lambda: read_listing(store, num_rows, identity))
+    stages.timed("open", lambda: featx.open(store))
+    assert stages.timed("find a key", lambda: featx.open(store).row(key)) == num_rows - 1
+    stages.timed("pack", lambda: pack(store))
+    size = (store / "features.h5").stat().st_size
+    print(json.dumps({"rows": num_rows, "stages": stages.found, "files": files, "bytes": size}))
+
+
+def scale_writing(stages: Stages, root: Path, num_rows: int) -> tuple[str, bytes]:
+    """The stages of who writes, who holds the listing all the time: its identity, its last key."""
+    from featx.store.layout import Grid
+    from featx.store.listing import listing_identity
+    from featx.store.manifest import Run
+    from featx.store.session import StoreSession
+    from featx.store.writer import PartBuilder
+    from featx.types import LayerSpec, StoreHeader
+
+    rows = stages.timed("list", made_names(root, num_rows).listing)
+    identity = stages.timed("identity", lambda: listing_identity(rows))
+    spec = LayerSpec("layer", "layer", "output", "none", {}, (2,), "float16", "float32")
+    header = StoreHeader({"listing": identity}, "", "made up", "none", "", "none", {})
+    run = Run(header, (spec,), Grid(num_rows, 1 << 16), "none", {})
+    values = np.zeros((1 << 16, 2), np.float16)
+
+    def begin() -> None:
+        with StoreSession(root / "store", run, rows).hold():
+            pass
+
+    def compute() -> None:
+        with (session := StoreSession(root / "store", run, rows)).hold():
+            for part in session.missing():
+                builder = PartBuilder(part, [spec])
+                builder.add(part.start, {"layer": values[: len(part)]}, [])
+                session.commit(builder)
+
+    def resume() -> None:
+        with (session := StoreSession(root / "store", run, rows)).hold():
+            assert session.whole
+
+    for stage, work in (("begin", begin), ("commit", compute), ("resume", resume)):
+        stages.timed(stage, work)
+    return identity, bytes(rows.keys[-1])
+
+
+def scale(arguments: argparse.Namespace) -> None:
+    """Each size is a process of its own; larger ones are on the line through the last two."""
+    if arguments.one:
+        scale_one(Path(arguments.folder), arguments.one)
+        return
+    done = []
+    for num_rows in sorted(arguments.rows):
+        with tempfile.TemporaryDirectory(prefix="featx-scale-", dir=arguments.folder) as name:
+            command = [*COMMAND, "scale", "--one", str(num_rows), "--folder", name]
+            answer = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        done.append(json.loads(answer))
+        print(f"{num_rows:,} rows: {done[-1]['files']} files, {done[-1]['bytes'] / 1e6:.0f} MB")
+    before, last = done[-2:]
+    beyond = [n for n in (10**7, 10**8, 10**9) if n > last["rows"]]
+    sizes = [*(entry["rows"] for entry in done), *beyond]
+    print("\nseconds of the CPU / MiB at the peak; ~ is on the line through the last two measured")
+    print("stage       " + "".join(f"{size:>20,}" for size in sizes))
+    for stage, figures in last["stages"].items():
+        cells = ["{:.2f} / {:.0f}".format(*entry["stages"][stage]) for entry in done]
+        for size in beyond:
+            steps = (size - last["rows"]) / (last["rows"] - before["rows"])
+            pairs = zip(before["stages"][stage], figures, strict=True)
+            cells.append("~{:.0f} / ~{:.0f}".format(*(b + steps * (b - a) for a, b in pairs)))
+        print(f"{stage:12}" + "".join(f"{cell:>20}" for cell in cells))
+
+
+def add_commands(add: Add) -> None:
+    """The commands of scripts/benchmark that are measured here."""
+    one = add("parts", parts)
+    one.add_argument("--parts", type=int, default=2000, help="of one row each")
+    one.add_argument("--devices", nargs="+", default=["null", "1", "2"], help="worker processes")
+    one.add_argument("--runs", type=int, default=3)
+    one.add_argument("--folder", help="where the store lies")
+    one = add("scale", scale)
+    sizes = [10**5, 10**6, 10**7]
+    one.add_argument("--rows", nargs="+", type=int, default=sizes, help="two or more, really done")
+    one.add_argument("--folder", help="where the stores lie")
+    one.add_argument("--one", type=int, help=argparse.SUPPRESS)

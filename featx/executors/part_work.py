@@ -16,9 +16,9 @@ from featx.features import FeatureWork
 from featx.loop import Interrupted, peak_memory_mib, run_parts
 from featx.prepare import Prepared
 from featx.progress import Unseen
-from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
 from featx.store.manifest import Manifest
+from featx.store.object_disk import disk_at
 from featx.store.part_files import publish_part
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Part
@@ -54,7 +54,7 @@ class PartWork(FeatureWork):
         self.rows_failed = 0  # the driver knows of all workers', and ends the run
         self._prepared = prepared
         self._manifest = Manifest.from_json(order.manifest, order.root)
-        self._disk = Disk(order.root)
+        self._disk = disk_at(order.root)
         self._tell = tell
         self._parts: Iterable[Part] = ()
         self._unseen = Unseen()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import ConfigError
+from featx.object_path import is_url, place_of
 from featx.options import (
     CAPTURES,
     CODECS,
@@ -68,6 +69,10 @@ _WITHOUT_EFFECT = {
 
 _OF_A_STORE = ("predict", "similar", "export", "report")
 """Jobs that read a store and write something else."""
+
+
+_INTO_BUCKETS = ("extract", "plan", "verify", "status", "probe", "pack")
+"""Jobs for which out may be a place in an object store; the last four read the store there."""
 
 
 def shipped(name: str) -> Path:
@@ -135,9 +140,10 @@ class Config:
     """folder, webdataset, table, hdf5, torchvision, huggingface, video, textiles (2000 packaged
     pictures) or sample (a few that come with featx)."""
     out: str = "runs/${data.name}/${model.name}"
-    """The store, a folder, where job=stats puts stats.h5; the same command with the same folder
-    goes on where it stopped. For job=export and job=similar the folder of their files, when not
-    given one in the store's; for job=report a folder or a name ending in .html."""
+    """The store, a folder or s3://bucket/folder, where job=stats puts stats.h5; the same command
+    with the same folder goes on where it stopped. For job=export and job=similar the folder of
+    their files, when not given one in the store's; for job=report a folder or a name ending in
+    .html."""
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row."""
     dtype: str = "float16"
@@ -171,7 +177,8 @@ class Config:
     """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
     of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""
     pack: Any = "auto"
-    """One plain features.h5 at the end; auto where the disk has room; false keeps the parts."""
+    """One plain features.h5 at the end; auto where the store is on a disk that has room; false
+    keeps the parts."""
     tensorboard: Any = False
     """true writes OUT/tensorboard: activations and timings of the run, the model's graph, and a
     projector with 1000 pictures; a number means so many pictures."""
@@ -188,7 +195,8 @@ class Config:
     of a probe's splits."""
     store: str | None = None
     """The folder or features.h5 that job=verify, status, pack, probe, predict, similar, export and
-    report read; null takes `out`, with the last four it has to be given."""
+    report read, on a disk or as s3://bucket/folder; null takes `out`, with the last four it has to
+    be given."""
     layer: Any = None
     """The layers that job=probe, similar, export and report take: a name, a glob or a list; null
     takes all. Nearest rows and duplicates are of one layer, which has to be named where there are
@@ -226,6 +234,7 @@ class Config:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
         self._check_devices()
+        self._check_places()
         if self.max_failures < 0:
             raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
         if self.part_rows != "auto":
@@ -251,6 +260,11 @@ class Config:
             name: of the folder.
         """
         if self.out in (_default("out"), f"runs/{self.data.name}/{self.model.name}"):
+            if is_url(root):
+                raise ConfigError(
+                    f"job={self.job.name} writes to a disk, and {root} lies in an object store: "
+                    "say where with out=DIR."
+                )
             return (root if root.is_dir() else root.parent) / name
         return Path(self.out).expanduser().absolute()
 
@@ -300,6 +314,31 @@ class Config:
             raise ConfigError(
                 f"devices={self.devices} are GPUs, and device={self.device} asks for something "
                 f"else. Leave device out, or give a number: devices={len(given)}."
+            )
+
+    def _check_places(self) -> None:
+        """out and store in an object store, and what goes with a disk only."""
+        for key in ("out", "store"):
+            if (place := getattr(self, key)) is not None and is_url(place):
+                place_of(place)
+        if not is_url(self.out):
+            return
+        if self.job.name not in _INTO_BUCKETS:
+            raise ConfigError(
+                f"out={self.out}: job={self.job.name} writes to a disk only; choose a folder."
+            )
+        if self.job.name not in ("extract", "plan"):
+            return  # it reads the store there
+        given = {
+            "pack=true": self.pack is True,
+            "profile=true": self.profile,
+            "tensorboard": self.tensorboard is not False,
+            f"executor={self.executor.name}": self.executor.name != "local",
+        }
+        for key in (key for key, is_given in given.items() if is_given):
+            raise ConfigError(
+                f"{key} needs a store on a disk, and out={self.out} lies in an object store. Leave "
+                "it out, or choose a folder and copy the store when it is done."
             )
 
     @property

@@ -10,7 +10,8 @@
     ├── MissingExtraError (ImportError) an optional package; the message names the pip extra
     ├── StoreError (OSError)            a store that cannot be read or gone on with
     │   ├── StoreMismatchError          what is asked differs from what the store was begun with
-    │   └── StoreLockedError            another process is writing this store
+    │   ├── StoreLockedError            another process is writing this store
+    │   └── ObjectStoreError            an object store refuses a request, or is not to be reached
     └── RunError (RuntimeError)         the run failed on its way; the store stays resumable
         ├── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
         ├── TooManyFailuresError        more images fail than max_failures, and much is left to do
@@ -77,6 +78,17 @@ class StoreMismatchError(StoreError):
 
 class StoreLockedError(StoreError):
     """Another process holds the store for writing."""
+
+
+class ObjectStoreError(StoreError):
+    """An object store refuses a request, or is not to be reached; errno says which.
+
+    Args:
+        errno, strerror, filename: as of any OSError.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}."
 
 
 class RunError(FeatxError, RuntimeError):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from featx.config import Config
+from featx.errors import ConfigError
 from featx.events import RunEvents, require_tensorboard
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
@@ -19,6 +19,7 @@ from featx.loop import (
     peak_memory_mib,
     run_parts,
 )
+from featx.object_path import is_url, place_of
 from featx.prepare import Prepared, StorePurpose, prepare
 from featx.progress import announce, complain, describe_run
 from featx.retry import RetryWork, readable_again
@@ -52,7 +53,13 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed on its way.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    out = Path(config.out).expanduser()
+    out = place_of(config.out)
+    if config.grow and is_url(out):
+        raise ConfigError(
+            f"grow=true needs a store on a disk, and {out} lies in an object store: without a lock "
+            "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
+            "it back."
+        )
     if config.tensorboard:
         require_tensorboard()
     if config.is_spread:
@@ -95,7 +102,7 @@ def run_extraction(
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     """0, or that of more failed rows than max_failures allows, which it then says."""
-    failures = Path(config.out) / layout.FAILURES_CSV
+    failures = place_of(config.out) / layout.FAILURES_CSV
     return exit_code(
         config,
         summary["rows"],
@@ -135,6 +142,11 @@ def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession)
 def _pack(config: Config, session: StoreSession) -> None:
     """The parts into one features.h5, where that is wanted and there is room."""
     if session.packed or not session.whole or config.pack is False:
+        return
+    if is_url(session.root):
+        complain(
+            "the parts are kept: an object store has no disk to pack on. featx.open reads parts."
+        )
         return
     needed, free = packed_size_bound(session.stored_bytes()), session.disk.free_bytes()
     if config.pack == "auto" and free < needed:

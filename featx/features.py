@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import RunError
 from featx.loop import failures_of, labels_of
 from featx.prepare import Prepared
-from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
 from featx.store.manifest import Manifest, read_manifest
+from featx.store.object_disk import disk_at
 from featx.store.part_files import part_path, publish_part
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Listing, Part
@@ -107,7 +107,7 @@ class StoreProduct:
 
     def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> FeatureWork:
         """What computes the parts and commits each."""
-        disk, manifest = Disk(root), Manifest.from_json(self.manifest, root)
+        disk, manifest = disk_at(root), Manifest.from_json(self.manifest, root)
 
         def publish(builder: PartBuilder) -> Sequence[Failure]:
             return publish_part(disk, builder, manifest, prepared.listing)

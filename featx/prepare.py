@@ -20,6 +20,7 @@ from featx.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.errors import ConfigError, StoreMismatchError
 from featx.machine import num_cpus
 from featx.models import build_backbone, resolve_library
+from featx.object_path import place_of
 from featx.options import GRADIENTS, ReduceConfig
 from featx.store import codecs
 from featx.store.joining import growth_refused, refuse_difference
@@ -158,7 +159,7 @@ class StorePurpose:
     def __init__(
         self, config: Config, known_rows_only: bool = False, source: Source | None = None
     ) -> None:
-        self.folder: Path | None = Path(config.out).expanduser()
+        self.folder: Path | None = place_of(config.out)
         check_out(self.folder)
         self.dtype = config.dtype
         self.settings = {"dtype": config.dtype, "codec": config.codec}
@@ -220,7 +221,7 @@ def list_images(
     listing = source.listing()
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:
-        root = Path(config.out).expanduser()
+        root = place_of(config.out)
         before = read_listing(root, stored.num_rows, stored.listing_identity)
         if before is not None:
             listing = in_stored_order(root, before, listing)
@@ -388,7 +389,7 @@ def _unfinished(
     A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
     than it must.
     """
-    out = Path(config.out).expanduser()
+    out = place_of(config.out)
     if stored is None or len(listing) > stored.num_rows:
         return chosen
     unfinished = {name for run, _ in missing_parts(out, stored) for name in run.names}

@@ -15,6 +15,7 @@ from featx.config import Config, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
 from featx.features import compute_rows
 from featx.keys import data_of_saved, from_saved
+from featx.object_path import is_url
 from featx.options import PROJECTIONS, ExecutorConfig, ReduceConfig
 from featx.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
@@ -122,6 +123,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         data=data,
         device=device,
         out=str(root),
+        pack="auto" if is_url(root) else before.pack,  # it may have been copied to a bucket
         overwrite=False,
         grow=False,
         retry_failed=False,

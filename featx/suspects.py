@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx import supervisor
+from featx.object_path import ObjectPath
 from featx.store.commit import Disk
 
 _NOTES = ".decoding-"
@@ -113,7 +115,17 @@ def noted_keys(path: Path) -> set[bytes]:
 
 def was_decoding(folder: Path, pid: int) -> bool:
     """Whether a process of this machine noted there what it was decoding when it ended."""
-    return any(noted_keys(path) for path in folder.glob(f"{_NOTES}*-{pid}-*"))
+    return any(noted_keys(path) for path in folder_of_notes(folder).glob(f"{_NOTES}*-{pid}-*"))
+
+
+def folder_of_notes(folder: Path) -> Path:
+    """Where the processes of a run note and remember: its folder or, for an object store, which
+    cannot be mapped into memory, one of this user's on this machine."""
+    if not isinstance(folder, ObjectPath):
+        return folder
+    base = os.environ.get("XDG_CACHE_HOME")
+    cache = Path(base) if base else Path.home() / ".cache"
+    return cache / "featx" / "notes" / hashlib.sha256(str(folder).encode()).hexdigest()[:32]
 
 
 class Suspects:
@@ -125,7 +137,7 @@ class Suspects:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        folder = supervisor.scratch_folder() if folder is None else folder
+        folder = supervisor.scratch_folder() if folder is None else folder_of_notes(folder)
         self._folder = folder
         self._lock = threading.Lock()
         self._keys = set() if folder is None else _remembered(folder / _REMEMBERED)

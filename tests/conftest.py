@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from object_server import bucket, s3_server, watch  # noqa: F401 - fixtures
 from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parent.parent

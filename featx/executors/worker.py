@@ -92,12 +92,12 @@ def main(descriptor: int, parent: int) -> int:
     from featx.executors.orders import prepared_as_ordered
     from featx.executors.part_work import PartWork, rows_text
     from featx.loop import Interrupted
-    from featx.store.commit import Disk
     from featx.store.heartbeat import Heartbeat
+    from featx.store.object_disk import disk_at
 
     labour, work = Labour(), None
     try:
-        heart = Heartbeat(Disk(order.root), f"worker on {device}")
+        heart = Heartbeat(disk_at(order.root), f"worker on {device}")
         with heart, prepared_as_ordered(order, device) as prepared:
             work = PartWork(prepared, order, link.done, heart, link.stopping)
             link.tell("ready")

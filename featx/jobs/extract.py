@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from featx.config import Config
@@ -38,7 +37,7 @@ def extract(**keys: Any) -> FeatureStore:
     source = None if given is None else source_of(given)
     summary = run_extraction(config, saved_yaml(node), source=source)
     say(describe_end(summary, config.out))
-    return FeatureStore(Path(config.out).expanduser())
+    return FeatureStore(config.out)
 
 
 def run(config: Config, config_yaml: str) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from featx.config import Config
-from featx.errors import StoreError
+from featx.errors import ConfigError, StoreError
+from featx.object_path import is_url, place_of
 from featx.progress import facts, say, size_text
 from featx.store import layout
 from featx.store.pack import pack_store
@@ -13,7 +12,12 @@ from featx.store.pack import pack_store
 
 def run(config: Config, config_yaml: str) -> int:
     """Pack the store and say where the file is; returns the exit code."""
-    root = Path(config.store or config.out).expanduser().absolute()
+    root = place_of(config.store or config.out).absolute()
+    if is_url(root):
+        raise ConfigError(
+            f"{root} lies in an object store, and packing needs a disk: copy the store there, pack "
+            "it, and copy it back."
+        )
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=pack takes the store's folder.")
     did = pack_store(root)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import Any
 
 from featx.config import Config
 from featx.machine import num_cpus
+from featx.object_path import is_url, place_of
 from featx.prepare import Prepared, prepare
 from featx.progress import describe_run, facts, say, size_text, time_text
 from featx.store.commit import Disk
@@ -48,7 +48,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
         "part_rows": prepared.part_rows,
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound(2 * stored),
-        "disk_free": Disk(Path(config.out).expanduser()).free_bytes(),
+        "disk_free": None if is_url(config.out) else Disk(place_of(config.out)).free_bytes(),
         "memory": parameters + 3 * part + 6 * batch,
         "images_per_second_model": 1 / prepared.seconds_per_image,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
@@ -70,21 +70,23 @@ def _seconds_per_image_read(prepared: Prepared) -> float | None:
         return (time.perf_counter() - begun) / count
 
 
+def _disk_line(plan: dict[str, Any]) -> str:
+    needed = f"{size_text(plan['disk_needed'])} for the features"
+    if plan["disk_free"] is None:
+        return f"{needed}, in an object store"
+    enough = plan["disk_free"] > plan["disk_needed_while_packing"]
+    advice = "" if enough else "\nNOT ENOUGH: choose another out=DIR, a reduction, or pack=false"
+    return (
+        f"{needed}, {size_text(plan['disk_needed_while_packing'])} while packing, "
+        f"{size_text(plan['disk_free'])} free{advice}"
+    )
+
+
 def _lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
     model, read = plan["images_per_second_model"], plan["images_per_second_read"]
     return [
         ("rows", str(plan["rows"])),
-        (
-            "disk",
-            f"{size_text(plan['disk_needed'])} for the features, "
-            f"{size_text(plan['disk_needed_while_packing'])} while packing, "
-            f"{size_text(plan['disk_free'])} free"
-            + (
-                ""
-                if plan["disk_free"] > plan["disk_needed_while_packing"]
-                else "\nNOT ENOUGH: choose another out=DIR, a reduction, or pack=false"
-            ),
-        ),
+        ("disk", _disk_line(plan)),
         ("memory", f"about {size_text(plan['memory'])} besides torch itself"),
         ("speed", f"model {model:.1f} images/s, reading {read:.1f} images/s"),
         ("time", f"about {time_text(plan['seconds'])} after the start"),

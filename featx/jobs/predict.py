@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.loop import exit_code
+from featx.object_path import place_of
 from featx.progress import complain, facts, say
 from featx.store.commit import Disk
 
@@ -29,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
     assert config.store is not None, "the config was checked"
     if not isinstance(config.layer, str | None):
         raise ConfigError(f"layer={config.layer}: job=predict uses the head of one layer.")
-    head = head_of_store(Path(config.store).expanduser(), config.layer)
+    head = head_of_store(place_of(config.store), config.layer)
     complain(f"head        {head}")
     found = run_prediction(config, head)
     disk = Disk(Path(config.out).expanduser())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from featx.config import Config
+from featx.object_path import place_of
 from featx.progress import complain, facts, say, table
 from featx.store import layout
 
@@ -25,7 +25,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _text(config: Config, result: dict[str, Any]) -> str:
     """The tables after the run, and what to do next."""
-    store = Path(result["store"])
+    store = place_of(result["store"])
     folder = store if store.is_dir() else store.parent
     best, method = result["layer"], result["method"]
     low, high = result["interval"]

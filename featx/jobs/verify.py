@@ -9,6 +9,7 @@ from typing import Any
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.extraction import run_extraction
+from featx.object_path import is_url, place_of
 from featx.progress import complain, facts, say, size_text
 from featx.recheck import Recheck, config_of_run, recheck_rows
 from featx.store import layout
@@ -29,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
         0 where the store is complete and sound, 1 where rows are still missing, 2 where something
         is damaged or differs from the pictures.
     """
-    root = Path(config.store or config.out).expanduser().absolute()
+    root = place_of(config.store or config.out).absolute()
     if root.is_file() and (config.verify.sample or config.verify.repair):
         raise ConfigError(
             f"store={root} is a file; verify.sample and verify.repair need the store's folder."
@@ -67,7 +68,7 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     for run in runs:
         as_then = config_of_run(config, root, manifest, run)
         run_extraction(as_then, run.header.config, known_rows_only=True)
-    if was_packed and not missing_parts(root, manifest):
+    if was_packed and not is_url(root) and not missing_parts(root, manifest):
         pack_store(root)
     again = {(part.start, part.stop) for _, parts in lacking for part in parts}
     rows = sum(stop - start for start, stop in again)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from featx.errors import StoreError
+from featx.object_path import ObjectPath
 from featx.probe.data import Features
 from featx.store import layout
 
@@ -124,6 +128,18 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
     return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
 
+@contextlib.contextmanager
+def _on_disk(path: Path) -> Iterator[Path]:
+    """A file that safetensors can map: itself, or what an object holds."""
+    if not isinstance(path, ObjectPath):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="featx-head-") as file:
+        file.write(path.read_bytes())
+        file.flush()
+        yield Path(file.name)
+
+
 def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
     """A head from its file, and what is said about it.
 
@@ -133,7 +149,7 @@ def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "pt") as file:
+        with _on_disk(path) as local, safe_open(local, "pt") as file:
             about = json.loads((file.metadata() or {}).get("featx", "{}"))
             if about.get("featx_head") != FORMAT:
                 raise StoreError(f"{path} is no head that job=probe made, or of another version.")

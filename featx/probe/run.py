@@ -25,9 +25,9 @@ from featx.probe.metrics import Predictions, judged, mean_and_spread
 from featx.probe.splits import Places, Split
 from featx.probe.task import Task, make_task
 from featx.store import layout
-from featx.store.commit import Disk
 from featx.store.manifest import load_manifest
 from featx.store.matching import matching_layers
+from featx.store.object_disk import disk_at
 from featx.store.reader import FeatureStore
 
 FORMAT = 1
@@ -49,7 +49,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         FeatxError: the store or the split does not allow it, or a training failed.
     """
     begun = time.perf_counter()
-    store = FeatureStore(Path(config.store or config.out))
+    store = FeatureStore(config.store or config.out)
     layers = matching_layers(store, config.layer)
     device = choose_device(config.device)
     task = make_task(config, store, layers)
@@ -234,7 +234,7 @@ def _result(
 def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) -> None:
     """Heads first, then probe.json, which names them with their checksums."""
     folder = output_folder(store)
-    disk = Disk(folder)
+    disk = disk_at(folder)
     if heads:
         disk.make_folder(head_path(folder, next(iter(heads))).parent)
     paths: dict[Path, str] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import h5py
 import numpy as np
@@ -21,6 +21,7 @@ from featx.errors import StoreError
 from featx.store import dtypes, layout
 from featx.store.chunk_index import ChunkIndex
 from featx.store.decoding import process
+from featx.store.object_file import ObjectFile
 from featx.store.pipeline import Pipeline
 from featx.store.raw_file import RawFile
 
@@ -47,8 +48,13 @@ class ChunkRows:
         way: "map" or "file" (no filters), "decode" (filters known to us), or "h5py".
     """
 
-    def __init__(self, dataset: h5py.Dataset, path: Path) -> None:
+    def __init__(self, dataset: h5py.Dataset, path: Path, far: ObjectFile | None = None) -> None:
         """The dataset must stay open until `close`; `path` is for messages.
+
+        Args:
+            dataset: of a file open for reading.
+            path: of the file.
+            far: what h5py reads the file through, where it is none of a disk.
 
         Raises:
             StoreError: its numbers are of no type that a store has, or it is larger than the file.
@@ -59,10 +65,10 @@ class ChunkRows:
         self._dataset: h5py.Dataset | None = dataset
         self._row_shape: tuple[int, ...] = dataset.shape[1:]
         self._num_rows = int(dataset.shape[0])
-        self._file: RawFile | None = None
+        self._file: RawFile | ObjectFile | None = None
         self._token = object()
         self.way = "h5py"
-        if not _is_direct(dataset):
+        if not _is_direct(dataset, "sec2" if far is None else "fileobj"):
             return
         pipeline = Pipeline.of(dataset)
         if not pipeline.supported:
@@ -70,7 +76,7 @@ class ChunkRows:
         self._pipeline = pipeline
         self._chunk_rows = int(dataset.chunks[0])
         self._row_bytes = pipeline.chunk_bytes // self._chunk_rows
-        file = RawFile(dataset.file.id.get_vfd_handle(), may_map=len(pipeline) == 0)
+        file = far or RawFile(dataset.file.id.get_vfd_handle(), may_map=len(pipeline) == 0)
         self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
         self._file = file
         self.way = "decode" if len(pipeline) else "map" if file.mapped is not None else "file"
@@ -82,6 +88,7 @@ class ChunkRows:
             if rows.min() < 0 or rows.max() >= self._num_rows:
                 raise self._out_of_range(int(rows.min()), int(rows.max()))
             file, at = self._locate(rows)
+            assert _is_mapped(file)
             taken = _taken(file, at, self._row_bytes)
             return taken.view(self.dtype).reshape(len(rows), *self._row_shape)
         out = np.empty((len(rows), *self._row_shape), self.dtype)
@@ -160,16 +167,17 @@ class ChunkRows:
         flat = out.reshape(-1).view(np.uint8)
         begin = end = int(self._index.origin[chunk]) + first * width
         done = 0
+        pieces = []
         for at in range(chunk, last_chunk + 1):
             start = max(first, at * per_chunk)
             stop = min(first + count, (at + 1) * per_chunk)
             lies = int(self._index.origin[at]) + start * width
             if lies != end:  # chunks that touch are read in one go
-                file.read_into(flat[done : done + end - begin], begin, self._label)
+                pieces.append((flat[done : done + end - begin], begin))
                 done += end - begin
                 begin = end = lies
             end += (stop - start) * width
-        file.read_into(flat[done:], begin, self._label)
+        file.read_pieces([*pieces, (flat[done:], begin)], self._label)
 
     @property
     def closed(self) -> bool:
@@ -192,7 +200,7 @@ class ChunkRows:
     def _out_of_range(self, first: int, last: int) -> IndexError:
         return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
 
-    def _checked_file(self) -> RawFile:
+    def _checked_file(self) -> RawFile | ObjectFile:
         """The file, if it is as long as it was. A local variable must hold it while it is read."""
         file = self._file
         if file is None:
@@ -203,7 +211,7 @@ class ChunkRows:
             )
         return file
 
-    def _locate(self, rows: Rows) -> tuple[RawFile, Rows]:
+    def _locate(self, rows: Rows) -> tuple[RawFile | ObjectFile, Rows]:
         """The file and the byte at which each row begins; without filters."""
         chunks = rows // self._chunk_rows
         self._index.find(chunks)
@@ -247,13 +255,15 @@ class ChunkRows:
         target = out.reshape(len(out), -1).view(np.uint8)
         joined = (at[1:] - at[:-1] == width) & (places[1:] - places[:-1] == 1)
         num_runs = len(at) - int(np.count_nonzero(joined))
-        if num_runs > 4 and width <= _GATHER_ROW_BYTES and file.mapped is not None:
+        if num_runs > 4 and width <= _GATHER_ROW_BYTES and _is_mapped(file):
             _gather(file.items(width), at, target.view(f"V{width}").reshape(-1), places)
             return
         flat = target.reshape(-1)
-        for low, high in _runs(joined):
-            begin = int(places[low]) * width
-            file.read_into(flat[begin : begin + (high - low) * width], int(at[low]), self._label)
+        runs = ((low, high, int(places[low]) * width) for low, high in _runs(joined))
+        pieces = (
+            (flat[begin : begin + (high - low) * width], int(at[low])) for low, high, begin in runs
+        )
+        file.read_pieces(pieces, self._label)
 
     def _read_decoded(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
         file = self._checked_file()
@@ -274,7 +284,7 @@ class ChunkRows:
 
         shared.each(fill, list(_runs(chunks[1:] == chunks[:-1])))
 
-    def _decode(self, file: RawFile, chunk: int) -> Bytes:
+    def _decode(self, file: RawFile | ObjectFile, chunk: int) -> Bytes:
         stored = np.empty(int(self._index.size[chunk]), np.uint8)
         file.pread_into(stored, int(self._index.at[chunk]), self._label)
         try:
@@ -313,14 +323,18 @@ def _empty_beside(source: int, size: int) -> Bytes:
     return raw[start : start + size]
 
 
-def _is_direct(dataset: h5py.Dataset) -> bool:
+def _is_mapped(file: RawFile | ObjectFile) -> TypeGuard[RawFile]:
+    return file.mapped is not None
+
+
+def _is_direct(dataset: h5py.Dataset, driver: str) -> bool:
     """Whether the bytes of the file are the dataset's, in chunks of whole rows."""
     file = dataset.file
     return (
         dataset.chunks is not None
         and tuple(dataset.chunks[1:]) == dataset.shape[1:]
         and dataset.size > 0
-        and file.driver == "sec2"
+        and file.driver == driver
         and file.mode == "r"  # else HDF5 may hold values that the file has not got yet
         and file.userblock_size == 0
         and hasattr(dataset.id, "chunk_iter")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
+from featx.errors import FeatxError, ObjectStoreError, RunError, StoreError, StoreLockedError
 
 T = TypeVar("T")
 
@@ -35,7 +35,13 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, er
 
 
 class Disk:
-    """The folder of one store and all that is ever written to it."""
+    """The folder of one store and all that is ever written to it.
+
+    Attributes:
+        has_locks: whether one writer keeps all others out.
+    """
+
+    has_locks = True
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,7 +67,7 @@ class Disk:
                         self.sync_folder(there.parent)
                 self.sync_folder(folder.parent if new else folder)
             except OSError as error:
-                raise _failed(folder, error) from error
+                raise failed(folder, error) from error
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
         """Create `path` with `data`, whole or not at all.
@@ -80,7 +86,7 @@ class Disk:
             self.sync_folder(path.parent)
             return created
 
-        return _patiently(path, publish)
+        return patiently(path, publish)
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
         """Put `data` in place of what `path` holds, whole or not at all."""
@@ -91,7 +97,12 @@ class Disk:
                 os.replace(temporary, path)  # noqa: PTH105 - all system calls in one manner
             self.sync_folder(path.parent)
 
-        _patiently(path, replace)
+        patiently(path, replace)
+
+    def exchange(self, path: Path, before: bytes, data: bytes) -> bool:
+        """Put `data` in place of `before`, which under the lock is what `path` holds."""
+        self.replace(path, data)
+        return True
 
     def append(self, path: Path, text: str) -> None:
         """Add text to a file that can be made anew from the store; not synced."""
@@ -99,7 +110,7 @@ class Disk:
             with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 file.write(text)
         except OSError as error:
-            raise _failed(path, error) from error
+            raise failed(path, error) from error
 
     def jot(self, path: Path, text: str) -> None:
         """Put text in place of what `path` holds, for people who look; not synced, and no harm
@@ -147,7 +158,7 @@ class Disk:
         except FeatxError:
             raise  # the block's own verdict: a StoreError is an OSError too
         except OSError as error:
-            raise _failed(path, error) from error
+            raise failed(path, error) from error
 
     @contextlib.contextmanager
     def streamed(self, path: Path) -> Iterator[BinaryIO]:
@@ -167,7 +178,7 @@ class Disk:
         except FeatxError:
             raise  # the block's own verdict, as in `reserved`
         except OSError as error:
-            raise _failed(path, error) from error
+            raise failed(path, error) from error
 
     @contextlib.contextmanager
     def filled_folder(self, path: Path) -> Iterator[Path]:
@@ -196,7 +207,7 @@ class Disk:
         except FeatxError:
             raise
         except OSError as error:
-            raise _failed(path, error) from error
+            raise failed(path, error) from error
 
     def set_aside(self, path: Path, folder: Path) -> Path:
         """Move a file that cannot be trusted out of the way; it is never deleted.
@@ -211,7 +222,7 @@ class Disk:
             path.unlink(missing_ok=True)  # where there are no hard links, it was moved
             self.sync_folder(path.parent)
         except OSError as error:
-            raise _failed(path, error) from error
+            raise failed(path, error) from error
         return target
 
     def remove(self, path: Path) -> None:
@@ -222,7 +233,7 @@ class Disk:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            raise _failed(path, error, "deleting") from error
+            raise failed(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
         """Make the names in a folder durable."""
@@ -235,6 +246,10 @@ class Disk:
                 raise
         finally:
             os.close(descriptor)
+
+    def locked(self, path: Path) -> contextlib.AbstractContextManager[int]:
+        """Hold the store for writing as long as the block runs, as `exclusive_lock` does."""
+        return exclusive_lock(path)
 
     def free_bytes(self) -> int:
         """Room left for us on the store's disk, in bytes."""
@@ -409,7 +424,7 @@ def exclusive_lock(path: Path) -> Iterator[int]:
             # What a killed holder gave its name may not be durable yet, and is built upon from now.
             Disk(path.parent).sync_folder(path.parent)
         except OSError as error:
-            raise _failed(path.parent, error) from error
+            raise failed(path.parent, error) from error
         yield descriptor
         _note_holder(descriptor, "")
     finally:
@@ -424,21 +439,23 @@ def _note_holder(descriptor: int, text: str) -> None:
         os.pwrite(descriptor, text.encode(), 0)
 
 
-def _patiently(path: Path, write: Callable[[], T]) -> T:
+def patiently(path: Path, write: Callable[[], T]) -> T:
     """What `write` returns; what may pass, a full disk for one, is waited for a little."""
     for wait_s in (*RETRY_WAITS_S, None):
         try:
             return write()
         except OSError as error:
             if wait_s is None or error.errno not in _PASSING:
-                raise _failed(path, error) from error
+                raise failed(path, error) from error
             time.sleep(wait_s)
     raise AssertionError("unreachable")
 
 
-def _failed(path: Path, error: OSError, doing: str = "writing") -> RunError:
+def failed(path: Path, error: OSError, doing: str = "writing") -> RunError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Make room and give the same command again"
+    elif isinstance(error, ObjectStoreError):
+        hint = "When the object store accepts it, give the same command again"
     else:
         hint = "When the disk answers again, give the same command again"
     return RunError(

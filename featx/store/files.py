@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
+from featx.object_path import ObjectPath
 from featx.store import codecs, layout
 from featx.store.chunks import ChunkRows
+from featx.store.object_file import ObjectFile
 from featx.store.texts import check_texts
 
 _MAX_OPEN_FILES = 128
@@ -48,7 +50,8 @@ class OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.file = _open_checked(path)
+        self._far = ObjectFile(path) if isinstance(path, ObjectPath) else None
+        self.file = _open_checked(path, self._far)
         self.known = False
         self.users = 0
         self._datasets: dict[str, h5py.Dataset] = {}
@@ -113,7 +116,7 @@ class OpenFile:
                     f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
                     f"{shape} {dtype}."
                 )
-            self._rows[path] = ChunkRows(dataset, self.path)
+            self._rows[path] = ChunkRows(dataset, self.path, self._far)
         return self._rows[path]
 
     def close(self) -> None:
@@ -181,6 +184,8 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     HDF5 refuses a file that this process holds open with another locking flag already, be it by
     the user's own h5py.File, so both flags are tried.
     """
+    if isinstance(path, ObjectPath):
+        return _open_far(ObjectFile(path), **options)
     try:
         file = h5py.File(path, "r", **options)
     except OSError:
@@ -193,10 +198,32 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     return file
 
 
+def _open_far(raw: ObjectFile, **options: Any) -> h5py.File:
+    """The same of an object; h5py keeps hold of it.
+
+    Raises:
+        OSError: with errno, where it cannot be read now; without, where it is damaged.
+    """
+    try:
+        file = h5py.File(raw, "r", **options)
+    except layout.UNREADABLE as error:
+        raise raw.error or error from error
+    try:
+        check_texts(file, raw.pread)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
 class _Watched(io.FileIO):
     """A file that remembers when the system could not read it: HDF5 forgets the reason."""
 
     error: OSError | None = None
+
+    def pread(self, size: int, address: int) -> bytes:
+        """The bytes from an address on."""
+        return os.pread(self.fileno(), size, address)
 
     def readinto(self, buffer: Any) -> int | None:
         try:
@@ -213,10 +240,10 @@ def open_for_a_look(path: Path) -> Iterator[h5py.File]:
     Raises:
         OSError: with errno, where the system cannot read it; without, where it is damaged.
     """
-    with _Watched(path) as raw:
+    with ObjectFile(path) if isinstance(path, ObjectPath) else _Watched(path) as raw:
         try:
             with h5py.File(raw, "r") as file:
-                check_texts(file, functools.partial(os.pread, raw.fileno()))
+                check_texts(file, raw.pread)
                 yield file
         except layout.UNREADABLE as error:
             # Kept on the file it would be part of a cycle through HDF5, which crashes at exit.
@@ -237,10 +264,13 @@ def damage_text(path: Path, error: Exception) -> str:
     return f"it cannot be read ({error})"
 
 
-def _open_checked(path: Path) -> h5py.File:
-    with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
-        pass
+def _open_checked(path: Path, far: ObjectFile | None) -> h5py.File:
+    if far is None:
+        with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
+            pass
     try:
+        if far is not None:
+            return _open_far(far, rdcc_nbytes=0)
         return open_hdf5(path, rdcc_nbytes=0)
     except FileNotFoundError as error:  # packed away between the two looks
         error.filename = error.filename or str(path)

@@ -130,20 +130,28 @@ def clear_signs(disk: Disk) -> None:
 
     Also of those that wrote a moment ago: drivers and their workers hold the lock while they live,
     on whatever machine, and whoever goes on without it was looked for by `refuse_other_writers`.
+    Where there are no locks, those that are alive keep theirs.
     """
     for sign in signs_of_life(disk.root):
-        disk.forget(sign.path)
+        if disk.has_locks or not sign.alive:
+            disk.forget(sign.path)
 
 
-def refuse_other_writers(root: Path) -> None:
-    """Raise StoreLockedError where workers of other machines go on that a dead driver left."""
-    for sign in signs_of_life(root):
-        if sign.alive and sign.values.get("outlives"):
+def refuse_other_writers(root: Path) -> list[Sign]:
+    """Those who write to a store beside the one who holds it.
+
+    Raises:
+        StoreLockedError: workers of other machines go on that a dead driver left.
+    """
+    alive = [sign for sign in signs_of_life(root) if sign.alive]
+    for sign in alive:
+        if sign.values.get("outlives"):
             raise StoreLockedError(
                 f"{root} is being written by {sign.name}, for a driver that is gone; it was heard "
                 f"of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows nobody, cancel "
                 "it, or choose another out=DIR."
             )
+    return alive
 
 
 def clear_sign(disk: Disk, name: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +62,11 @@ class RawFile:
             self.pread_into(target, at, label)
             return
         target[:] = self.mapped[at : at + len(target)]
+
+    def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
+        """Fill each target with the bytes from its place on."""
+        for target, at in pieces:
+            self.read_into(target, at, label)
 
     def pread_into(self, target: Bytes, at: int, label: str) -> None:
         """The same by system calls, which fail with an error where the disk does."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import LayerError, StoreError, nearest
+from featx.object_path import place_of
 from featx.store import layout
 from featx.store.array import LayerArray
 from featx.store.chunks import ChunkRows
@@ -32,7 +33,8 @@ def open(path: str | os.PathLike[str]) -> FeatureStore:
     """Open a store for reading: its folder (also while the run goes on) or a features.h5.
 
     Args:
-        path: OUT, OUT/features.h5, or any other file of the same format.
+        path: OUT, OUT/features.h5, or any other file of the same format; on a disk, or in an
+            object store as s3://bucket/OUT, of which only the rows that are asked for are read.
 
     Raises:
         StoreError: there is no store, it is damaged, of a newer format, or names other files.
@@ -57,7 +59,7 @@ class FeatureStore:
     columns: tuple[str, ...]
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.root = Path(path).expanduser().absolute()
+        self.root = place_of(path).absolute()
         self._handles = Handles()
         self._find()
 

@@ -13,12 +13,13 @@ from featx.errors import RunError, StoreError
 from featx.store import layout
 from featx.store.check import Damage, Report
 from featx.store.checksums import check_chunks
-from featx.store.commit import Disk, exclusive_lock
+from featx.store.commit import Disk
 from featx.store.dtypes import from_raw, read_raw
 from featx.store.failures import read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.object_disk import disk_at
 from featx.store.writer import PartBuilder
 from featx.types import Failure, Listing, Part
 
@@ -40,8 +41,8 @@ def set_damage_aside(report: Report) -> list[Path]:
         StoreLockedError: another process is writing the store.
         RunError: the disk is full or fails; nothing was set aside that is not replaced.
     """
-    root, disk = report.root, Disk(report.root)
-    with exclusive_lock(root / layout.LOCK):
+    root, disk = report.root, disk_at(report.root)
+    with disk.locked(root / layout.LOCK):
         damaged = {damage.path for damage in report.damages}
         manifest, _ = load_manifest(root)
         if manifest is None:
@@ -76,7 +77,7 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
         StoreError: features.h5 is damaged; nothing has changed then.
         RunError: the disk is full or fails; features.h5 stays.
     """
-    disk, packed = Disk(root), root / layout.PACKED
+    disk, packed = disk_at(root), root / layout.PACKED
     try:
         with open_for_a_look(packed) as file:
             check_chunks(file)

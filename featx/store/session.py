@@ -16,17 +16,18 @@ from typing import Any
 import h5py
 import numpy.typing as npt
 
-from featx.errors import StoreError
+from featx.errors import StoreError, StoreLockedError
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.commit import TEMPORARY, Disk, exclusive_lock
+from featx.store.commit import TEMPORARY, Disk
 from featx.store.dtypes import read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
-from featx.store.heartbeat import clear_signs, refuse_other_writers
+from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
-from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
+from featx.store.object_disk import disk_at
 from featx.store.part_files import (
     arrived_parts,
     look_at_part,
@@ -54,13 +55,14 @@ class StoreSession:
     def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
         self.root = root
         self.listing = listing
-        self.disk = Disk(root)
+        self.disk = disk_at(root)
         self._failed: dict[int, Failure] = {}
         self.packed_runs = 0
         self._grow = grow
         self._asked = asked
         self.manifest = Manifest((asked,))
         self._done: set[int] = set()
+        self._manifest_before = b""
 
     @contextlib.contextmanager
     def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:
@@ -71,8 +73,10 @@ class StoreSession:
             StoreMismatchError: it was begun with other settings.
         """
         self.disk.make_folder(self.root)
-        with exclusive_lock(self.root / layout.LOCK) as self.lock:
-            refuse_other_writers(self.root)
+        with self.disk.locked(self.root / layout.LOCK) as self.lock:
+            others = refuse_other_writers(self.root)
+            if others and not self.disk.has_locks:
+                self._mind(others[0], overwrite)
             if overwrite:
                 self._clear()
             before = self._restored()
@@ -219,10 +223,12 @@ class StoreSession:
 
     def stored_bytes(self) -> int:
         """Bytes of features.h5 and of all committed parts on disk."""
-        paths = [self.part_path(index) for index in self._done]
+        done = {layout.part_name(index) for index in self._done}
+        parts = (self.root / layout.PARTS).glob(layout.PART_GLOB)
+        paths = [path for path in parts if path.name in done]
         if self.packed_runs:
             paths.append(self.root / layout.PACKED)
-        return sum(path.stat().st_size for path in paths if path.exists())
+        return sum(path.stat().st_size for path in paths)
 
     def after_packing(self) -> None:
         """Delete the parts, and their folder where nothing else lies in it.
@@ -239,10 +245,27 @@ class StoreSession:
     def _missing_of(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index not in self._done]
 
+    def _mind(self, other: Sign, overwrite: bool) -> None:
+        """Another driver is at work too, where there are no locks: safe, but for overwrite=true."""
+        if overwrite:
+            raise StoreLockedError(
+                f"{self.root} is being written by {other.name}; it was heard of "
+                f"{max(0, other.age_s):.0f} s ago. Stop it and wait {SILENT_S:.0f} s before "
+                "overwrite=true deletes the store, or choose another out."
+            )
+        logger.warning(
+            "%s is being written by %s too: the rows will be right, but both compute those that "
+            "are missing.",
+            self.root,
+            other.name,
+        )
+
     def _restored(self) -> Manifest | None:
         """The runs of the store; a lost or damaged featx.json is put back from a copy."""
-        manifest, intact = load_manifest(self.root)
         path = self.root / layout.DESCRIPTOR
+        with contextlib.suppress(OSError):  # load_manifest says what it is
+            self._manifest_before = path.read_bytes()
+        manifest, intact = load_manifest(self.root)
         if manifest is not None and not intact:
             if path.exists():
                 self._quarantine(path, "it is damaged; a part's copy of it takes its place")
@@ -256,7 +279,7 @@ class StoreSession:
         first: rows beyond those that the manifest counts are not looked at.
         """
         manifest, listing = self.root / layout.DESCRIPTOR, self.root / layout.LISTING
-        if before is None and not self.disk.publish(manifest, self.manifest.to_json()):
+        if before is None and not self._announced(manifest):
             raise StoreError(
                 f"{manifest} appeared meanwhile: another process has begun this store. Give the "
                 "same command again to go on with it, or choose another out=DIR."
@@ -270,7 +293,19 @@ class StoreSession:
         else:
             self.disk.replace(listing, listing_file(self.listing))
         if before is not None and before.runs != self.manifest.runs:
-            self.disk.replace(manifest, self.manifest.to_json())
+            data = self.manifest.to_json()
+            if not self.disk.exchange(manifest, self._manifest_before, data):
+                raise StoreError(
+                    f"{manifest} was changed meanwhile: another process adds to this store. Give "
+                    "the same command again when it is done."
+                )
+
+    def _announced(self, path: Path) -> bool:
+        """Create the manifest; False where another process has begun another run."""
+        if self.disk.publish(path, self.manifest.to_json()):
+            return True
+        # Another driver may have decided all as we did, and it may be our own after a lost answer.
+        return not self.disk.has_locks and read_manifest(self.root) == self.manifest
 
     def _clear_leftovers(self) -> None:
         """Delete the temporary files of a process that was killed."""

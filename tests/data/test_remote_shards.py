@@ -5,13 +5,8 @@ from __future__ import annotations
 import http.server
 import os
 import re
-import socket
-import subprocess
 import sys
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +14,7 @@ from typing import Any
 
 import pytest
 from made_shards import write_shards
+from object_server import environment
 from tiny_model import extract
 
 from featx.data import open_source
@@ -170,45 +166,12 @@ def test_features_from_a_web_server_are_those_from_the_disk(tmp_path: Path, serv
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The URL of moto's S3 server, with a bucket `pictures`."""
-    for package in ("moto", "s3fs", "flask", "flask_cors"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}"
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "id"),
-        ("AWS_SECRET_ACCESS_KEY", "secret"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-        ("AWS_ENDPOINT_URL", url),
-    ):
+def s3(monkeypatch: pytest.MonkeyPatch, s3_server: str) -> str:
+    """The URL of moto's S3 server."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    for name, value in environment(s3_server).items():
         monkeypatch.setenv(name, value)
-    with (tmp_path / "moto.log").open("wb") as log:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        running = subprocess.Popen(command, stdout=log, stderr=log)
-        try:
-            _wait_for(url, running)
-            yield url
-        finally:
-            running.terminate()
-            running.wait(30)
-
-
-def _wait_for(url: str, running: subprocess.Popen[bytes]) -> None:
-    for _ in range(600):
-        assert running.poll() is None, "moto's server ended"
-        try:
-            urllib.request.urlopen(url, timeout=10).close()
-        except urllib.error.HTTPError as error:
-            error.close()
-            return
-        except OSError:
-            time.sleep(0.1)
-        else:
-            return
-    raise AssertionError("moto's server does not answer")
+    return s3_server
 
 
 @pytest.mark.filterwarnings("ignore")  # of botocore and its peers: no business of ours

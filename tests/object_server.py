@@ -1,0 +1,207 @@
+"""A real S3 server on this machine (moto's), buckets on it, and a watch on featx's requests."""
+
+# ruff: noqa: N803 - parameters as botocore names them
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from featx import s3
+from featx.object_path import ObjectPath, place_of
+
+
+@contextlib.contextmanager
+def running_server(log: Path) -> Iterator[str]:
+    """moto's server as long as the block runs; yields its URL. Skips where a package is missing."""
+    for package in ("moto", "botocore", "flask", "flask_cors"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        running = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            _wait_for(url, running)
+            yield url
+        finally:
+            running.terminate()
+            running.wait(30)
+
+
+def environment(url: str) -> dict[str, str]:
+    """What leads AWS' tools to a server."""
+    return {
+        "AWS_ACCESS_KEY_ID": "id-of-a-tester",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-a-tester",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": url,
+    }
+
+
+def _wait_for(url: str, running: subprocess.Popen[bytes]) -> None:
+    for _ in range(600):
+        assert running.poll() is None, "moto's server ended"
+        try:
+            urllib.request.urlopen(url, timeout=10).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            return
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("moto's server does not answer")
+
+
+def upload(folder: Path, place: str) -> ObjectPath:
+    """Copy a folder's files, as a user would copy a store to a bucket."""
+    root = place_of(place)
+    assert isinstance(root, ObjectPath)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            s3.write(root.bucket, f"{root.key}/{path.relative_to(folder)}", path.read_bytes())
+    return root
+
+
+class MemoryServer:
+    """What a server answers, without one: for tests of thousands of requests.
+
+    It stands for `s3.request`; test_object_writing compares its answers with the server's.
+    """
+
+    def __init__(self) -> None:
+        self._objects: dict[tuple[str, str], tuple[bytes, str, float]] = {}
+
+    def __call__(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        return dict(getattr(self, f"_{operation}")(**parameters))
+
+    def _found(self, bucket: str, key: str, etag: str | None = None) -> tuple[bytes, str, float]:
+        if (bucket, key) not in self._objects:
+            raise FileNotFoundError(errno.ENOENT, "no such object", key)
+        if etag not in (None, self._objects[bucket, key][1]):
+            raise s3.TakenError(errno.EEXIST, "another one", key)
+        return self._objects[bucket, key]
+
+    def _put_object(
+        self,
+        Bucket: str,
+        Key: str,
+        Body: bytes,
+        IfNoneMatch: str | None = None,
+        IfMatch: str | None = None,
+    ) -> dict[str, Any]:
+        if IfMatch is not None:
+            self._found(Bucket, Key, IfMatch)
+        if IfNoneMatch == "*" and (Bucket, Key) in self._objects:
+            raise s3.TakenError(errno.EEXIST, "it is there", Key)
+        etag = f'"{hashlib.md5(Body).hexdigest()}"'
+        self._objects[Bucket, Key] = Body, etag, time.time()
+        return {"ETag": etag}
+
+    def _get_object(
+        self, Bucket: str, Key: str, Range: str = "", IfMatch: str | None = None
+    ) -> dict[str, Any]:
+        data, etag, modified = self._found(Bucket, Key, IfMatch)
+        found: dict[str, Any] = {"ETag": etag, "LastModified": _date(modified)}
+        if Range:
+            first, last = map(int, Range.removeprefix("bytes=").split("-"))
+            if first >= len(data):
+                raise s3.EmptyError(errno.EINVAL, "no such range", Key)
+            found["ContentRange"] = f"{Range}/{len(data)}"
+            data = data[first : last + 1]
+        return {**found, "Body": data, "ContentLength": len(data)}
+
+    def _head_object(self, Bucket: str, Key: str) -> dict[str, Any]:
+        found = self._get_object(Bucket, Key)
+        del found["Body"]
+        return found
+
+    def _delete_object(self, Bucket: str, Key: str, IfMatch: str | None = None) -> dict[str, Any]:
+        if IfMatch is not None:
+            self._found(Bucket, Key, IfMatch)
+        self._objects.pop((Bucket, Key), None)
+        return {}
+
+    def _copy_object(
+        self, Bucket: str, Key: str, CopySource: dict[str, str], CopySourceIfMatch: str
+    ) -> dict[str, Any]:
+        data, _, _ = self._found(CopySource["Bucket"], CopySource["Key"], CopySourceIfMatch)
+        return self._put_object(Bucket, Key, data)
+
+    def _list_objects_v2(self, Bucket: str, Prefix: str, MaxKeys: int = 1000) -> dict[str, Any]:
+        found = [
+            {"Key": key, "Size": len(data), "ETag": etag, "LastModified": _date(modified)}
+            for (bucket, key), (data, etag, modified) in sorted(self._objects.items())
+            if bucket == Bucket and key.startswith(Prefix)
+        ]
+        return {"Contents": found[:MaxKeys]}
+
+
+def _date(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+
+
+@dataclass
+class Watch:
+    """The requests that were made, and how many bytes came."""
+
+    requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    bytes_read: int = 0
+
+    def clear(self) -> None:
+        self.requests.clear()
+        self.bytes_read = 0
+
+    def count(self, operation: str) -> int:
+        return sum(name == operation for name, _ in self.requests)
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of an S3 server."""
+    with running_server(tmp_path_factory.mktemp("moto") / "log") as url:
+        yield url
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The name of a bucket that is empty at first; the environment leads to its server."""
+    for name, value in environment(s3_server).items():
+        monkeypatch.setenv(name, value)
+    s3.client.cache_clear()
+    name = f"bucket-{time.monotonic_ns()}"
+    s3.request("create_bucket", Bucket=name)
+    client = s3.client
+    yield name
+    client.cache_clear()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """Sees every request of this process."""
+    seen, request = Watch(), s3.request
+
+    def watched(operation: str, **parameters: Any) -> dict[str, Any]:
+        seen.requests.append((operation, parameters))
+        answer = request(operation, **parameters)
+        seen.bytes_read += len(answer.get("Body", b""))
+        return answer
+
+    monkeypatch.setattr(s3, "request", watched)
+    return seen

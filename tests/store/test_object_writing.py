@@ -1,0 +1,412 @@
+"""Stores written in an object store: killed or failed at every request, and by two at once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_store import MadeRun, make_added, make_run
+from object_server import MemoryServer, Watch, upload
+
+from featx import s3
+from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
+from featx.object_path import ObjectPath, place_of
+from featx.store import commit, layout
+from featx.store.check import check_store
+from featx.store.heartbeat import Heartbeat, signs_of_life
+from featx.store.object_disk import ObjectDisk
+from featx.store.reader import FeatureStore
+from featx.store.repair import set_damage_aside
+from featx.store.session import StoreSession
+
+RUN = make_run(21, 8, failed=(4, 17)).identified()
+
+
+class KilledError(BaseException):
+    """The process is gone: nobody catches it."""
+
+
+class Faulty:
+    """A client whose request number `at` fails, once or from then on.
+
+    Args:
+        request: the real one.
+        at: counted from 1; 0 lets all pass.
+        kind: 'kill' before the request or 'late kill' after it; 'refused', or 'unheard' where it
+            is done and the answer is lost; 'down' fails that one and all that follow.
+    """
+
+    def __init__(self, request: Callable[..., dict[str, Any]], at: int, kind: str) -> None:
+        self._request, self._at, self._kind = request, at, kind
+        self.made = 0
+        self.hit = ""
+
+    def __call__(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        self.made += 1
+        now = self.made == self._at or (self._kind == "down" and 0 < self._at < self.made)
+        if now:
+            self.hit = self.hit or f"{operation} {parameters.get('Key')}"
+        if now and self._kind in ("late kill", "unheard"):
+            self._request(operation, **parameters)
+        if now and "kill" in self._kind:
+            raise KilledError
+        if now:
+            raise ObjectStoreError(errno.EIO, "the server fails", "s3://there")
+        return self._request(operation, **parameters)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "RETRY_WAITS_S", (0, 0))
+
+
+def check_store_of(run: MadeRun, root: Path) -> None:
+    """All rows are there, sound, and those of the run."""
+    report = check_store(root)
+    assert report.complete, (report.missing, report.damages)
+    store = FeatureStore(root)
+    for name, values in run.features.items():
+        assert store[name][:].tobytes() == run.expected(name).astype(values.dtype).tobytes()
+    assert store.status.tolist() == run.status().tolist()
+
+
+def finish(run: MadeRun, root: Path) -> None:
+    """What the main job does with a store."""
+    with run.session(root).hold() as session:
+        session.write_config("model: toy\n")
+        for part in session.missing():
+            session.commit(run.builder(part))
+        session.write_failures()
+        session.write_summary({"rows": len(run.listing)})
+
+
+@pytest.fixture
+def places(bucket: str) -> Iterator[ObjectPath]:
+    """Ever new places in a bucket."""
+
+    def place(number: int) -> ObjectPath:
+        found = place_of(f"s3://{bucket}/run-{number}")
+        assert isinstance(found, ObjectPath)
+        return found
+
+    return (place(number) for number in range(10**6))
+
+
+def test_a_store_is_written_found_again_and_read(
+    places: Iterator[ObjectPath], tmp_path: Path, watch: Watch
+) -> None:
+    root = next(places)
+    finish(RUN, root)
+    check_store_of(RUN, root)
+    names = [path.key.removeprefix(f"{root.key}/") for path, _ in root.entries()]
+    assert names == [
+        ".hydra/config.yaml", ".lock", "failures.csv", "featx.json", "parts/part-000000.h5",
+        "parts/part-000001.h5", "parts/part-000002.h5", "samples.h5", "summary.json",
+    ]  # fmt: skip
+    # Byte for byte what a disk has.
+    RUN.write(tmp_path / "run")
+    for name in ("featx.json", "samples.h5", *(f"parts/{layout.part_name(i)}" for i in range(3))):
+        assert (root / name).read_bytes() == (tmp_path / "run" / name).read_bytes(), name
+    assert (root / "failures.csv").read_text().count("\n") == 3 + 2  # one message has a line break
+    watch.clear()
+    with RUN.session(root).hold() as session:
+        assert session.whole
+        assert session.num_failed == 2
+        assert session.stored_bytes() == sum(
+            entry.size for path, entry in root.entries() if "/parts/" in path.key
+        )
+    # What is created is created with a condition.
+    for operation, values in watch.requests:
+        if operation == "put_object" and "part" in values["Key"]:
+            assert values["IfNoneMatch"] == "*"
+
+
+def test_what_stands_for_a_server_answers_as_one(bucket: str) -> None:
+    servers = s3.request, MemoryServer()
+
+    def both(operation: str, **parameters: Any) -> None:
+        answers = []
+        for ask in servers:
+            try:
+                answer = ask(operation, Bucket=bucket, **parameters)
+                kept = ("Body", "ETag", "ContentLength", "ContentRange")
+                found = {name: answer[name] for name in kept if name in answer}
+                listed = [(o["Key"], o["Size"], o["ETag"]) for o in answer.get("Contents", [])]
+                answers.append(
+                    (found if operation in ("get_object", "head_object") else {}, listed)
+                )
+            except OSError as error:
+                answers.append((type(error).__name__, []))
+        found, expected = answers
+        if isinstance(found[0], dict) and isinstance(found[0].get("ContentRange"), str):
+            found[0].pop("ContentRange"), expected[0].pop("ContentRange")
+        assert found == expected, (operation, parameters)
+
+    one, other = (f'"{hashlib.md5(data).hexdigest()}"' for data in (b"one", b"other"))
+    for _ in range(2):
+        both("put_object", Key="a/b", Body=b"one", IfNoneMatch="*")
+        both("put_object", Key="a/c", Body=b"one", IfMatch=one)
+        both("put_object", Key="a/b", Body=b"other", IfMatch=other)
+        for span in ("bytes=0-1", "bytes=1-99", "bytes=3-9"):
+            both("get_object", Key="a/b", Range=span)
+        both("get_object", Key="a/b", IfMatch=other)
+        both("get_object", Key="a/b", IfMatch=one)
+        both("get_object", Key="a", IfMatch=one)
+        both("head_object", Key="a/b")
+        both("head_object", Key="a")
+        both("put_object", Key="a/b", Body=b"other", IfMatch=one)
+        source = {"Bucket": bucket, "Key": "a/b"}
+        both("copy_object", Key="d", CopySource=source, CopySourceIfMatch=other)
+        both("list_objects_v2", Prefix="a/")
+        both("list_objects_v2", Prefix="", MaxKeys=1)
+        both("delete_object", Key="a/b", IfMatch=one)
+        both("delete_object", Key="d")
+        both("delete_object", Key="never")
+        both("delete_object", Key="a/b", IfMatch=other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "late kill", "refused", "unheard", "down"])
+def test_whatever_fails_at_any_request_the_same_command_goes_on(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    for at in range(1, 200):
+        root, request = place_of("s3://memory/run"), MemoryServer()
+        faulty = Faulty(request, at, kind)
+        monkeypatch.setattr(s3, "request", faulty)
+        ended = False
+        try:
+            finish(RUN, root)
+            ended = True
+        except (KilledError, StoreError, RunError):
+            pass
+        monkeypatch.setattr(s3, "request", request)  # the same objects, and nothing fails
+        if ended:
+            check_store_of(RUN, root)
+        elif root.is_dir():
+            _check_what_is_there(root)
+        finish(RUN, root)
+        check_store_of(RUN, root)
+        assert not list((root / layout.QUARANTINE).glob("*")), faulty.hit
+        if faulty.made < at:
+            break
+    assert 25 < at < 199
+
+
+def _check_what_is_there(root: Path) -> None:
+    """A reader finds no store, or one whose rows are right as far as they go."""
+    try:
+        store = FeatureStore(root)
+    except StoreError as error:
+        assert "holds no store" in str(error)  # noqa: PT017 - what it says is what matters
+        return
+    there = store.status != 255
+    for name in store.layers:
+        np.testing.assert_array_equal(store[name][there], RUN.expected(name)[there])
+
+
+def test_two_writers_at_once_spoil_nothing(places: Iterator[ObjectPath]) -> None:
+    root = next(places)
+    with RUN.session(root).hold() as one, RUN.session(root).hold() as other:
+        for part in one.missing():
+            first, second = (one, other) if part.index % 2 else (other, one)
+            first.commit(RUN.builder(part))
+            second.commit(RUN.builder(part))
+        assert one.whole
+        assert other.whole
+        assert one.failures == other.failures == list(RUN.failures)
+        for session in (one, other):
+            session.write_failures()
+    check_store_of(RUN, root)
+
+
+def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_told(
+    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish = ObjectDisk.publish
+
+    def late(run: MadeRun) -> Callable[..., bool]:
+        def published(self: ObjectDisk, path: Path, data: bytes) -> bool:
+            if path.name == layout.DESCRIPTOR:
+                monkeypatch.setattr(ObjectDisk, "publish", publish)
+                run.write(root)
+            return publish(self, path, data)
+
+        return published
+
+    root = next(places)
+    monkeypatch.setattr(ObjectDisk, "publish", late(RUN))
+    finish(RUN, root)
+    check_store_of(RUN, root)
+    root = next(places)
+    other = RUN.changed(precision="bf16")
+    monkeypatch.setattr(ObjectDisk, "publish", late(other))
+    with pytest.raises(StoreError, match="appeared meanwhile"):
+        finish(RUN, root)
+    check_store_of(other, root)
+
+
+def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replaced_it(
+    places: Iterator[ObjectPath], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = next(places)
+    finish(RUN, root)
+    part = root / layout.PARTS / layout.part_name(1)
+    data = part.read_bytes()
+    s3.write(part.bucket, part.key, data[: len(data) // 2])
+    with caplog.at_level(logging.WARNING):
+        finish(RUN, root)
+    assert "part-000001.h5 does not count" in caplog.text
+    check_store_of(RUN, root)
+    assert part.read_bytes() == data
+    [kept] = (root / layout.QUARANTINE).glob("*")
+    assert kept.read_bytes() == data[: len(data) // 2]
+    # Another writer looked at the damaged part, and acts on that only now.
+    s3.write(part.bucket, part.key, data[: len(data) // 2])
+    look = s3.look
+
+    def replaced_after(bucket: str, key: str) -> s3.Entry:
+        found = look(bucket, key)
+        s3.write(part.bucket, part.key, data)
+        return found
+
+    s3.look = replaced_after
+    try:
+        ObjectDisk(root).set_aside(part, root / layout.QUARANTINE)
+    finally:
+        s3.look = look
+    assert part.read_bytes() == data
+
+
+def test_damage_that_verify_finds_is_repaired(places: Iterator[ObjectPath]) -> None:
+    root = next(places)
+    finish(RUN, root)
+    part = root / layout.PARTS / layout.part_name(2)
+    data = bytearray(part.read_bytes())
+    data[data.index(RUN.features["flat"][18].tobytes())] ^= 1
+    s3.write(part.bucket, part.key, bytes(data))
+    report = check_store(root)
+    assert [damage.path for damage in report.damages] == [part]
+    set_damage_aside(report)
+    assert check_store(root).missing == [part.name]
+    finish(RUN, root)
+    check_store_of(RUN, root)
+
+
+@pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
+def test_a_server_that_ignores_a_condition_is_refused(
+    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch, condition: str
+) -> None:
+    request = s3.request
+
+    def careless(operation: str, **parameters: Any) -> dict[str, Any]:
+        parameters.pop(condition, None)
+        return request(operation, **parameters)
+
+    monkeypatch.setattr(s3, "request", careless)
+    root = next(places)
+    with pytest.raises(StoreError, match=f"does not keep to {condition} of a PUT"):
+        finish(RUN, root)
+    assert not (root / layout.DESCRIPTOR).exists()
+
+
+def test_a_server_that_asks_for_patience_is_asked_again(
+    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from botocore.exceptions import ClientError
+
+    root, made, slept = next(places), [], []
+    client = s3.client
+
+    class Conflicting:
+        def __init__(self, real: Any) -> None:
+            self._real = real
+
+        def __getattr__(self, name: str) -> Any:
+            def call(**parameters: Any) -> Any:
+                made.append(name)
+                if name == "put_object" and made.count(name) % 3:
+                    answer = {"Error": {"Code": "ConditionalRequestConflict", "Message": "wait"}}
+                    raise ClientError(answer, name)
+                return getattr(self._real, name)(**parameters)
+
+            return call
+
+    monkeypatch.setattr(s3, "client", lambda process: Conflicting(client(process)))
+    monkeypatch.setattr(s3.time, "sleep", slept.append)
+    finish(RUN, root)
+    check_store_of(RUN, root)
+    assert len(slept) == 2 * made.count("put_object") / 3
+
+
+def test_overwrite_waits_until_nobody_writes(
+    places: Iterator[ObjectPath], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = next(places)
+    finish(RUN, root)
+    with Heartbeat(ObjectDisk(root), "driver"):
+        [sign] = signs_of_life(root)
+        assert sign.alive
+        with (
+            pytest.raises(StoreLockedError, match=r"written by driver .*Stop it"),
+            RUN.session(root).hold(overwrite=True),
+        ):
+            pass
+        with caplog.at_level(logging.WARNING), RUN.session(root).hold():
+            pass
+        assert "is being written by driver" in caplog.text
+    assert not signs_of_life(root)
+    other = RUN.changed(precision="bf16")
+    with other.session(root).hold(overwrite=True) as session:
+        assert len(session.missing()) == 3
+    finish(other, root)
+    check_store_of(other, root)
+
+
+def test_layers_are_added_by_one_at_a_time(
+    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = next(places)
+    finish(RUN, root)
+    first = make_added(RUN, {"late": (7,)})
+    second = make_added(RUN, {"later": (3,)}, seed=2)
+    begin = StoreSession._begin
+
+    def overtaken(self: StoreSession, before: Any) -> None:
+        monkeypatch.setattr(StoreSession, "_begin", begin)
+        finish(first, root)
+        begin(self, before)
+
+    monkeypatch.setattr(StoreSession, "_begin", overtaken)
+    with pytest.raises(StoreError, match="was changed meanwhile"):
+        finish(second, root)
+    store = FeatureStore(root)
+    assert store.layers == ("flat", "late", "map")
+    assert check_store(root).complete
+    finish(second, root)
+    store = FeatureStore(root)
+    assert store.layers == ("flat", "late", "later", "map")
+    assert store["later"][:].tobytes() == second.features["later"].tobytes()
+    assert check_store(root).complete
+
+
+def test_a_packed_store_that_was_copied_there_is_gone_on_with(
+    places: Iterator[ObjectPath], tmp_path: Path, bucket: str
+) -> None:
+    RUN.write(tmp_path / "run", packed=True)
+    root = upload(tmp_path / "run", f"s3://{bucket}/packed")
+    with RUN.session(root).hold() as session:
+        assert session.whole
+        assert session.packed
+    added = make_added(RUN, {"late": (7,)})
+    finish(added, root)
+    store = FeatureStore(root)
+    assert store.complete
+    assert store["late"][:].tobytes() == added.features["late"].tobytes()
+    assert store["flat"][:].tobytes() == RUN.expected("flat").tobytes()

@@ -1,0 +1,293 @@
+"""The command with stores in an object store, on a real S3 server: as a user runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import with_path
+from object_server import Watch, upload
+from tiny_model import COMMAND, KEYS, extract, run_job, write_picture, write_pictures
+
+import featx as package
+from featx import s3
+from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
+from featx.keys import from_keywords, from_omegaconf
+from featx.object_path import ObjectPath, place_of
+from featx.store import commit, layout
+from featx.store.check import check_store
+from featx.torch import FeatureDataset
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return write_pictures(tmp_path / "pictures")
+
+
+@pytest.fixture
+def out(bucket: str) -> str:
+    return f"s3://{bucket}/runs/tiny"
+
+
+def place(out: str) -> ObjectPath:
+    found = place_of(out)
+    assert isinstance(found, ObjectPath)
+    return found
+
+
+def rows_of(store: package.FeatureStore) -> dict[str, Any]:
+    return {
+        **{layer: store[layer][:].tobytes() for layer in store.layers},
+        "keys": store.keys.tolist(),
+        "labels": store.labels.tolist(),
+        "status": store.status.tolist(),
+    }
+
+
+def start(out: str, pictures: Path, *more: str, **options: Any) -> subprocess.Popen[bytes]:
+    """The command, with a model that takes its time."""
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "featx", *COMMAND, f"out={out}", "data=folder",
+            f"data.root={pictures}", "+model.args.pause_s=0.3", *more,
+        ],
+        env=with_path(Path(__file__).parent),
+        stdout=subprocess.DEVNULL,
+        **options,
+    )  # fmt: skip
+
+
+def num_parts(out: str) -> int:
+    return len(list((place(out) / layout.PARTS).glob(layout.PART_GLOB)))
+
+
+def test_the_rows_are_those_of_a_run_to_the_disk(
+    pictures: Path, out: str, watch: Watch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (pictures / "cat" / "006.png").write_bytes(b"")
+    near = extract(str(pictures), max_failures=5)
+    far = extract(str(pictures), max_failures=5, out=out)
+    assert rows_of(far) == rows_of(near)
+    assert far.complete
+    assert far.failures == near.failures
+    shown = "".join(capfd.readouterr())
+    assert "the parts are kept" in shown
+    assert f'store = featx.open("{out}")' in shown
+    # Again: there is nothing to do, and nothing is written over a part.
+    watch.clear()
+    extract(str(pictures), max_failures=5, out=out)
+    assert not any(
+        name == "put_object" and "/parts/" in values["Key"] for name, values in watch.requests
+    )
+    # Images that can be read now, and layers that are added.
+    write_picture(pictures / "cat" / "006.png", 77)
+    mended = extract(str(pictures), out=out, retry_failed=True)
+    assert mended.ok.all()
+    assert rows_of(mended) == rows_of(extract(str(pictures), retry_failed=True))
+    both = ["conv", "pool"]
+    more = extract(str(pictures), layers=both, out=out)
+    assert more.layers == ("conv", "pool")
+    assert rows_of(more) == rows_of(extract(str(pictures), layers=both))
+    assert check_store(place(out)).complete
+    assert run_job("verify", store=out, verify={"sample": 4}) == 0
+    assert {"pictures", "store"} <= set(os.listdir()) <= {"cache", "pictures", "store"}
+
+
+def test_two_worker_processes_give_the_same_rows(pictures: Path, out: str) -> None:
+    near = extract(str(pictures))
+    far = extract(str(pictures), out=out, devices=2)
+    assert rows_of(far) == rows_of(near)
+    assert check_store(place(out)).complete
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["null", "2"])
+def test_kills_at_any_moment_and_two_drivers_at_once(
+    pictures: Path, out: str, devices: str
+) -> None:
+    near = extract(str(pictures), model={**KEYS["model"], "args": {"pause_s": 0.0}})
+    more = (f"devices={devices}",)
+    for parts in (0, 1, 3):
+        running = start(out, pictures, *more, start_new_session=True)
+        while running.poll() is None and num_parts(out) <= parts:
+            time.sleep(0.05)
+        time.sleep(0.1 * parts)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+    assert num_parts(out) > 3
+    drivers = [start(out, pictures, *more) for _ in range(2)]
+    assert [driver.wait(240) for driver in drivers] == [0, 0]
+    report = check_store(place(out))
+    assert report.complete, report
+    far = package.open(out)
+    assert far["conv"][:].tobytes() == near["conv"][:].tobytes()
+    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not list((place(out) / layout.WORKERS).glob("*"))
+    assert json.loads((place(out) / layout.SUMMARY).read_bytes())["failures"] == 0
+
+
+def test_jobs_that_read_a_store(
+    pictures: Path, out: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    extract(str(pictures), out=out)
+    capfd.readouterr()
+    assert run_job("status", store=out, json=True) == 0
+    assert json.loads(capfd.readouterr().out)["parts_done"] == 6
+    probe = {"test": 0.3, "validation": 0.2}
+    assert run_job("probe", store=out, probe=probe, json=True) == 0
+    result = json.loads(capfd.readouterr().out)
+    kept = json.loads((place(out) / layout.PROBE).read_bytes())
+    assert kept["accuracy"] == result["accuracy"]
+    assert kept["store"] == out
+    assert kept["head"]["file"] == "probe/conv.safetensors"
+    sure = {"model": KEYS["model"], "data": str(pictures), "out": "predicted"}
+    assert run_job("predict", store=out, **sure) == 0
+    assert Path("predicted/predictions.csv").read_text().count("\n") == 22
+    capfd.readouterr()
+    assert run_job("plan", data=str(pictures), out=out, model=KEYS["model"]) == 0
+    assert "in an object store" in capfd.readouterr().out
+    assert run_job("export", store=out, out="exported", export={"format": "npy"}) == 0
+    assert np.load("exported/features/conv.npy").tobytes() == package.open(out)["conv"][:].tobytes()
+    dataset = FeatureDataset(out, "conv")
+    assert dataset[3][0].numpy().tobytes() == package.open(out)["conv"][3].tobytes()
+    for job in ("export", "similar", "report"):
+        with pytest.raises(ConfigError, match=r"lies in an object store: say where with out=DIR"):
+            run_job(job, store=out)
+    with pytest.raises(ConfigError, match="packing needs a disk"):
+        run_job("pack", store=out)
+
+
+def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) -> None:
+    running = start(out, pictures, stderr=subprocess.PIPE)
+    _, said = running.communicate(timeout=240)
+    assert running.returncode == 0, said
+    kept = b"".join(path.read_bytes() for path, _ in place(out).entries())
+    endpoint = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://").encode()
+    for secret in (b"id-of-a-tester", b"secret-of-a-tester", endpoint):
+        assert secret not in kept
+        assert secret not in said
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"pack": True}, "pack=true needs a store on a disk"),
+        ({"profile": True}, "profile=true needs a store on a disk"),
+        ({"tensorboard": True}, "tensorboard needs a store on a disk"),
+        ({"executor": "ray"}, "executor=ray needs a store on a disk"),
+        ({"out": "gs://bucket/run"}, "stores are on disks, or in object stores that speak S3"),
+        ({"out": "s3://bucket"}, "expected s3://bucket/folder"),
+        ({"out": "s3://me:word@bucket/run"}, r"s3://\.\.\.: expected"),
+    ],
+)
+def test_what_needs_a_disk_is_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        from_omegaconf(from_keywords({"out": "s3://bucket/run", **given}))
+
+
+def test_rows_are_added_on_a_disk_only(pictures: Path, out: str) -> None:
+    extract(str(pictures), out=out)
+    write_picture(pictures / "cat" / "001.png", 99)
+    with pytest.raises(ConfigError, match="grow=true needs a store on a disk"):
+        extract(str(pictures), out=out, grow=True)
+
+
+def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
+    for job in ("stats", "attribute", "bench"):
+        node = from_keywords({"out": "s3://bucket/run"})
+        node.job.name = job
+        with pytest.raises(ConfigError, match=f"job={job} writes to a disk only"):
+            from_omegaconf(node)
+
+
+def test_the_command_says_what_is_wrong(featx: Command, pictures: Path, bucket: str) -> None:
+    data = ("data=folder", f"data.root={pictures}")
+    done = featx(*data, "out=s3://no-such-bucket/run")
+    assert done.returncode == 2
+    assert "s3://no-such-bucket/run" in done.stderr
+    assert "there is no such bucket" in done.stderr
+    done = featx("job=status", f"store=s3://{bucket}/nothing")
+    assert done.returncode == 2
+    assert f"there is no store at s3://{bucket}/nothing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_the_extra_the_command_names_it(
+    featx: Command, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "without" / "botocore").mkdir(parents=True)
+    (tmp_path / "without" / "botocore" / "__init__.py").write_text("raise ImportError('none')\n")
+    monkeypatch.setenv("PYTHONPATH", with_path(tmp_path / "without")["PYTHONPATH"])
+    done = featx("data=folder", f"data.root={pictures}", "out=s3://bucket/run")
+    assert done.returncode == 2
+    assert 'pip install "featx[remote]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_server_that_goes_away_stops_the_run_which_goes_on_later(
+    pictures: Path, out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, parts = s3.request, []
+
+    def failing(operation: str, **parameters: Any) -> dict[str, Any]:
+        parts.extend([1] if "/parts/" in parameters.get("Key", "") else [])
+        if len(parts) > 3:
+            raise ObjectStoreError(13, "the server refuses it (ExpiredToken)", "s3://there")
+        return request(operation, **parameters)
+
+    monkeypatch.setattr(commit, "RETRY_WAITS_S", (0, 0))
+    monkeypatch.setattr(s3, "request", failing)
+    with pytest.raises(RunError, match=r"ExpiredToken.*When the object store accepts it") as told:
+        extract(str(pictures), out=out)
+    assert told.value.exit_code == 1
+    monkeypatch.setattr(s3, "request", request)
+    assert num_parts(out) == 3
+    assert rows_of(extract(str(pictures), out=out)) == rows_of(extract(str(pictures)))
+
+
+def test_other_settings_are_refused_there_too(pictures: Path, out: str) -> None:
+    extract(str(pictures), out=out)
+    with pytest.raises(StoreError, match="dtype"):
+        extract(str(pictures), out=out, dtype="float32")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_damage_is_repaired_there(pictures: Path, bucket: str, packed: bool) -> None:
+    near = extract(str(pictures), pack=packed)
+    path = Path("store/features.h5" if packed else "store/parts/part-000002.h5")
+    data = bytearray(path.read_bytes())
+    data[data.index(near["conv"][9].tobytes())] ^= 1
+    root = upload(Path("store"), f"s3://{bucket}/run")
+    s3.write(bucket, f"run/{path.relative_to('store')}", bytes(data))
+    assert run_job("verify", store=str(root)) == 2
+    assert run_job("verify", store=str(root), verify={"repair": True}) == 0
+    assert rows_of(package.open(root)) == rows_of(near)
+    [kept] = (root / layout.QUARANTINE).glob("*")
+    assert kept.read_bytes() == bytes(data)
+
+
+def test_a_store_that_was_copied_there_is_the_same(pictures: Path, bucket: str) -> None:
+    near = extract(str(pictures))
+    upload(Path("store"), f"s3://{bucket}/copied")
+    far = extract(str(pictures), out=f"s3://{bucket}/copied")
+    assert rows_of(far) == rows_of(near)

@@ -105,6 +105,9 @@ def test_a_store_is_written_found_again_and_read(
     finish(RUN, root)
     check_store_of(RUN, root)
     names = [path.key.removeprefix(f"{root.key}/") for path, _ in root.entries()]
+    # What is created is created with a condition.
+    created = [v for n, v in watch.requests if n == "put_object" and "part-" in v["Key"]]
+    assert [values["IfNoneMatch"] for values in created] == ["*"] * 3
     assert names == [
         ".hydra/config.yaml", ".lock", "failures.csv", "featx.json", "parts/part-000000.h5",
         "parts/part-000001.h5", "parts/part-000002.h5", "samples.h5", "summary.json",
@@ -121,10 +124,6 @@ def test_a_store_is_written_found_again_and_read(
         assert session.stored_bytes() == sum(
             entry.size for path, entry in root.entries() if "/parts/" in path.key
         )
-    # What is created is created with a condition.
-    for operation, values in watch.requests:
-        if operation == "put_object" and "part" in values["Key"]:
-            assert values["IfNoneMatch"] == "*"
 
 
 def test_what_stands_for_a_server_answers_as_one(bucket: str) -> None:

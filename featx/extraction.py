@@ -116,6 +116,12 @@ def _retry(prepared: Prepared, session: StoreSession) -> None:
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(prepared, failed)
     complain(f"{len(rows)} of {len(failed)} failed images can be read now\n")
+    if rows and not session.parts_with(rows):
+        together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
+        raise ConfigError(
+            "retry_failed=true computes all layers again that were computed together. Give it with "
+            f"the layers of one run: {', '.join(dict.fromkeys(together))}."
+        )
     if rows:
         session.unpack()
         run_parts(prepared, RetryWork(prepared, session, rows))

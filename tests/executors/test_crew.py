@@ -235,6 +235,7 @@ def test_no_worker_outlives_a_driver_that_is_killed(
     pids = [int(name.removeprefix("pid-")) for name in noted(tmp_path, "pid-*")]
     assert len(pids) == 2
     driver.kill()
+    driver.wait()
     assert all(ended(pid) for pid in pids)
     before = set((tmp_path / "store" / "parts").glob("part-*.h5"))
     assert before

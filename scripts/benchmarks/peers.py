@@ -31,8 +31,8 @@ def run(arguments: argparse.Namespace) -> None:
         rates: dict[str, list[float]] = {}
         places: dict[str, Path] = {}
         for number in range(arguments.runs):
-            for contender in _names(arguments):
-                place = folder / f"{number}-{len(places)}"
+            for which, contender in enumerate(_names(arguments)):
+                place = folder / f"{number}-{which}"
                 place.mkdir()
                 rate = _measure(contender, config, config_yaml, arguments, place)
                 rates.setdefault(contender, []).append(rate)

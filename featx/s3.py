@@ -66,7 +66,13 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
         ObjectStoreError: the server refuses it, is not to be reached, or has no such bucket.
     """
     own = client(os.getpid())  # which says what to install
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        HTTPClientError,
+        IncompleteReadError,
+        NoCredentialsError,
+    )
 
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
     for attempt in range(1, ATTEMPTS + 1):
@@ -89,6 +95,8 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
             raise meaning from error
         except (BotoCoreError, OSError) as error:
             text = f"{type(error).__name__}: {error}".rstrip(".")
+            if isinstance(error, NoCredentialsError):
+                text += "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
             raise ObjectStoreError(errno.EIO, text, url) from error
     raise AssertionError("unreachable")
 

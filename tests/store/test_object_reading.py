@@ -245,7 +245,7 @@ def test_without_credentials_it_says_so(
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     s3.client.cache_clear()
-    with pytest.raises(StoreError, match="NoCredentialsError"):
+    with pytest.raises(StoreError, match=r"NoCredentialsError.*set AWS_ACCESS_KEY_ID and"):
         FeatureStore("s3://bucket/run")
     s3.client.cache_clear()
 

@@ -112,6 +112,7 @@ def test_the_rows_are_those_of_a_run_to_the_disk(
     assert {"pictures", "store"} <= set(os.listdir()) <= {"cache", "pictures", "store"}
 
 
+@pytest.mark.slow
 def test_two_worker_processes_give_the_same_rows(pictures: Path, out: str) -> None:
     near = extract(str(pictures))
     far = extract(str(pictures), out=out, devices=2)
@@ -177,6 +178,7 @@ def test_jobs_that_read_a_store(
         run_job("pack", store=out)
 
 
+@pytest.mark.slow
 def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) -> None:
     running = start(out, pictures, stderr=subprocess.PIPE)
     _, said = running.communicate(timeout=240)

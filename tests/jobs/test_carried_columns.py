@@ -80,6 +80,7 @@ def test_a_part_that_is_lost_and_rows_that_are_retried() -> None:
     assert featx.open("store").ok.all()
 
 
+@pytest.mark.slow
 def test_workers_write_them_too() -> None:
     write_table()
     check(extract(TABLE, executor={"name": "local"}, device="cpu", devices=2))

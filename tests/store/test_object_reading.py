@@ -149,6 +149,7 @@ def test_an_object_that_was_replaced_is_refused(tmp_path: Path, bucket: str) -> 
         store["wide"][4000]
 
 
+@pytest.mark.slow
 def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,7 @@ def test_status_lists_parts_and_asks_for_none(tmp_path: Path, bucket: str, watch
     assert len(watch.requests) < 15
 
 
+@pytest.mark.slow
 def test_long_lists_come_in_pieces_and_names_may_be_odd(
     tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

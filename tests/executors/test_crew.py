@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -239,7 +240,11 @@ def test_no_worker_outlives_a_driver_that_is_killed(
     assert all(ended(pid) for pid in pids)
     before = set((tmp_path / "store" / "parts").glob("part-*.h5"))
     assert before
-    work(3)
+    for _ in range(50):  # the kernel may hold a dead process's lock for a moment
+        with contextlib.suppress(StoreLockedError):
+            work(3)
+            break
+        time.sleep(0.1)
     assert is_whole(run, tmp_path)
 
 

@@ -20,8 +20,9 @@ from featx.loop import (
     run_parts,
 )
 from featx.object_path import is_url, place_of
-from featx.prepare import Prepared, StorePurpose, prepare
+from featx.prepare import Prepared, prepare
 from featx.progress import announce, complain, describe_run
+from featx.purpose import StorePurpose
 from featx.retry import RetryWork, readable_again
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +23,31 @@ from PIL import Image
 from torch.profiler import record_function
 
 from featx.alone import decode_alone
-from featx.decode import ImagePolicy, decode, decode_pixels
+from featx.config import Config
+from featx.decode import (
+    PILLOW,
+    ImagePolicy,
+    decode,
+    decode_pixels,
+    heif_version,
+    jpeg_decoder,
+)
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.preprocess import Preprocess, cut_out
 from featx.suspects import Suspects
 from featx.threads import Threads
-from featx.types import Batch, Failure, ImageFault, Listing, Part, Regional, Source, Status
+from featx.types import (
+    Batch,
+    Begun,
+    Failure,
+    ImageFault,
+    Listing,
+    Part,
+    Regional,
+    Source,
+    Status,
+)
 
 PREFETCH_BATCHES = 3
 """Batches being read while one is computed; bounds the memory whatever the number of images."""
@@ -62,51 +80,84 @@ class LoaderTimes:
             self.bytes += num_bytes
 
 
-class Loader:
-    """Reads, decodes and crops the images of one run; a context manager that owns its threads.
+@dataclass(frozen=True)
+class Decoding:
+    """How bytes become the images of a run.
 
-    Args:
+    Attributes:
+        preprocess: of the backbone.
+        policy: for orientation, transparency and size.
         reference: by the weights' own transform, instead of on uint8.
-        batch_size: images of a Batch.
-        pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
         timeout_s: an image that takes longer to be decoded is decoded again in a process of its
             own, and fails where that takes as long; None waits for ever.
         suspects: which images are decoded each in a process of its own, and where is noted what is
             being decoded.
     """
 
+    preprocess: Preprocess
+    policy: ImagePolicy
+    reference: bool = False
+    timeout_s: float | None = None
+    suspects: Suspects = field(default_factory=lambda: Suspects(None))
+
+    @classmethod
+    def of_run(
+        cls,
+        config: Config,
+        preprocess: Preprocess,
+        listing: Listing,
+        suspects: Suspects,
+        begun: Begun | None = None,
+    ) -> Decoding:
+        """What a config asks for, with the decoders that the run was begun with.
+
+        Raises:
+            ConfigError: the background is no colour, or such a decoder is not installed.
+        """
+        # A transform that the fast path cannot follow is done by the reference.
+        reference = config.decode == "reference" or not preprocess.has_fast_path
+        before = begun.resolved if begun else {"jpeg": None}
+        policy = replace(
+            ImagePolicy.from_config(config.data),
+            jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
+            heif=heif_version(listing.keys, before.get("heif"), new=begun is None),
+        )
+        return cls(preprocess, policy, reference, config.data.timeout_s, suspects)
+
+
+class Loader:
+    """Reads, decodes and crops the images of one run; a context manager that owns its threads.
+
+    Args:
+        batch_size: images of a Batch.
+        pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+    """
+
     def __init__(
         self,
         source: Source,
         listing: Listing,
-        preprocess: Preprocess,
-        policy: ImagePolicy,
-        reference: bool,
+        decoding: Decoding,
         batch_size: int,
         pinned: bool = False,
-        timeout_s: float | None = None,
-        suspects: Suspects | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self._source = source
         self._listing = listing
-        self._preprocess = preprocess
-        self._policy = policy
-        self._reference = reference or not preprocess.has_fast_path
+        self._decoding = decoding
         self._regions = source if isinstance(source, Regional) else None
         # A region's share of the picture is not known before it is decoded.
-        self._at_least = None if self._reference or self._regions else preprocess.resize
+        whole = decoding.reference or self._regions
+        self._at_least = None if whole else decoding.preprocess.resize
         self._pictures: deque[tuple[bytes, Picture]] = deque(maxlen=PICTURES)
         self._pictures_lock = threading.Lock()
         self._batch_size = batch_size
         self._pinned = pinned
-        self._timeout_s = timeout_s
-        self._suspects = Suspects(None) if suspects is None else suspects
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._notes = self._stack.enter_context(self._suspects.notes())
-        threads = Threads(num_cpus(), self._timeout_s, "featx-loader")
+        self._notes = self._stack.enter_context(self._decoding.suspects.notes())
+        threads = Threads(num_cpus(), self._decoding.timeout_s, "featx-loader")
         self._threads = self._stack.enter_context(threads)
         return self
 
@@ -135,7 +186,7 @@ class Loader:
     def load(self, rows: Iterable[int]) -> torch.Tensor:
         """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
         found = [image for image in self.each(rows) if image is not None]
-        none = torch.zeros((0, 3, *self._preprocess.crop), dtype=self._dtype)
+        none = torch.zeros((0, 3, *self._decoding.preprocess.crop), dtype=self._dtype)
         return torch.stack(found) if found else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
@@ -146,7 +197,7 @@ class Loader:
         """
         waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
         for row in rows:
-            place = torch.zeros((3, *self._preprocess.crop), dtype=self._dtype)
+            place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
             waiting.append((place, self._threads.submit(self._fill, row, place)))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
@@ -159,7 +210,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        with self._suspects.left_behind() as keys:
+        with self._decoding.suspects.left_behind() as keys:
             if not keys:
                 return
             rows = {self._picture_of(bytes(key)): bytes(key) for key in self._listing.keys}
@@ -169,10 +220,10 @@ class Loader:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return torch.float32 if self._reference else torch.uint8
+        return torch.float32 if self._decoding.reference else torch.uint8
 
     def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
-        shape = (self._batch_size, 3, *self._preprocess.crop)
+        shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
         futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
         return Batch(images, start, count, []), futures
@@ -211,19 +262,19 @@ class Loader:
         return None
 
     def _prepare(self, key: bytes, picture: Picture) -> torch.Tensor:
-        resize = self._preprocess.resize
-        expected = (3, *self._preprocess.crop)
+        resize = self._decoding.preprocess.resize
+        expected = (3, *self._decoding.preprocess.crop)
         if self._regions is not None:
             self._keep(key, picture)
             picture = cut_out(picture, self._regions.box(key))
         if isinstance(picture, Image.Image):
             width, height = picture.size
-            transformed = functools.partial(self._preprocess.reference, picture)
+            transformed = functools.partial(self._decoding.preprocess.reference, picture)
         else:
             height, width, _ = picture.shape
-            transformed = functools.partial(self._preprocess.crop_uint8, picture)
+            transformed = functools.partial(self._decoding.preprocess.crop_uint8, picture)
         short, long = sorted((width, height))
-        if resize and resize * resize * long > self._policy.max_pixels * short:
+        if resize and resize * resize * long > self._decoding.policy.max_pixels * short:
             raise ImageFault(
                 Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
             )
@@ -259,22 +310,24 @@ class Loader:
 
     def _decoded(self, key: bytes, data: bytes) -> Picture:
         """A whole picture, decoded."""
-        if self._threads.again or key in self._suspects:
+        if self._threads.again or key in self._decoding.suspects:
             pixels = self._decoded_alone(key, data)
-            return Image.fromarray(pixels) if self._reference else pixels
+            return Image.fromarray(pixels) if self._decoding.reference else pixels
         noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(key)
         with self._threads.watched(), noted:
-            if self._reference:
-                return decode(data, self._policy)
-            return decode_pixels(data, self._policy, self._at_least)
+            if self._decoding.reference:
+                return decode(data, self._decoding.policy)
+            return decode_pixels(data, self._decoding.policy, self._at_least)
 
     def _decoded_alone(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
         try:
-            return decode_alone(data, self._policy, self._at_least, self._timeout_s)
+            return decode_alone(
+                data, self._decoding.policy, self._at_least, self._decoding.timeout_s
+            )
         except ImageFault as fault:
             if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
-                self._suspects.remember(key)
+                self._decoding.suspects.remember(key)
             raise
 
     def _read(self, key: bytes) -> bytes:

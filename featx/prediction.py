@@ -23,9 +23,10 @@ from featx.features import compute_rows
 from featx.keys import from_saved
 from featx.loop import Figures, run_parts
 from featx.options import DataConfig, ExecutorConfig, ModelConfig
-from featx.prepare import PART_SECONDS, Prepared, list_images, prepare
+from featx.prepare import Prepared, prepare
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
+from featx.purpose import PART_SECONDS, list_images
 from featx.recheck import refuse_unnamed_code, request_of
 from featx.store import layout
 from featx.store.dtypes import from_raw

@@ -17,10 +17,11 @@ from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
 from featx.loop import failures_text, peak_memory_mib
 from featx.moments import Moments, StatsLayer
-from featx.prepare import Prepared, check_out, list_images, prepare, seconds_of_part
+from featx.prepare import Prepared, prepare
 from featx.progress import announce, complain, describe_run, size_text
 from featx.projection import frechet_distance
 from featx.projection import spread as spread_of
+from featx.purpose import check_out, list_images, seconds_of_part
 from featx.reduce import channel_axis
 from featx.stats_file import PARTS_FOLDER, STATS_FILE, Statistics, statistics_begun
 from featx.stats_parts import MomentsOfParts

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from featx.decode import ImagePolicy
-from featx.loader import Loader
+from featx.loader import Decoding, Loader
 from featx.preprocess import Preprocess
 from featx.types import ImageFault, Listing, Part, Status
 
@@ -97,7 +97,8 @@ def load(source: Mixed, reference: bool) -> tuple[torch.Tensor, dict[int, Status
     """(N, 3, H, W) and the faults of the rows, after checks of every batch."""
     policy = ImagePolicy("apply", (255, 255, 255), 10**7)
     count = len(source.images)
-    with Loader(source, source.listing(), PREPROCESS, policy, reference, 16) as loader:
+    decoding = Decoding(PREPROCESS, policy, reference)
+    with Loader(source, source.listing(), decoding, batch_size=16) as loader:
         batches = [batch for _, batch in loader.batches([Part(0, 0, count)])]
     for batch in batches:
         assert batch.images.shape == (16, 3, SIDE, SIDE)

@@ -24,7 +24,7 @@ from featx import loader as loader_module
 from featx.data.base import FolderSource
 from featx.decode import ImagePolicy, decode
 from featx.errors import RunError
-from featx.loader import PREFETCH_BATCHES, Loader
+from featx.loader import PREFETCH_BATCHES, Decoding, Loader
 from featx.preprocess import Preprocess
 from featx.types import Batch, ImageFault, Listing, Part, Status
 
@@ -79,7 +79,8 @@ def make_loader(
     preprocess: Preprocess = PREPROCESS,
     policy: ImagePolicy = POLICY,
 ) -> Loader:
-    return Loader(source, source.listing(), preprocess, policy, reference, batch_size)
+    decoding = Decoding(preprocess, policy, reference)
+    return Loader(source, source.listing(), decoding, batch_size)
 
 
 def parts_of(num_rows: int, part_rows: int) -> list[Part]:
@@ -329,7 +330,8 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
 
         monkeypatch.setattr(loader_module, "decode_alone", never)
     source = MemorySource(GOOD)
-    with Loader(source, source.listing(), PREPROCESS, POLICY, reference, 4, timeout_s=1) as loader:
+    decoding = Decoding(PREPROCESS, POLICY, reference, timeout_s=1)
+    with Loader(source, source.listing(), decoding, batch_size=4) as loader:
         batches = list(loader.batches(parts_of(23, 8)))
         wake.set()
     until = time.monotonic() + 10
@@ -413,8 +415,9 @@ def test_out_of_memory_stops_the_run_and_is_no_row() -> None:
             raise error
 
         preprocess = Preprocess(transform, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
+        source = MemorySource(GOOD[:2])
         with pytest.raises(RunError, match="out of memory at 000000"):
-            load_all(MemorySource(GOOD[:2]), [Part(0, 0, 2)], preprocess=preprocess)
+            load_all(source, [Part(0, 0, 2)], preprocess=preprocess, reference=True)
 
 
 def test_a_bug_in_a_source_is_not_taken_for_a_bad_image() -> None:

@@ -24,7 +24,7 @@ import featx
 from featx.errors import StoreMismatchError
 from featx.keys import from_keywords, from_omegaconf
 from featx.loop import GRACE_S, Interrupted
-from featx.prepare import StorePurpose
+from featx.purpose import StorePurpose
 from featx.store.layout import PART_BYTES
 from featx.store.session import StoreSession
 
@@ -55,7 +55,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     of_speed(monkeypatch, 3000.0)
     monkeypatch.setattr("featx.resolve.Resolver._fastest", lambda *_: "bf16")
     monkeypatch.setattr("featx.resolve.CPU_BATCH", 2)
-    monkeypatch.setattr("featx.prepare.PART_SECONDS", 1.0)
+    monkeypatch.setattr("featx.purpose.PART_SECONDS", 1.0)
     capfd.readouterr()
     assert extract(photos, **AUTO).complete
     printed = capfd.readouterr().err
@@ -146,9 +146,9 @@ def test_a_change_of_what_changes_values_is_refused_by_name(
     if key == "compile":
         monkeypatch.setattr("featx.resolve.Resolver._compile", compiled)
     if key in UNREACHABLE:
-        fingerprint = prepare._fingerprint
+        fingerprint = prepare.fingerprint
         monkeypatch.setattr(
-            prepare, "_fingerprint", lambda *a: {**fingerprint(*a), key: now.strip("'")}
+            prepare, "fingerprint", lambda *a: {**fingerprint(*a), key: now.strip("'")}
         )
     monkeypatch.chdir(finished)
     before = files_of("store")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from featx.config import Config, captures
-from featx.decode import ImagePolicy, jpeg_decoder
 from featx.errors import DataError, MissingExtraError, ModelError
 from featx.layer_table import WIDTH, layer_rows, layer_table, remarks
 from featx.models import build_backbone, resolve_library
 from featx.options import DataConfig
-from featx.prepare import list_images, uses_reference
 from featx.progress import complain, facts, say
+from featx.purpose import list_images
+from featx.suspects import Suspects
 from featx.traces import Trace
 from featx.types import Listing, Source
 
@@ -98,14 +98,10 @@ def _first_picture(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
     """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
-    from featx.loader import Loader
+    from featx.loader import Decoding, Loader
 
-    policy = replace(ImagePolicy.from_config(config.data), jpeg=jpeg_decoder())
-    reference = uses_reference(config, backbone)
-    timeout_s = config.data.timeout_s
-    with Loader(
-        source, listing, backbone.preprocess, policy, reference, 1, timeout_s=timeout_s
-    ) as loader:
+    decoding = Decoding.of_run(config, backbone.preprocess, listing, Suspects(None))
+    with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.settle_suspects()
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])

@@ -194,7 +194,8 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
     from featx.extraction import product_of
-    from featx.prepare import StorePurpose, prepare
+    from featx.prepare import prepare
+    from featx.purpose import StorePurpose
     from featx.store.session import StoreSession
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})

@@ -95,7 +95,7 @@ def _interrupted(signum: int, frame: object) -> None:
 
 
 def _terminated(signum: int, frame: object) -> None:
-    from featx.loop import Interrupted
+    from featx.stopping import Interrupted
 
     if not is_echo(signum):
         raise Interrupted(signum)

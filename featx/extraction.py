@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from featx.config import Config
@@ -12,13 +13,9 @@ from featx.errors import ConfigError
 from featx.events import RunEvents, require_tensorboard
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
+from featx.failed_rows import exit_code, failures_text
 from featx.features import FeatureWork, StoreProduct
-from featx.loop import (
-    exit_code,
-    failures_text,
-    peak_memory_mib,
-    run_parts,
-)
+from featx.loop import peak_memory_mib, run_parts
 from featx.object_path import is_url, place_of
 from featx.prepare import Prepared, prepare
 from featx.progress import announce, complain, describe_run
@@ -55,16 +52,7 @@ def run_extraction(
         Interrupted: a signal asked for the end; what was whole is committed.
     """
     out = place_of(config.out)
-    if config.grow and is_url(out):
-        raise ConfigError(
-            f"grow=true needs a store on a disk, and {out} lies in an object store: without a lock "
-            "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
-            "it back."
-        )
-    if config.tensorboard:
-        require_tensorboard()
-    if config.is_spread:
-        check(config)
+    _check(config, out)
     with contextlib.ExitStack() as stack:
         purpose = StorePurpose(config, known_rows_only, source)
         prepared = stack.enter_context(prepare(config, config_yaml, purpose))
@@ -91,14 +79,38 @@ def run_extraction(
             events.finish()
         if finish is not None:
             finish(prepared, session)
+    _complain_of_rows(session, summary["faint_rows"])
+    return summary
+
+
+def _check(config: Config, out: Path) -> None:
+    """Refuse what cannot work here, before anything is listed or loaded."""
+    if config.grow and is_url(out):
+        raise ConfigError(
+            f"grow=true needs a store on a disk, and {out} lies in an object store: without a lock "
+            "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
+            "it back."
+        )
+    if config.tensorboard:
+        require_tensorboard()
+    if config.is_spread:
+        check(config)
+
+
+def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
+    """Say which rows failed, and which are too small for their dtype.
+
+    Args:
+        session: of the run.
+        faint: layer -> how many of its rows are.
+    """
     if session.failures:
         complain(failures_text(session.failures))
-    for layer, count in summary["faint_rows"].items():
+    for layer, count in faint.items():
         complain(
             f"warning: {count} rows of {layer} have no value above 6.1e-5; float16 holds so little "
             "with few bits or as zero. Store them with dtype=float32."
         )
-    return summary
 
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:

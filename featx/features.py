@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import RunError
-from featx.loop import failures_of, labels_of
+from featx.failed_rows import failures_of
 from featx.prepare import Prepared
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
@@ -133,7 +133,7 @@ def compute_rows(
     """
     from featx.rows import stored_bits
 
-    values = prepared.engine.run(batch.images, labels_of(prepared, batch))
+    values = prepared.engine.run(batch.images, prepared.labels_of(batch))
     failures = failures_of(prepared, batch, values)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]

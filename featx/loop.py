@@ -3,45 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import resource
-import signal
 import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.config import Config
-from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError
+from featx.failed_rows import refuse_failures
 from featx.machine import num_cpus
 from featx.prepare import Prepared
-from featx.progress import Progress, Unseen, bottleneck, complain
-from featx.supervisor import is_echo
-from featx.types import Batch, Failure, Part, Status
+from featx.progress import Progress, Unseen, bottleneck
+from featx.stopping import Interrupted, stop_signals
+from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
     from featx.events import RunEvents
     from featx.loader import Loader
     from featx.store.commit import Disk
     from featx.timeline import Timeline
-
-GRACE_S = 5.0
-"""How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
-
-EARLY_STOP_S = 60.0
-"""A run with too many failures ends early where at least this much work is left."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal asked for the end; what was whole is committed."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
 
 
 @dataclass
@@ -196,25 +177,6 @@ class _Awaited:
             yield following
 
 
-def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: float) -> None:
-    """Raise TooManyFailuresError where going on would only give more of the same.
-
-    Args:
-        config: of the run.
-        failed: images so far.
-        done: rows that are computed.
-        rows: that are asked for.
-        left_s: how long the others will take.
-    """
-    if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
-        raise TooManyFailuresError(
-            f"{failed} of the first {done} images failed, more than max_failures="
-            f"{config.max_failures:g} allows of {rows} in all, and about "
-            f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
-            "the images. To go on, give the same command with a larger max_failures."
-        )
-
-
 class _Commits:
     """Commits one part while the next is computed, never two at once.
 
@@ -283,123 +245,8 @@ def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict
     }
 
 
-def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> list[Failure]:
-    """The rows of a batch that failed: in reading, or because a feature is not finite.
-
-    Args:
-        prepared: the run.
-        batch: n rows of it, and padding.
-        values: dataset name -> (B, ...), of any device.
-
-    Raises:
-        NonFiniteError: a feature is not finite, and nonfinite=error.
-    """
-    from featx.rows import finite_rows
-
-    failures = list(batch.failures)
-    failed = {failure.row for failure in failures}
-    for name, finite in finite_rows(values).items():
-        for i in range(batch.count):
-            row = batch.start + i
-            if finite[i] or row in failed:
-                continue
-            failed.add(row)
-            failures.append(_non_finite(prepared, batch, row, name))
-    return failures
-
-
-def labels_of(prepared: Prepared, batch: Batch) -> Any:
-    """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
-    if prepared.config.target not in ("label", "loss"):
-        return None
-    import torch
-
-    labels = torch.zeros(len(batch.images), dtype=torch.int64)
-    labels[: batch.count] = torch.from_numpy(
-        prepared.listing.labels[batch.start : batch.start + batch.count].copy()
-    )
-    return labels
-
-
-def _non_finite(prepared: Prepared, batch: Batch, row: int, layer: str) -> Failure:
-    """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
-    key = bytes(prepared.listing.keys[row])
-    labels = labels_of(prepared, batch)
-    reason = prepared.engine.explain(batch.images, labels, row - batch.start, layer)
-    if prepared.config.nonfinite == "error":
-        wide = prepared.specs[0].dtype == "float32"
-        wider = "" if wide else "store larger values: dtype=float32; to "
-        raise NonFiniteError(
-            f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
-            f"To {wider}compute more exactly: precision=fp32; to go on and mark such rows: "
-            "nonfinite=record. Each needs overwrite=true or a new out."
-        )
-    return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
-
-
-def failures_text(failures: list[Failure]) -> str:
-    """How many images failed for which reason, with an example of each."""
-    counts = Counter(failure.status for failure in failures)
-    lines = [f"{len(failures)} images failed:"]
-    for status, count in counts.most_common():
-        example = next(f for f in failures if f.status == status)
-        lines.append(
-            f"  {count} {status.label}, such as {os.fsdecode(example.key)}: {example.message}"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) -> int:
-    """0, or that of more failures than max_failures allows, which it then says.
-
-    Args:
-        config: of the run.
-        num_rows, num_failed: images in all, and those that failed.
-        what_became: of the failed ones, a sentence.
-    """
-    allowed = config.allowed_failures(num_rows)
-    if num_failed <= allowed and num_failed < num_rows:
-        return 0
-    complain(
-        f"{num_failed} of {num_rows} images failed, more than max_failures="
-        f"{config.max_failures:g} ({allowed} images). {what_became}"
-    )
-    return EXIT_TOO_MANY_FAILURES
-
-
 def peak_memory_mib() -> int:
     """Of this process, so far."""
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM end the run after the batch; a second one, or GRACE_S later, at once."""
-    stop: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def note(signum: int, frame: object) -> None:
-        if is_echo(signum):
-            return
-        if stop:
-            raise Interrupted(stop[0])
-        stop.append(signum)
-        signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-        complain("\nstopping; the same command goes on from the last whole part")
-
-    def cut_short(signum: int, frame: object) -> None:
-        if stop:
-            raise Interrupted(stop[0])
-
-    handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}
-    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
-    try:
-        yield stop
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

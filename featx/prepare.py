@@ -22,7 +22,7 @@ from featx.store import codecs
 from featx.store.layout import Grid
 from featx.store.manifest import Run
 from featx.suspects import Suspects
-from featx.types import Begun, LayerSpec, Listing, Source, StoreHeader
+from featx.types import Batch, Begun, LayerSpec, Listing, Source, StoreHeader
 
 if TYPE_CHECKING:
     from featx.loader import Decoding, Loader
@@ -74,6 +74,17 @@ class Prepared:
                 **({} if self.threads is None else {"threads": self.threads}),
             },
         )
+
+    def labels_of(self, batch: Batch) -> Any:
+        """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
+        if self.config.target not in ("label", "loss"):
+            return None
+        import torch
+
+        labels = torch.zeros(len(batch.images), dtype=torch.int64)
+        here = self.listing.labels[batch.start : batch.start + batch.count]
+        labels[: batch.count] = torch.from_numpy(here.copy())
+        return labels
 
     def loader(self, batch_size: int) -> Loader:
         """A Loader of the run's images; a context manager."""

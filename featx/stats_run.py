@@ -15,7 +15,8 @@ from featx.distance import refuse_other_values
 from featx.errors import ConfigError
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
-from featx.loop import failures_text, peak_memory_mib
+from featx.failed_rows import failures_text
+from featx.loop import peak_memory_mib
 from featx.moments import Moments, StatsLayer
 from featx.prepare import Prepared, prepare
 from featx.progress import announce, complain, describe_run, size_text

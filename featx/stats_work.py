@@ -12,8 +12,8 @@ from typing import Any
 
 from featx.devices import synchronise
 from featx.errors import RunError
+from featx.failed_rows import failures_of
 from featx.fingerprint import differences
-from featx.loop import failures_of, labels_of
 from featx.moments import Moments, PartMoments, StatsLayer
 from featx.prepare import Prepared
 from featx.reduce import positions_last
@@ -69,7 +69,7 @@ class StatsWork:
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
             self._heart.begin(part)
         engine = self._prepared.engine
-        values = engine.run_on_device(batch.images, labels_of(self._prepared, batch))
+        values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
         failures = failures_of(self._prepared, batch, values)
         begun = time.perf_counter()
         failed = [failure.row for failure in failures]

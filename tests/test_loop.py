@@ -17,7 +17,8 @@ import torch
 from featx.config import Config
 from featx.errors import RunError
 from featx.loader import LoaderTimes
-from featx.loop import Interrupted, run_parts
+from featx.loop import run_parts
+from featx.stopping import Interrupted
 from featx.types import Batch, Failure, Part
 
 DISK: Any = None  # is for profile=true alone

@@ -23,8 +23,8 @@ from tiny_model import COMMAND, KEYS, MODEL, Tiny, extract, write_pictures
 import featx
 from featx.errors import StoreMismatchError
 from featx.keys import from_keywords, from_omegaconf
-from featx.loop import GRACE_S, Interrupted
 from featx.purpose import StorePurpose
+from featx.stopping import GRACE_S, Interrupted
 from featx.store.layout import PART_BYTES
 from featx.store.session import StoreSession
 

@@ -25,9 +25,9 @@ import featx
 from featx import stats_run
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
 from featx.keys import from_keywords, from_omegaconf
-from featx.loop import Interrupted
 from featx.stats_file import Statistics
 from featx.stats_parts import MomentsOfParts
+from featx.stopping import Interrupted
 from featx.store.commit import exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

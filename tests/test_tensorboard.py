@@ -25,7 +25,7 @@ from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
 from featx.fingerprint import digest
 from featx.histogram import Histogram
-from featx.loop import Interrupted
+from featx.stopping import Interrupted
 from featx.store.manifest import load_manifest
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from featx.executors.orders import Order, Session
-from featx.loop import Figures, refuse_failures
+from featx.failed_rows import refuse_failures
+from featx.loop import Figures
 from featx.progress import bottleneck
 from featx.types import Failure, Part
 

@@ -16,9 +16,9 @@ import pytest
 from tiny_model import KEYS, extract, run_job
 
 import featx
-from featx import loop
+from featx import failed_rows
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
-from featx.loop import Interrupted
+from featx.stopping import Interrupted
 from featx.store import session as session_module
 from featx.types import Status
 
@@ -215,7 +215,7 @@ def test_too_many_failures_stop_a_long_run_early_and_resumably(
     whole = extract(photos, out="whole", **LENIENT)
     sound = spoil(photos, [0, 1, 2])
     strict = {**LENIENT, "max_failures": 2}
-    monkeypatch.setattr(loop, "EARLY_STOP_S", 0.0)
+    monkeypatch.setattr(failed_rows, "EARLY_STOP_S", 0.0)
     with pytest.raises(TooManyFailuresError, match=r"3 of the first \d+ images failed") as stopped:
         extract(photos, **strict)
     assert stopped.value.exit_code == 1

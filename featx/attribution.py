@@ -185,7 +185,9 @@ class Attributor(Engine):
         with self._cheaply():
             return super().supports_channels_last()
 
-    def seconds_per_image(self, images: torch.Tensor, repeats: int = 3) -> float:
+    def seconds_per_image(
+        self, images: torch.Tensor, repeats: int = 3, enough_s: float = float("inf")
+    ) -> float:
         # Some methods take hundreds of passes, and the size of a part need not be known exactly.
         return super().seconds_per_image(images[:2], repeats=1)
 

@@ -23,7 +23,7 @@ from featx.types import Begun, LayerSpec, Listing, Source
 PART_SECONDS = 60.0
 """At most about this much work a part, within PART_BYTES: what a kill can cost."""
 
-SHORT_PART_SECONDS, SHORT_PARTS = 4.0, 256
+SHORT_PART_SECONDS, SHORT_PARTS = 2.0, 256
 """A run that is done in so many shorter parts has its first rows, and loses least, with those."""
 
 

@@ -27,6 +27,9 @@ PROBE_IMAGES = 16
 
 _GLANCE_IMAGES = 2
 
+_TIMING_S = 0.4
+"""A pass that takes longer is not repeated: what the first one costs beside is little then."""
+
 CPU_BATCH = 16
 CUDA_BATCH = 256
 
@@ -173,7 +176,9 @@ class Resolver:
 
     def _time(self) -> None:
         size = min(self._engine.compute.batch_size, PROBE_IMAGES)
-        self.seconds_per_image = self._engine.seconds_per_image(self._filled(size), repeats=2)
+        self.seconds_per_image = self._engine.seconds_per_image(
+            self._filled(size), repeats=2, enough_s=_TIMING_S
+        )
 
     def _fastest(self, compute: Compute) -> str:
         """precision=auto: the fastest whose rows all stay near fp32, on real images."""

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from made_store import MadeRun, make_header, make_run, make_spec
@@ -87,7 +88,8 @@ def test_a_million_rows_go_on_within_seconds(tmp_path: Path, packed: bool) -> No
 
 @pytest.mark.slow
 def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
-    """In seconds of this process: other processes on the machine do not count."""
+    """In seconds of this process, by what plain h5py takes to open as many files: other processes
+    on the machine slow down both."""
     run = many_rows(20_000, 2)
     session = run.session(tmp_path)
     with session.hold():
@@ -102,6 +104,11 @@ def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
     resume_s = time.process_time() - begun
     assert missing == [5000]
     begun = time.process_time()
+    for path in (tmp_path / "parts").glob("part-*.h5"):
+        with h5py.File(path, "r") as file:
+            assert file.attrs["fingerprint"]
+    plain_s = time.process_time() - begun
+    begun = time.process_time()
     store = FeatureStore(tmp_path)
     open_s = time.process_time() - begun
     rows = np.random.default_rng(0).integers(0, 9000, (5, 256))
@@ -109,10 +116,12 @@ def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
     for batch in rows:
         assert np.array_equal(store["x"][batch][:, 1], batch)
     batch_s = (time.process_time() - begun) / len(rows)
-    sys.stdout.write(f"resumed {resume_s:.1f}, opened {open_s:.3f}, a batch {batch_s:.2f} CPU s\n")
-    assert resume_s < 15
-    assert open_s < 1
-    assert batch_s < 1.5
+    sys.stdout.write(
+        f"resumed {resume_s:.1f} ({plain_s:.1f}), opened {open_s:.3f}, a batch {batch_s:.2f} CPU s\n"
+    )
+    assert resume_s < 5 * plain_s
+    assert open_s < 0.2 * plain_s
+    assert batch_s < 0.5 * plain_s
 
 
 def test_opening_takes_no_memory_for_rows_that_are_not_asked_for(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ the batch. Nothing is substituted, nothing moves up.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -22,21 +21,12 @@ import torch
 from PIL import Image
 from torch.profiler import record_function
 
-from featx.alone import decode_alone
 from featx.config import Config
-from featx.decode import (
-    PILLOW,
-    ImagePolicy,
-    decode,
-    decode_pixels,
-    heif_version,
-    jpeg_decoder,
-)
+from featx.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.errors import RunError
-from featx.machine import num_cpus
+from featx.guarded import GuardedDecoder
 from featx.preprocess import Preprocess, cut_out
 from featx.suspects import Suspects
-from featx.threads import Threads
 from featx.types import (
     Batch,
     Begun,
@@ -60,8 +50,6 @@ PICTURES = 2
 
 Picture = Image.Image | npt.NDArray[np.uint8]
 """Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
-
-_RETRY_WAITS_S = (0.1, 0.5, 2.0)
 
 
 @dataclass
@@ -142,27 +130,31 @@ class Loader:
         pinned: bool = False,
     ) -> None:
         self.times = LoaderTimes()
-        self._source = source
         self._listing = listing
         self._decoding = decoding
         self._regions = source if isinstance(source, Regional) else None
         # A region's share of the picture is not known before it is decoded.
         whole = decoding.reference or self._regions
-        self._at_least = None if whole else decoding.preprocess.resize
+        at_least = None if whole else decoding.preprocess.resize
+        self._decoder = GuardedDecoder(
+            source,
+            decoding.policy,
+            at_least,
+            decoding.timeout_s,
+            decoding.suspects,
+            "featx-loader",
+        )
         self._pictures: deque[tuple[bytes, Picture]] = deque(maxlen=PICTURES)
         self._pictures_lock = threading.Lock()
         self._batch_size = batch_size
         self._pinned = pinned
-        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._notes = self._stack.enter_context(self._decoding.suspects.notes())
-        threads = Threads(num_cpus(), self._decoding.timeout_s, "featx-loader")
-        self._threads = self._stack.enter_context(threads)
+        self._decoder.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._decoder.__exit__(*error)
 
     def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
         """The batches of some parts, in order; no batch crosses a part.
@@ -198,7 +190,7 @@ class Loader:
         waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
         for row in rows:
             place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
-            waiting.append((place, self._threads.submit(self._fill, row, place)))
+            waiting.append((place, self._decoder.submit(self._fill, row, place)))
             if len(waiting) > AHEAD_ROWS:
                 yield _unless_failed(*waiting.popleft())
         while waiting:
@@ -210,13 +202,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        with self._decoding.suspects.left_behind() as keys:
-            if not keys:
-                return
-            rows = {self._picture_of(bytes(key)): bytes(key) for key in self._listing.keys}
-            for picture in keys & rows.keys():
-                with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
-                    self._decoded_alone(picture, self._read(rows[picture]))
+        self._decoder.settle_suspects(self._listing.keys)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -225,7 +211,7 @@ class Loader:
     def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
         shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
-        futures = [self._threads.submit(self._fill, start + i, images[i]) for i in range(count)]
+        futures = [self._decoder.submit(self._fill, start + i, images[i]) for i in range(count)]
         return Batch(images, start, count, []), futures
 
     def _finish(
@@ -242,11 +228,11 @@ class Loader:
         try:
             picture = self._kept(key)
             with record_function("read"):
-                data = b"" if picture is not None else self._read(key)
+                data = b"" if picture is not None else self._decoder.read(key)
             read = time.perf_counter()
             with record_function("decode"):
                 if picture is None:
-                    picture = self._decoded(self._picture_of(key), data)
+                    picture = self._decoded(key, data)
                 place.copy_(self._prepare(key, picture))
         except ImageFault as fault:
             place.zero_()
@@ -292,58 +278,23 @@ class Loader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _picture_of(self, key: bytes) -> bytes:
-        """The key of the whole picture that a row is, or is cut from."""
-        return key if self._regions is None else self._regions.picture(key)
-
     def _kept(self, key: bytes) -> Picture | None:
         """The decoded picture that a region is cut from, where it is still at hand."""
         if self._regions is None:
             return None
         with self._pictures_lock:
-            return dict(self._pictures).get(self._picture_of(key))
+            return dict(self._pictures).get(self._decoder.picture_of(key))
 
     def _keep(self, key: bytes, picture: Picture) -> None:
         with self._pictures_lock:
-            if (name := self._picture_of(key)) not in dict(self._pictures):
+            if (name := self._decoder.picture_of(key)) not in dict(self._pictures):
                 self._pictures.append((name, picture))
 
     def _decoded(self, key: bytes, data: bytes) -> Picture:
-        """A whole picture, decoded."""
-        if self._threads.again or key in self._decoding.suspects:
-            pixels = self._decoded_alone(key, data)
-            return Image.fromarray(pixels) if self._decoding.reference else pixels
-        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(key)
-        with self._threads.watched(), noted:
-            if self._decoding.reference:
-                return decode(data, self._decoding.policy)
-            return decode_pixels(data, self._decoding.policy, self._at_least)
-
-    def _decoded_alone(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
-        """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
-        try:
-            return decode_alone(
-                data, self._decoding.policy, self._at_least, self._decoding.timeout_s
-            )
-        except ImageFault as fault:
-            if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
-                self._decoding.suspects.remember(key)
-            raise
-
-    def _read(self, key: bytes) -> bytes:
-        for wait_s in (*_RETRY_WAITS_S, None):
-            try:
-                return self._source.read(key)
-            except OSError as error:
-                # The disk, not the image: such a failure never becomes a row.
-                if wait_s is None:
-                    raise RunError(
-                        f"reading {os.fsdecode(key)} failed: {error.strerror or error}, "
-                        f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
-                        "images can be read again, give the same command again."
-                    ) from error
-                time.sleep(wait_s)
-        raise AssertionError("unreachable")
+        """The whole picture of a row, as the transform takes it."""
+        if self._decoding.reference:
+            return self._decoder.image(key, data)
+        return self._decoder.pixels(key, data)
 
 
 def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -98,15 +98,38 @@ def chosen_rows(store: FeatureStore, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
-    """label, key and row of each point, with a header; tabs and line ends become spaces."""
-    lines = ["label\tkey\trow"]
-    for row in rows.tolist():
+    """label, key, row and the store's columns of each point, with a header.
+
+    A column with the name of another is called column.NAME, and a missing value is an empty cell.
+    Tabs and line ends become spaces.
+    """
+    titles, columns = ["label", "key", "row"], []
+    for name in store.columns:
+        title = name
+        while title in titles:
+            title = f"column.{title}"
+        titles.append(title)
+        columns.append(_cells(store.column(name)[rows]))
+    lines = [_line(titles)]
+    for place, row in enumerate(rows.tolist()):
         label = int(store.labels[row])
-        cells = (store.classes[label] if label >= 0 else "(none)", store.keys[row], row)
-        lines.append("\t".join(" ".join(str(cell).split()) for cell in cells))
+        name = store.classes[label] if label >= 0 else "(none)"
+        lines.append(_line([name, store.keys[row], row, *(values[place] for values in columns)]))
     # A name that is not UTF-8 has its bytes spelled, for TensorBoard reads no other text.
     raw = "\n".join([*lines, ""]).encode("utf-8", "surrogateescape")
     return raw.decode("utf-8", "backslashreplace").encode()
+
+
+def _cells(column: npt.NDArray[Any]) -> list[object]:
+    """Values of a column; TensorBoard takes an empty cell for a missing value."""
+    values = column.astype(object)
+    if column.dtype.kind == "f":
+        values[np.isnan(column)] = ""
+    return list(values)
+
+
+def _line(cells: Sequence[object]) -> str:
+    return "\t".join(" ".join(str(cell).split()) for cell in cells)
 
 
 def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -163,3 +164,35 @@ def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
     assert done.stderr.count("The decoder of a picture ended the process") == 1
     assert "1 different" in done.stdout
     assert "dog/005.gif" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_report_is_finished_without_the_thumbnails_that_crash_and_hang(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("plotly", reason="the extra report is not installed")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    write_gifs(photos)
+    # Whose decoder they do no harm.
+    extract({"name": "folder", "root": str(photos), "timeout_s": 2})
+    files = sorted(os.listdir("store"))
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", "job=report", "store=store", "report.tsne=false",
+         "device=cpu"],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    crashing = [name for name in BAD if BAD[name][0] in (CRASH, ABORT)]
+    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= len(crashing)
+    assert f"{len(BAD)} pictures cannot be decoded now, such as" in done.stderr
+    assert f"; {len(BAD)} cannot be decoded now" in done.stdout
+    text = Path("store/report.html").read_text("utf-8")
+    data = json.loads(text.split('<script type="application/json" id="data">')[1].split("<")[0])
+    bad = {str(data["keys"].index(name)) for name in BAD}
+    assert data["unread"] == dict.fromkeys(bad, "cannot be decoded")
+    assert data["pictures"].keys() == {str(row) for row in data["rows"]} - bad
+    assert sorted(os.listdir("store")) == sorted([*files, "report.html"])
+    assert not list((tmp_path / "temporary").iterdir())

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from featx import guarded
 from featx import loader as loader_module
 from featx.data.base import FolderSource
 from featx.decode import ImagePolicy, decode
@@ -108,7 +109,7 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries come at once."""
-    monkeypatch.setattr(loader_module, "_RETRY_WAITS_S", (0, 0, 0))
+    monkeypatch.setattr(guarded, "_RETRY_WAITS_S", (0, 0, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -314,7 +315,7 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
     """Decoded again by itself: its pixels are used, or its fault is recorded."""
     wake, waited = threading.Event(), []
     for name in ("decode", "decode_pixels"):
-        real = getattr(loader_module, name)
+        real = getattr(guarded, name)
 
         def stuck(data: bytes, *rest: object, real: object = real) -> object:
             if data in (GOOD[5], GOOD[6]):
@@ -322,13 +323,13 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
                 wake.wait(30)
             return real(data, *rest)
 
-        monkeypatch.setattr(loader_module, name, stuck)
+        monkeypatch.setattr(guarded, name, stuck)
     if fault is not None:
 
         def never(*_: object) -> None:
             raise fault
 
-        monkeypatch.setattr(loader_module, "decode_alone", never)
+        monkeypatch.setattr(guarded, "decode_alone", never)
     source = MemorySource(GOOD)
     decoding = Decoding(PREPROCESS, POLICY, reference, timeout_s=1)
     with Loader(source, source.listing(), decoding, batch_size=4) as loader:
@@ -435,7 +436,7 @@ def test_a_fault_is_not_retried() -> None:
 
 
 def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "_RETRY_WAITS_S", (0.05, 0.1))
+    monkeypatch.setattr(guarded, "_RETRY_WAITS_S", (0.05, 0.1))
     source = FailingSource(GOOD[:1], b"000000", IO_ERROR, times=2)
     begun = time.perf_counter()
     load_all(source, [Part(0, 0, 1)])

@@ -12,7 +12,8 @@ from featx.export.base import File, Format
 
 
 class Npy(Format):
-    """features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy, classes.json."""
+    """features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy, classes.json, and
+    columns/<name>.npy of the store's columns, texts as bytes."""
 
     def files(self) -> list[File]:
         chosen, n = self.selection, len(self.selection)
@@ -22,6 +23,7 @@ class Npy(Format):
             "labels": chosen.labels,
             "status": chosen.status,
             "rows": chosen.rows,
+            **{f"columns/{name}": values for name, values in chosen.column_arrays.items()},
         }
         for name, column in columns.items():
 

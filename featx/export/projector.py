@@ -15,7 +15,7 @@ _TEXT_BYTES = 12
 
 
 class Projector(Format):
-    """vectors-<layer>.tsv for each layer, and one metadata.tsv with label, key and row."""
+    """vectors-<layer>.tsv for each layer, and one metadata.tsv with label, key, row and columns."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -47,8 +47,8 @@ def run_export(config: Config) -> dict[str, Any]:
         config: checked, of job=export.
 
     Returns:
-        folder, format, layers, rows, failures, files, bytes, seconds, already (whether it was
-        whole before), opening (lines that open it).
+        folder, format, layers, columns, rows, failures, files, bytes, seconds, already (whether it
+        was whole before), opening (lines that open it).
 
     Raises:
         FeatxError: the store, the format or the folder does not fit, or the disk failed.
@@ -99,6 +99,7 @@ def _write_all(disk: Disk, written: Format, progress: CountProgress) -> dict[str
         "folder": str(disk.root),
         "format": config.export.format,
         "layers": list(chosen.layers),
+        "columns": list(chosen.columns),
         "rows": len(chosen),
         "failures": failed,
         "files": len(files),
@@ -274,6 +275,7 @@ def describe_export(summary: dict[str, Any]) -> str:
     rows = [
         ("format", summary["format"]),
         ("layers", ", ".join(summary["layers"])),
+        *([("columns", ", ".join(columns))] if (columns := summary["columns"]) else []),
         ("rows", f"{summary['rows']}" + (f", {failed} of them failed: NaN" if failed else "")),
         ("files", f"{summary['files']}, {size_text(summary['bytes'])}"),
         (

@@ -14,20 +14,35 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ConfigError
 from featx.export.base import File, Format
 from featx.export.selection import about_text
 
-_NAMES = {"float16": "F16", "float32": "F32", "int64": "I64", "uint8": "U8"}
+_NAMES = {
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+_TAKEN = ("row", "label", "status", "key", "__metadata__")
+"""Names that no column and no layer can have."""
 
 
 class Safetensors(Format):
-    """features-00000-of-0000N.safetensors: the layers, row, label, status, and key as bytes."""
+    """features-00000-of-0000N.safetensors: the layers, row, label, status, key and the store's
+    columns; texts are tensors of bytes, padded with 0."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        arrays = self.selection.column_arrays
+        names = zip(self.selection.named_columns(_TAKEN), arrays, strict=True)
+        self._columns = {shown: arrays[name] for shown, name in names}
 
     def files(self) -> list[File]:
-        if taken := {"row", "label", "status", "key"} & set(self.selection.layers):
-            raise ConfigError(f"layers named {taken} have the names of columns of the listing.")
         row_bytes = self.selection.row_bytes() + 17 + self.selection.keys.dtype.itemsize
+        row_bytes += sum(values.dtype.itemsize for values in self._columns.values())
         return self.shards("features", "safetensors", row_bytes, self._write)
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
@@ -35,13 +50,14 @@ class Safetensors(Format):
         before: dict[str, npt.NDArray[Any]] = {
             "row": chosen.rows[start:stop],
             "label": chosen.labels[start:stop],
+            **self._part_of_columns(start, stop, "if"),
         }
         # The larger the numbers, the further in front: so each tensor begins at a multiple of them.
         layers = sorted(chosen.layers, key=lambda name: -chosen.dtype(name).itemsize)
-        keys = np.ascontiguousarray(chosen.keys[start:stop])
         after: dict[str, npt.NDArray[Any]] = {
             "status": chosen.status[start:stop],
-            "key": keys.view(np.uint8).reshape(stop - start, keys.dtype.itemsize),
+            "key": _as_bytes(chosen.keys[start:stop]),
+            **self._part_of_columns(start, stop, "Sb"),
         }
         shapes = {name: (values.dtype, values.shape) for name, values in before.items()}
         for name in layers:
@@ -56,6 +72,18 @@ class Safetensors(Format):
         for values in after.values():
             file.write(np.ascontiguousarray(values).data)
 
+    def _part_of_columns(self, start: int, stop: int, kinds: str) -> dict[str, npt.NDArray[Any]]:
+        """Rows [start, stop) of the columns of some kinds of type."""
+        found = {
+            name: values[start:stop]
+            for name, values in self._columns.items()
+            if values.dtype.kind in kinds
+        }
+        return {
+            name: _as_bytes(values) if values.dtype.kind == "S" else values
+            for name, values in found.items()
+        }
+
     def opening(self, out: Path) -> str:
         first = self.files()[0].name
         return (
@@ -63,6 +91,12 @@ class Safetensors(Format):
             f'shard = load_file("{out}/{first}")\n'
             f'X, y = shard["{self.selection.layers[0]}"], shard["label"]'
         )
+
+
+def _as_bytes(texts: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
+    """(n,) texts of at most W bytes -> (n, W), shorter ones padded with 0."""
+    raw = np.ascontiguousarray(texts).view(np.uint8)
+    return raw.reshape(len(texts), texts.dtype.itemsize)
 
 
 def _header(

@@ -74,8 +74,21 @@ class Selection:
 
     @cached_property
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Name -> (n,) of the columns that the data set brought, as `FeatureStore.column` gives."""
+        """Name -> (n,) of the columns that the data set brought, as `FeatureStore.column` gives.
+
+        A missing number is NaN, a missing text is empty.
+        """
         return {name: self.store.column(name)[self.rows] for name in self.store.columns}
+
+    @cached_property
+    def column_arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """`columns` for formats of plain arrays: texts are (n,) fixed-length UTF-8 bytes."""
+        return {
+            name: np.char.encode(values, "utf-8", "surrogateescape")
+            if values.dtype.kind == "U"
+            else values
+            for name, values in self.columns.items()
+        }
 
     def named_columns(self, taken: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         """`columns` under the names that they have in a table; 'column.NAME' where NAME is taken.
@@ -171,6 +184,15 @@ class Selection:
                 for name in self.layers
             },
             "status": {int(status): status.label for status in Status},
+            **({"columns": self._column_types} if self.columns else {}),
+        }
+
+    @property
+    def _column_types(self) -> dict[str, str]:
+        """Of each column: int64, float64, bool or text, which a format may hold as bytes."""
+        return {
+            name: "text" if values.dtype.kind == "U" else values.dtype.name
+            for name, values in self.columns.items()
         }
 
     @cached_property
@@ -186,7 +208,15 @@ class Selection:
             "layers": layers,
             "number of rows": len(self),
             "sha256 of rows, keys, labels and status": listed.hexdigest(),
+            **({"sha256 of columns": self._columns_sha256()} if self.columns else {}),
         }
+
+    def _columns_sha256(self) -> str:
+        listed = hashlib.sha256()
+        for name, values in self.column_arrays.items():
+            listed.update(f"{name!r} {values.dtype.str} ".encode())
+            listed.update(values.tobytes())
+        return listed.hexdigest()
 
 
 def as_utf8(text: str) -> str:

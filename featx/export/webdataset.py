@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.data import open_source
 from featx.errors import ConfigError, DataError
@@ -96,6 +97,10 @@ class WebDataset(Format):
         with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
             for first, last, values in chosen.blocks(start, stop):
                 classes = chosen.class_texts(first, last)
+                columns = {
+                    name: _as_json_values(column[first:last])
+                    for name, column in chosen.columns.items()
+                }
                 for place in range(first, last):
                     row = int(chosen.rows[place])
                     key = os.fsdecode(bytes(chosen.keys[place]))
@@ -112,6 +117,10 @@ class WebDataset(Format):
                         "class": classes[place - first],
                         "status": int(chosen.status[place]),
                     }
+                    if columns:
+                        about["columns"] = {
+                            name: column[place - first] for name, column in columns.items()
+                        }
                     _add(tar, f"{row:09d}.json", json.dumps(about).encode())
 
     def opening(self, out: Path) -> str:
@@ -129,6 +138,14 @@ class WebDataset(Format):
 def _ending(key: str) -> str:
     """The ending of a picture's name, in lower case: .jpg."""
     return Path(key).suffix.lower()
+
+
+def _as_json_values(column: npt.NDArray[Any]) -> list[Any]:
+    """Some values of a column; JSON has no NaN, so a missing number is None."""
+    values = column.astype(object)
+    if column.dtype.kind == "f":
+        values[np.isnan(column)] = None
+    return list(values)
 
 
 def _as_npy(values: Any) -> bytes:

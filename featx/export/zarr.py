@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from featx.errors import MissingExtraError
+from featx.errors import ConfigError, MissingExtraError
 from featx.export.base import File, Format, missing_extra
 
 _NAME = "features.zarr"
+_OWN_FILE = "zarr.json"
 _COLUMN_ROWS = 1 << 14
 
 
 class Zarr(Format):
-    """features.zarr: features/<layer>, key, label, status and row; the rest in its attributes."""
+    """features.zarr: features/<layer>, columns/<name>, key, label, status and row; the rest in its
+    attributes."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -25,6 +30,11 @@ class Zarr(Format):
             raise MissingExtraError(
                 missing_extra("zarr", "export", "export.format=zarr")
             ) from error
+        if _OWN_FILE in self.selection.columns:
+            raise ConfigError(
+                f"zarr keeps a file {_OWN_FILE} in each of its folders, so the column of that name "
+                "has no place there. Export another format."
+            )
 
     def files(self) -> list[File]:
         return [File(_NAME, self._write, 0, len(self.selection), is_folder=True)]
@@ -53,15 +63,23 @@ class Zarr(Format):
             "label": chosen.labels,
             "status": chosen.status,
             "row": chosen.rows,
+            **{f"columns/{name}": values for name, values in chosen.columns.items()},
         }
-        chunks = (max(1, min(_COLUMN_ROWS, n)),)
         for name, column in columns.items():
-            made = group.create_array(name, shape=(n,), chunks=chunks, dtype=column.dtype)
+            if column.dtype.kind == "U":
+                self._write_texts(group, name, functools.partial(_texts, column))
+                continue
+            made = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=column.dtype)
             made[:] = column
-        made = group.create_array("key", shape=(n,), chunks=chunks, dtype=str)
+        self._write_texts(group, "key", chosen.key_texts)
+
+    def _write_texts(self, group: Any, name: str, texts: Callable[[int, int], list[str]]) -> None:
+        """An array of texts, given for rows [start, stop) of the selection."""
+        n = len(self.selection)
+        made = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
         for start in range(0, n, _COLUMN_ROWS):
             stop = min(n, start + _COLUMN_ROWS)
-            made[start:stop] = np.array(chosen.key_texts(start, stop), np.dtypes.StringDType())
+            made[start:stop] = np.array(texts(start, stop), np.dtypes.StringDType())
 
     def opening(self, out: Path) -> str:
         return (
@@ -69,3 +87,12 @@ class Zarr(Format):
             f'group = zarr.open_group("{out}/{_NAME}", mode="r")\n'
             f'X, y = group["features/{self.selection.layers[0]}"], group["label"][:]'
         )
+
+
+def _texts(column: npt.NDArray[np.str_], start: int, stop: int) -> list[str]:
+    return list(column[start:stop])
+
+
+def _chunks(num_rows: int) -> tuple[int]:
+    """Of an array that has one value a row."""
+    return (max(1, min(_COLUMN_ROWS, num_rows)),)

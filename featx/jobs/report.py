@@ -44,6 +44,8 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _text(summary: dict[str, Any]) -> str:
     pictures = str(summary["pictures"])
+    if undecoded := summary["pictures_not_decoded"]:
+        pictures += f"; {undecoded} cannot be decoded now"
     if why := summary["without_pictures"]:
         pictures = f"none: {why}"
     rows = [

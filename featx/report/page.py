@@ -157,6 +157,7 @@ def _for_plots(page: Page) -> dict[str, Any]:
         "labels": labels.tolist(),
         "classes": [as_utf8(name) for name in page.store.classes],
         "pictures": {str(row): page.thumbnails.uris[row] for row in _with_picture(page)},
+        "unread": {str(row): why_not for row, why_not in page.thumbnails.unread.items()},
         "maps": [_map_for_plots(each) for each in page.maps if each.pca is not None],
         "parts": page.speed.parts,
         "norms": [

@@ -13,11 +13,12 @@ import numpy.typing as npt
 
 from featx.config import Config
 from featx.errors import MissingExtraError, StoreError
-from featx.report.failures import reasons_of
+from featx.export.selection import as_utf8
+from featx.report.failures import Reason, reasons_of
 from featx.report.layers import layer_statistics
 from featx.report.likeness import likeness_of
 from featx.report.maps import layer_map
-from featx.report.neighbours import chosen_queries, nearest_strips
+from featx.report.neighbours import Strips, chosen_queries, nearest_strips
 from featx.report.page import GENERATOR, Page, render
 from featx.report.probes import probes_of
 from featx.report.provenance import provenance_of
@@ -44,7 +45,8 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         tell: is given a line for what takes its time, and for what is missing.
 
     Returns:
-        file, bytes, rows_looked_at, layers, pictures, complete, seconds; JSON types.
+        file, bytes, rows_looked_at, layers, pictures, without_pictures (why), pictures_not_decoded,
+        complete, seconds; JSON types.
 
     Raises:
         FeatxError: there is no store, no such layer, or the page cannot be written.
@@ -70,6 +72,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         "layers": list(layers),
         "pictures": len(page.thumbnails.uris),
         "without_pictures": page.thumbnails.why_none,
+        "pictures_not_decoded": len(page.thumbnails.undecoded),
         "complete": store.complete,
         "seconds": round(time.perf_counter() - begun, 3),
     }
@@ -84,24 +87,20 @@ def _looked_at(
     rows = _chosen(ok, options.rows, seed)
     mapped = layers[-MAX_LAYERS:]
     reasons = reasons_of(store)
-    thumbnails = Thumbnails(store, config.data, options.pictures)
+    strips = []
+    if len(ok) > 1:
+        tell("nearest rows")
+        queries = chosen_queries(store, rows, seed)
+        strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
+    # Before what takes longest: a picture that crashes its decoder has the job started again.
+    thumbnails = _pictures_of(config, store, reasons, strips, rows, tell)
     tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
     statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
     maps = []
     for layer in mapped:
         tell(f"map of {layer}")
         maps.append(layer_map(store, layer, rows, seed, options.tsne))
-    strips = []
-    if len(ok) > 1:
-        tell("nearest rows")
-        queries = chosen_queries(store, rows, seed)
-        strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
     likeness = likeness_of(store, layers, options.rows, seed, config.device)
-    if not thumbnails.why_none:
-        tell("thumbnails")
-        _take_pictures(thumbnails, reasons, strips, rows)
-    if thumbnails.why_none and options.pictures:
-        tell(f"no thumbnails: {thumbnails.why_none}")
     return Page(
         store=store,
         seed=seed,
@@ -121,16 +120,30 @@ def _looked_at(
     )
 
 
-def _take_pictures(
-    thumbnails: Thumbnails, reasons: list[Any], strips: list[Any], rows: npt.NDArray[np.int64]
-) -> None:
+def _pictures_of(
+    config: Config,
+    store: FeatureStore,
+    reasons: list[Reason],
+    strips: list[Strips],
+    rows: npt.NDArray[np.int64],
+    tell: Callable[[str], None],
+) -> Thumbnails:
     """What is looked at closely first; then the points of the maps, as many as fit."""
-    thumbnails.add(each.row for reason in reasons if reason.opened for each in reason.shown)
-    for one in strips:
-        for row, nearest in one.strips:
-            thumbnails.add([row, *(each.row for each in nearest)])
-    thumbnails.add_every(rows.tolist())
-    thumbnails.finish()
+    with Thumbnails(store, config.data, config.report.pictures) as thumbnails:
+        if not thumbnails.why_none:
+            tell("thumbnails")
+        thumbnails.add(each.row for reason in reasons if reason.opened for each in reason.shown)
+        for one in strips:
+            for row, nearest in one.strips:
+                thumbnails.add([row, *(each.row for each in nearest)])
+        thumbnails.add_every(rows.tolist())
+        thumbnails.finish()
+    if thumbnails.why_none and config.report.pictures:
+        tell(f"no thumbnails: {thumbnails.why_none}")
+    elif thumbnails.undecoded:
+        first = as_utf8(str(store.keys[thumbnails.undecoded[0]]))
+        tell(f"{len(thumbnails.undecoded)} pictures cannot be decoded now, such as {first}")
+    return thumbnails
 
 
 def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:

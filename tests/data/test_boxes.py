@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tiny_model import extract, run_job
 
-from featx import loader as loader_module
+from featx import guarded
 from featx.data.base import FolderSource
 from featx.data.boxes import BoxedSource
 from featx.errors import ConfigError, DataError
@@ -73,18 +73,18 @@ def test_a_picture_is_decoded_once_or_twice_for_all_its_boxes(
     name = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[0]
     tiles = [(name, x, y, 8, 8) for x in range(0, 40, 4) for y in range(0, 40, 4)]
     decoded = 0
-    decode_pixels = loader_module.decode_pixels
+    decode_pixels = guarded.decode_pixels
 
     def counted(*args: Any) -> Any:
         nonlocal decoded
         decoded += 1
         return decode_pixels(*args)
 
-    monkeypatch.setattr(loader_module, "decode_pixels", counted)
+    monkeypatch.setattr(guarded, "decode_pixels", counted)
     store = boxed(photos, write_boxes(tiles))
     assert len(store.keys) == 100
     # Once by each thread at the most, in the run and for the images it is decided on.
-    assert decoded <= 2 * loader_module.num_cpus()
+    assert decoded <= 2 * guarded.num_cpus()
 
 
 def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_suspect_is_the_picture_and_not_its_boxes(
     def left_behind(self: Suspects) -> Iterator[set[bytes]]:
         yield {b"cat/000.png"}
 
-    monkeypatch.setattr(loader_module, "decode_alone", refused)
+    monkeypatch.setattr(guarded, "decode_alone", refused)
     monkeypatch.setattr(Suspects, "left_behind", left_behind)
     store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
     assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}

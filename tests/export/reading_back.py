@@ -22,6 +22,8 @@ class Table:
     classes: list[str | None] | None = None
     """Name of each row's class, where the format has it."""
     files: list[str] = field(default_factory=list)
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    """The store's columns as the library gives them, bytes as text."""
 
 
 def npy(out: Path) -> Table:
@@ -36,7 +38,15 @@ def npy(out: Path) -> Table:
         columns["status"].tolist(),
         layers,
         [names[label] if label >= 0 else None for label in columns["labels"].tolist()],
+        columns={
+            path.stem: _as_texts(np.load(path, mmap_mode="r"))
+            for path in (out / "columns").glob("*.npy")
+        },
     )
+
+
+def _as_texts(values: np.ndarray) -> list[Any]:
+    return [v.decode() if isinstance(v, bytes) else v for v in values.tolist()]
 
 
 def parquet(out: Path) -> Table:
@@ -44,14 +54,20 @@ def parquet(out: Path) -> Table:
 
     table = pq.read_table(out / "data")
     listing = ("key", "row", "label", "class", "status")
+    about = json.loads(table.schema.metadata[b"featx"])
     layers = {}
-    for name in table.column_names[len(listing) :]:
+    for name in about["layers"]:
         column = table.column(name).combine_chunks()
         shape = json.loads(table.schema.field(name).metadata[b"shape"])
         layers[name] = column.flatten().to_numpy().reshape(len(table), *shape)
     keys, rows, labels, classes, status = (table.column(name).to_pylist() for name in listing)
     files = sorted(path.name for path in (out / "data").iterdir())
-    return Table(keys, rows, labels, status, layers, classes, files)
+    columns = {
+        name: table.column(name).to_pylist()
+        for name in table.column_names
+        if name not in (*listing, *layers)
+    }
+    return Table(keys, rows, labels, status, layers, classes, files, columns)
 
 
 def safetensors(out: Path) -> Table:
@@ -61,16 +77,22 @@ def safetensors(out: Path) -> Table:
     files = sorted(out.glob("*.safetensors"))
     for path in files:
         with safe_open(path, framework="numpy") as shard:
-            names = json.loads(shard.metadata()["featx"])["classes"]
+            about = json.loads(shard.metadata()["featx"])
+            names = about["classes"]
             for name in shard.keys():  # noqa: SIM118 - it is no mapping
                 found.setdefault(name, []).append(shard.get_tensor(name))
     whole = {name: np.concatenate(values) for name, values in found.items()}
     keys, rows, labels, status = (whole.pop(name) for name in ("key", "row", "label", "status"))
     texts = [row.tobytes().rstrip(b"\0").decode("utf-8", "backslashreplace") for row in keys]
     classes = [names[label] if label >= 0 else None for label in labels.tolist()]
+    layers = {name: whole.pop(name) for name in about["layers"]}
+    columns = {}
+    for name, values in whole.items():
+        text = about["columns"][name.removeprefix("column.")] == "text"
+        columns[name] = _as_texts(values.view(f"S{values.shape[1]}")[:, 0] if text else values)
     return Table(
-        texts, rows.tolist(), labels.tolist(), status.tolist(), whole, classes,
-        [path.name for path in files],
+        texts, rows.tolist(), labels.tolist(), status.tolist(), layers, classes,
+        [path.name for path in files], columns,
     )  # fmt: skip
 
 
@@ -81,6 +103,7 @@ def zarr(out: Path) -> Table:
     assert group.metadata.zarr_format == 3
     names = group.attrs["featx"]["classes"]
     labels = group["label"][:].tolist()
+    columns = group["columns"].arrays() if "columns" in group else ()
     return Table(
         group["key"][:].tolist(),
         group["row"][:].tolist(),
@@ -88,6 +111,7 @@ def zarr(out: Path) -> Table:
         group["status"][:].tolist(),
         {name: array[:] for name, array in group["features"].arrays()},
         [names[label] if label >= 0 else None for label in labels],
+        columns={name: array[:].tolist() for name, array in columns},
     )
 
 
@@ -97,27 +121,33 @@ def huggingface(out: Path) -> Table:
     data = load_from_disk(str(out))
     listing = ("key", "row", "label", "status")
     layers: dict[str, Any] = {}
+    columns: dict[str, list[Any]] = {}
     for name in data.column_names[len(listing) :]:
         kind = data.features[name]
+        if not hasattr(kind, "feature"):
+            columns[name] = data[name][:]
+            continue
         while hasattr(kind, "feature"):
             kind = kind.feature
         layers[name] = data.with_format("numpy", dtype=np.dtype(kind.dtype))[:][name]
     keys, rows, labels, status = (data[name][:] for name in listing)
     classes = [data.features["label"].int2str(label) if label >= 0 else None for label in labels]
     files = sorted(path.name for path in out.glob("*.arrow"))
-    return Table(keys, rows, labels, status, layers, classes, files)
+    return Table(keys, rows, labels, status, layers, classes, files, columns)
 
 
 def projector(out: Path) -> Table:
     lines = (out / "metadata.tsv").read_text("utf-8").splitlines()
-    assert lines[0] == "label\tkey\trow"
-    classes, keys, rows = zip(*(line.split("\t") for line in lines[1:]), strict=True)
+    titles = lines[0].split("\t")
+    assert titles[:3] == ["label", "key", "row"]
+    classes, keys, rows, *rest = zip(*(line.split("\t") for line in lines[1:]), strict=True)
+    columns = {name: list(cells) for name, cells in zip(titles[3:], rest, strict=True)}
     layers = {
         path.stem.removeprefix("vectors-"): np.loadtxt(path, delimiter="\t", ndmin=2)
         for path in out.glob("vectors-*.tsv")
     }
     shown = [None if name == "(none)" else name for name in classes]
-    return Table(list(keys), [int(row) for row in rows], [], [], layers, shown)
+    return Table(list(keys), [int(row) for row in rows], [], [], layers, shown, columns=columns)
 
 
 def webdataset(out: Path) -> Table:
@@ -137,6 +167,7 @@ def webdataset(out: Path) -> Table:
         {name[:-4]: np.stack([sample[name] for sample in samples]) for name in names},
         [row["class"] for row in about],
         files,
+        {name: [row["columns"][name] for row in about] for name in about[0].get("columns", ())},
     )
 
 

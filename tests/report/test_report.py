@@ -162,8 +162,14 @@ def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
 def test_pictures_that_went_are_counted(photos: Path) -> None:
     extract(photos)
     (photos / "cat" / "000.png").unlink()
-    assert "1 pictures could not be read now" in report().words
-    assert "0" not in data_of()["pictures"]
+    (photos / "cat" / "006.png").write_bytes(b"no picture any more")
+    words = report(report={"pictures": 40}).words
+    assert "1 pictures could not be read now" in words
+    assert "1 pictures cannot be decoded now: cat/006.png." in words
+    data = data_of()
+    gone, damaged = (str(data["keys"].index(f"cat/{name}.png")) for name in ("000", "006"))
+    assert data["unread"] == {gone: "cannot be read", damaged: "cannot be decoded"}
+    assert not {gone, damaged} & data["pictures"].keys()
     assert "asked for none" in report(report={"pictures": 0}).words
     page = report(report={"pictures": 5})
     assert "5 thumbnails" in page.words

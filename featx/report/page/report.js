@@ -51,7 +51,8 @@
     picture.hidden = !uri;
     if (uri) picture.src = uri; else picture.removeAttribute("src");
     key.firstElementChild.textContent = data.keys[at];
-    kind.textContent = data.labels[at] < 0 ? "" : nameOf(data.labels[at]);
+    const named = data.labels[at] < 0 ? "" : nameOf(data.labels[at]);
+    kind.textContent = [named, data.unread[data.rows[at]]].filter(Boolean).join(", ");
     tip.hidden = false;
     const mouse = event.event.touches?.[0] ?? event.event.changedTouches?.[0] ?? event.event;
     const { width, height } = tip.getBoundingClientRect();

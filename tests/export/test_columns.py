@@ -1,0 +1,209 @@
+"""The columns that a table brought (data.columns), in every format of job=export."""
+
+from __future__ import annotations
+
+import json
+import math
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from reading_back import READERS
+from tiny_model import extract, run_job, write_picture
+
+import featx
+from featx.errors import ConfigError, StoreMismatchError
+from featx.export import selection
+
+pytest.importorskip("pyarrow", reason="the extra table is not installed")
+
+pytestmark = [
+    pytest.mark.usefixtures("in_tmp_path"),
+    # webdataset leaves the files of its readers to the garbage collector.
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+NAN = math.nan
+COLUMNS: dict[str, list[Any]] = {
+    "age": [40, 41, 42, 43, 44, 45, 46],
+    "patient": ["p0", "", "änne ", "p3", "p4", "p5", "a longer name"],
+    "score": [0.5, NAN, 2.5, math.inf, -1.0, NAN, 3.0],
+    "smokes": [True, False, True, True, False, False, True],
+    "status": [10, 11, 12, 13, 14, 15, 16],
+}
+BROKEN = 3
+
+TITLES = {
+    "npy": "status",
+    "parquet": "column.status",
+    "safetensors": "column.status",
+    "zarr": "status",
+    "huggingface": "column.status",
+    "projector": "status",
+    "webdataset": "status",
+}
+"""What the column `status` is called: tables have a column of that name already."""
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
+
+
+def make_store(columns: dict[str, list[Any]] = COLUMNS) -> featx.FeatureStore:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    for i in range(7):
+        write_picture(Path(f"{i}.png"), i)
+    Path(f"{BROKEN}.png").write_bytes(b"no picture")
+    rows = pa.table({"path": [f"{i}.png" for i in range(7)], **columns})
+    parquet.write_table(rows, "t.parquet")
+    data = {"name": "table", "root": "t.parquet", "columns": list(columns)}
+    return extract(data, layers=["pool"], reduce="flatten", max_failures=1)
+
+
+def export(kind: str, **keys: Any) -> Path:
+    options = {"format": kind, **keys.pop("export", {})}
+    assert run_job("export", store="store", export=options, out="out", **keys) == 0
+    return Path("out")
+
+
+def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
+    """What the export's library gives of the columns; how a missing number is written differs."""
+    chosen = {name: [values[row] for row in rows] for name, values in COLUMNS.items()}
+    if kind == "webdataset":
+        chosen["score"] = [None if math.isnan(v) else v for v in chosen["score"]]
+    if kind == "projector":
+        chosen["score"] = ["" if math.isnan(v) else v for v in chosen["score"]]
+        chosen["patient"] = [text.strip() for text in chosen["patient"]]
+        chosen = {name: [str(v) for v in values] for name, values in chosen.items()}
+    return {TITLES[kind] if name == "status" else name: v for name, v in chosen.items()}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("ok_only", [False, True])
+def test_columns_stay_beside_their_rows(
+    kind: str, ok_only: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind == "projector" and not ok_only:
+        pytest.skip("it takes no failed rows")
+    store = make_store()
+    shards = {"shard_gib": 300 / 2**30} if kind in ("safetensors", "webdataset") else {}
+    export(kind, export={"ok_only": ok_only, **shards})
+    rows = [row for row in range(7) if row != BROKEN or not ok_only]
+    found = READERS[kind](Path("out"))
+    assert found.rows == rows
+    wanted = expected(kind, rows)
+    assert sorted(found.columns) == sorted(wanted)
+    for name, values in wanted.items():
+        np.testing.assert_equal(found.columns[name], values)
+        assert [type(v) for v in found.columns[name]] == [type(v) for v in values], name
+    assert sorted(found.layers) == ["pool"]
+    if not ok_only:
+        assert np.isnan(found.layers["pool"][BROKEN]).all()
+    if kind != "projector":
+        assert np.array_equal(found.layers["pool"], store["pool"][rows], equal_nan=True)
+    if shards:
+        assert len(found.files) > 1
+    assert "columns age, patient, score, smokes, status" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_what_each_export_says_of_their_types() -> None:
+    make_store()
+    about = json.loads((export("npy") / "_export.json").read_text())["about"]
+    assert about["columns"] == {
+        "age": "int64", "patient": "text", "score": "float64", "smokes": "bool", "status": "int64"
+    }  # fmt: skip
+
+
+def test_columns_of_npy_are_mapped_and_texts_are_bytes() -> None:
+    make_store()
+    out = export("npy")
+    names = np.load(out / "columns" / "patient.npy", mmap_mode="r")
+    assert isinstance(names, np.memmap)
+    assert names.dtype == "S13"
+    assert names[2].decode() == "änne "
+
+
+def test_tensors_of_columns_begin_at_multiples_of_their_numbers() -> None:
+    make_store()
+    file = next(export("safetensors").glob("*.safetensors"))
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8 : 8 + size])
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            width = {"F": 8 if "64" in entry["dtype"] else 4, "I": 8}.get(entry["dtype"][0], 1)
+            assert (8 + size + entry["data_offsets"][0]) % width == 0, name
+
+
+def test_json_of_webdataset_is_json_for_everybody() -> None:
+    make_store({name: values for name, values in COLUMNS.items() if name != "score"} | {
+        "score": [0.5, NAN, 1, 2, 3, 4, 5]
+    })  # fmt: skip
+    with tarfile.open(next(export("webdataset").glob("*.tar"))) as tar:
+        file = tar.extractfile("000000001.json")
+        assert file is not None
+        text = file.read().decode()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    about = json.loads(text, parse_constant=refuse)
+    assert about["columns"] == {
+        "age": 41, "patient": "", "score": None, "smokes": False, "status": 11
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["npy", "webdataset", "zarr", "safetensors"])
+def test_a_store_without_columns_has_none_of_it(kind: str) -> None:
+    make_store({})
+    out = export(kind)
+    found = READERS[kind](out)
+    assert found.columns == {}
+    assert not (out / "columns").exists()
+    assert "columns" not in json.loads((out / "_export.json").read_text())["about"]
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "pool", "label"])
+def test_names_that_a_shard_has_already(name: str) -> None:
+    store = make_store({name: [1, 2, 3, 4, 5, 6, 7]})
+    found = READERS["safetensors"](export("safetensors"))
+    assert found.columns == {f"column.{name}": [1, 2, 3, 4, 5, 6, 7]}
+    assert np.array_equal(found.layers["pool"], store["pool"][:], equal_nan=True)
+
+
+def test_a_name_that_zarr_has_no_place_for() -> None:
+    make_store({"zarr.json": [1, 2, 3, 4, 5, 6, 7]})
+    with pytest.raises(ConfigError, match=r"zarr\.json.*Export another format"):
+        export("zarr")
+    assert not Path("out").exists()
+
+
+def test_names_in_the_projectors_table() -> None:
+    ones, twos = [1] * 7, [2] * 7
+    make_store({"label": ones, "column.label": twos, "a\tb": ["x\ty"] * 7})
+    found = READERS["projector"](export("projector", export={"ok_only": True}))
+    assert found.columns == {
+        "a b": ["x y"] * 6, "column.label": ["2"] * 6, "column.column.label": ["1"] * 6
+    }  # fmt: skip
+
+
+def test_an_export_of_other_columns_is_refused() -> None:
+    """Written before the columns were, or of another store with the same rows."""
+    make_store()
+    export("zarr")
+    record = Path("out/_export.json")
+    found = json.loads(record.read_text())
+    del found["identity"]["sha256 of columns"]
+    record.write_text(json.dumps(found))
+    with pytest.raises(StoreMismatchError, match="sha256 of columns"):
+        export("zarr")
+    export("zarr", overwrite=True)
+    assert READERS["zarr"](Path("out")).columns["age"] == COLUMNS["age"]

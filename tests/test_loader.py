@@ -80,7 +80,7 @@ def make_loader(
     preprocess: Preprocess = PREPROCESS,
     policy: ImagePolicy = POLICY,
 ) -> Loader:
-    decoding = Decoding(preprocess, policy, reference)
+    decoding = Decoding(preprocess, policy, reference or not preprocess.has_fast_path)
     return Loader(source, source.listing(), decoding, batch_size)
 
 

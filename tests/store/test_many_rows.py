@@ -117,7 +117,8 @@ def test_ten_thousand_parts_stay_quick(tmp_path: Path) -> None:
         assert np.array_equal(store["x"][batch][:, 1], batch)
     batch_s = (time.process_time() - begun) / len(rows)
     sys.stdout.write(
-        f"resumed {resume_s:.1f} ({plain_s:.1f}), opened {open_s:.3f}, a batch {batch_s:.2f} CPU s\n"
+        f"resumed {resume_s:.1f} ({plain_s:.1f}), opened {open_s:.3f}, "
+        f"a batch {batch_s:.2f} CPU s\n"
     )
     assert resume_s < 5 * plain_s
     assert open_s < 0.2 * plain_s

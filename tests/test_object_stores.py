@@ -25,6 +25,7 @@ from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.keys import from_keywords, from_omegaconf
 from featx.store import commit, layout
 from featx.store.check import check_store
+from featx.store.heartbeat import signs_of_life
 from featx.torch import FeatureDataset
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -125,6 +126,26 @@ def test_kills_at_any_moment_and_two_drivers_at_once(
     assert not list((place(out) / layout.QUARANTINE).glob("*"))
     assert not list((place(out) / layout.WORKERS).glob("*"))
     assert json.loads((place(out) / layout.SUMMARY).read_bytes())["failures"] == 0
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced(pictures: Path, out: str) -> None:
+    near = extract(str(pictures))
+    running = start(out, pictures, "devices=2", stderr=subprocess.PIPE)
+
+    def workers() -> list[int]:
+        signs = signs_of_life(place(out))
+        return [sign.values["pid"] for sign in signs if sign.values["what"].startswith("worker")]
+
+    while running.poll() is None and not (num_parts(out) and workers()):
+        time.sleep(0.05)
+    os.kill(workers()[0], signal.SIGKILL)
+    _, said = running.communicate(timeout=240)
+    assert running.returncode == 0, said
+    assert b"was killed by SIGKILL" in said
+    assert rows_of(package.open(out)) == rows_of(near)
+    assert check_store(place(out)).complete
+    assert not list((place(out) / layout.WORKERS).glob("*"))
 
 
 def test_jobs_that_read_a_store(

@@ -173,10 +173,8 @@ class Pool:
         try:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            told = RunError(
-                f"{cause or error}. Nothing committed is lost; the same command goes on."
-            )
+            said = str(getattr(error, "cause", None) or error).rstrip(".")
+            told = RunError(f"{said}. Nothing committed is lost; the same command goes on.")
             told.add_note(str(error))
             raise told from None
         except self._ray.exceptions.RayError as error:

@@ -188,9 +188,9 @@ class _Array:
         if raised:
             lines = [line for line in str(error).strip().splitlines() if line.strip()]
             said = next((line for line in reversed(lines) if "RunError: " in line), lines[-1])
+            said = said.rpartition("RunError: ")[2].rstrip(".")
             told = RunError(
-                f"job {job.job_id}: {said.rpartition('RunError: ')[2]}. Nothing committed is lost; "
-                "the same command goes on."
+                f"job {job.job_id}: {said}. Nothing committed is lost; the same command goes on."
             )
             told.add_note(str(error))
             raise told

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import threading
 from collections import OrderedDict, deque
@@ -209,17 +210,17 @@ def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], ObjectFile] | 
     Yields:
         gives the object, or raises why it cannot be opened; None for a file on a disk.
     """
+    objects = [path for path in paths if isinstance(path, ObjectPath)]
+    if len(objects) < len(paths):
+        yield from itertools.repeat(None, len(paths))
+        return
     begun: deque[Future[ObjectFile]] = deque()
     used: set[int] = set()
     try:
-        for number in range(len(paths)):
+        for number in range(len(objects)):
             most = number + (_FILES_AHEAD if number else 1)  # the first one shows which blocks
-            for path in paths[number + len(begun) : most]:
-                if isinstance(path, ObjectPath):
-                    begun.append(s3.threads(os.getpid()).submit(ObjectFile, path, used))
-            if not begun:
-                yield None
-                continue
+            for path in objects[number + len(begun) : most]:
+                begun.append(s3.threads(os.getpid()).submit(ObjectFile, path, used))
             now = begun.popleft()
             yield now.result
             if now.exception() is None:

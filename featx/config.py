@@ -71,7 +71,7 @@ _OF_A_STORE = ("predict", "similar", "export", "report")
 """Jobs that read a store and write something else."""
 
 
-_INTO_BUCKETS = ("extract", "plan", "verify", "status", "probe", "pack")
+_INTO_BUCKETS = ("extract", "attribute", "plan", "verify", "status", "probe", "pack")
 """Jobs for which out may be a place in an object store; the last four read the store there."""
 
 
@@ -321,24 +321,34 @@ class Config:
         for key in ("out", "store"):
             if (place := getattr(self, key)) is not None and is_url(place):
                 place_of(place)
+        if self.executor.folder is not None and is_url(self.executor.folder):
+            raise ConfigError(
+                f"executor.folder={self.executor.folder}: submitit, which tells the tasks what to "
+                "do, needs a folder on a disk that all machines see."
+            )
         if not is_url(self.out):
             return
         if self.job.name not in _INTO_BUCKETS:
             raise ConfigError(
                 f"out={self.out}: job={self.job.name} writes to a disk only; choose a folder."
             )
-        if self.job.name not in ("extract", "plan"):
+        if self.job.name not in ("extract", "attribute", "plan"):
             return  # it reads the store there
         given = {
             "pack=true": self.pack is True,
             "profile=true": self.profile,
             "tensorboard": self.tensorboard is not False,
-            f"executor={self.executor.name}": self.executor.name != "local",
         }
         for key in (key for key, is_given in given.items() if is_given):
             raise ConfigError(
                 f"{key} needs a store on a disk, and out={self.out} lies in an object store. Leave "
                 "it out, or choose a folder and copy the store when it is done."
+            )
+        if self.executor.name == "slurm" and self.executor.folder is None:
+            raise ConfigError(
+                f"executor=slurm: out={self.out} lies in an object store, and what the tasks are "
+                "to do travels in files. Say where with executor.folder=DIR, on a disk that all "
+                "machines see."
             )
 
     @property

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import RunError
 from featx.failed_rows import failures_of
 from featx.prepare import Prepared
+from featx.store import layout
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
 from featx.store.manifest import Manifest, read_manifest
 from featx.store.object_disk import disk_at
-from featx.store.part_files import part_path, publish_part
+from featx.store.part_files import part_names, publish_part
 from featx.store.writer import PartBuilder
 from featx.types import Batch, Failure, Listing, Part
 
@@ -103,7 +104,8 @@ class StoreProduct:
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
         """Those of some parts that nobody has committed yet."""
-        return [part for part in parts if not part_path(root, part.index).exists()]
+        there = part_names(root)
+        return [part for part in parts if layout.part_name(part.index) not in there]
 
     def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> FeatureWork:
         """What computes the parts and commits each."""

@@ -22,6 +22,8 @@ import pytest
 
 from featx import s3
 from featx.object_path import ObjectPath, place_of
+from featx.store import layout
+from featx.store.reader import FeatureStore
 
 
 @contextlib.contextmanager
@@ -69,10 +71,31 @@ def _wait_for(url: str, running: subprocess.Popen[bytes]) -> None:
     raise AssertionError("moto's server does not answer")
 
 
-def upload(folder: Path, place: str) -> ObjectPath:
+def place(text: str) -> ObjectPath:
+    """A place in a bucket."""
+    found = place_of(text)
+    assert isinstance(found, ObjectPath)
+    return found
+
+
+def num_parts(out: str) -> int:
+    """The parts of a store that are there."""
+    return len(list((place(out) / layout.PARTS).glob(layout.PART_GLOB)))
+
+
+def rows_of(store: FeatureStore) -> dict[str, Any]:
+    """All that a store says of its rows, wherever it lies and in however many files."""
+    return {
+        **{layer: store[layer][:].tobytes() for layer in store.layers},
+        "keys": store.keys.tolist(),
+        "labels": store.labels.tolist(),
+        "status": store.status.tolist(),
+    }
+
+
+def upload(folder: Path, where: str) -> ObjectPath:
     """Copy a folder's files, as a user would copy a store to a bucket."""
-    root = place_of(place)
-    assert isinstance(root, ObjectPath)
+    root = place(where)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             s3.write(root.bucket, f"{root.key}/{path.relative_to(folder)}", path.read_bytes())

@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import with_path
-from object_server import Watch, upload
+from object_server import Watch, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_picture, write_pictures
 
 import featx as package
 from featx import s3
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.keys import from_keywords, from_omegaconf
-from featx.object_path import ObjectPath, place_of
 from featx.store import commit, layout
 from featx.store.check import check_store
+from featx.store.heartbeat import signs_of_life
 from featx.torch import FeatureDataset
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -48,21 +48,6 @@ def out(bucket: str) -> str:
     return f"s3://{bucket}/runs/tiny"
 
 
-def place(out: str) -> ObjectPath:
-    found = place_of(out)
-    assert isinstance(found, ObjectPath)
-    return found
-
-
-def rows_of(store: package.FeatureStore) -> dict[str, Any]:
-    return {
-        **{layer: store[layer][:].tobytes() for layer in store.layers},
-        "keys": store.keys.tolist(),
-        "labels": store.labels.tolist(),
-        "status": store.status.tolist(),
-    }
-
-
 def start(out: str, pictures: Path, *more: str, **options: Any) -> subprocess.Popen[bytes]:
     """The command, with a model that takes its time."""
     return subprocess.Popen(
@@ -74,10 +59,6 @@ def start(out: str, pictures: Path, *more: str, **options: Any) -> subprocess.Po
         stdout=subprocess.DEVNULL,
         **options,
     )  # fmt: skip
-
-
-def num_parts(out: str) -> int:
-    return len(list((place(out) / layout.PARTS).glob(layout.PART_GLOB)))
 
 
 def test_the_rows_are_those_of_a_run_to_the_disk(
@@ -147,6 +128,26 @@ def test_kills_at_any_moment_and_two_drivers_at_once(
     assert json.loads((place(out) / layout.SUMMARY).read_bytes())["failures"] == 0
 
 
+@pytest.mark.slow
+def test_a_worker_that_is_killed_is_replaced(pictures: Path, out: str) -> None:
+    near = extract(str(pictures))
+    running = start(out, pictures, "devices=2", stderr=subprocess.PIPE)
+
+    def workers() -> list[int]:
+        signs = signs_of_life(place(out))
+        return [sign.values["pid"] for sign in signs if sign.values["what"].startswith("worker")]
+
+    while running.poll() is None and not (num_parts(out) and workers()):
+        time.sleep(0.05)
+    os.kill(workers()[0], signal.SIGKILL)
+    _, said = running.communicate(timeout=240)
+    assert running.returncode == 0, said
+    assert b"was killed by SIGKILL" in said
+    assert rows_of(package.open(out)) == rows_of(near)
+    assert check_store(place(out)).complete
+    assert not list((place(out) / layout.WORKERS).glob("*"))
+
+
 def test_jobs_that_read_a_store(
     pictures: Path, out: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -178,6 +179,23 @@ def test_jobs_that_read_a_store(
         run_job("pack", store=out)
 
 
+@pytest.mark.parametrize("devices", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_heat_maps_and_their_pictures(pictures: Path, out: str, devices: int | None) -> None:
+    (pictures / "cat" / "000.png").write_bytes(b"no picture")
+    keys = {key: value for key, value in KEYS.items() if key != "layers"}
+    keys |= {"data": str(pictures), "max_failures": 5.0, "devices": devices}
+    method = {"method": ["gradcam", "saliency"], "layer": "deep", "maps": "conv", "per_class": 1}
+    assert run_job("attribute", **keys, attribute=method) == 0
+    assert run_job("attribute", **{**keys, "out": out}, attribute=method) == 0
+    far = package.open(out)
+    assert far.complete
+    assert rows_of(far) == rows_of(package.open("store"))
+    assert far.failures == package.open("store").failures
+    near = {path.name: path.read_bytes() for path in Path("store/pictures").iterdir()}
+    assert {path.name: path.read_bytes() for path in (place(out) / "pictures").glob("*")} == near
+    assert near
+
+
 @pytest.mark.slow
 def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) -> None:
     running = start(out, pictures, stderr=subprocess.PIPE)
@@ -196,7 +214,11 @@ def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) ->
         ({"pack": True}, "pack=true needs a store on a disk"),
         ({"profile": True}, "profile=true needs a store on a disk"),
         ({"tensorboard": True}, "tensorboard needs a store on a disk"),
-        ({"executor": "ray"}, "executor=ray needs a store on a disk"),
+        ({"executor": "slurm"}, r"executor=slurm: out=s3://bucket/run .* executor.folder=DIR"),
+        (
+            {"executor": {"name": "slurm", "folder": "s3://bucket/jobs"}},
+            "executor.folder=s3://bucket/jobs: submitit",
+        ),
         ({"out": "gs://bucket/run"}, "stores are on disks, or in object stores that speak S3"),
         ({"out": "s3://bucket"}, "expected s3://bucket/folder"),
         ({"out": "s3://me:word@bucket/run"}, r"s3://\.\.\.: expected"),
@@ -215,7 +237,7 @@ def test_rows_are_added_on_a_disk_only(pictures: Path, out: str) -> None:
 
 
 def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
-    for job in ("stats", "attribute", "bench"):
+    for job in ("stats", "bench"):
         node = from_keywords({"out": "s3://bucket/run"})
         node.job.name = job
         with pytest.raises(ConfigError, match=f"job={job} writes to a disk only"):

@@ -25,7 +25,7 @@ from featx.machine import num_cpus, take_cpus
 from featx.options import ExecutorConfig
 from featx.prepare import Prepared, prepare
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat
+from featx.store.heartbeat import Heartbeat, sign_name
 from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
 
 
@@ -118,6 +118,7 @@ class Order:
 
     Attributes:
         root: of the store, absolute.
+        driver: the name of its sign of life.
         config: of the run; the device is the worker's own.
         config_yaml: as the user gave it.
         source: the data set where it can be sent; None where the worker opens the config's.
@@ -129,6 +130,7 @@ class Order:
     """
 
     root: Path
+    driver: str
     config: Config
     config_yaml: str
     source: Source | None
@@ -148,6 +150,7 @@ def order_of(prepared: Prepared, session: Session, product: Product, config_yaml
     config = prepared.config
     return Order(
         root=session.root.absolute(),
+        driver=sign_name(os.getpid()),
         config=replace(config, devices=None, executor=ExecutorConfig()),
         config_yaml=config_yaml,
         source=_sendable(prepared),

@@ -1,7 +1,8 @@
 """executor=ray: a pool of actors that each load the backbone once, on this machine or a cluster.
 
-The driver holds the store's lock, gives each actor a part at a time, and notes what is durable. An
-actor that dies, or whose node does, is replaced and its part is done again.
+The driver holds the store's lock (in a bucket there is none), gives each actor a part at a time,
+and notes what is durable. An actor that dies, or whose node does, is replaced and its part is done
+again.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.prepare import Prepared
 from featx.progress import Progress
 from featx.stopping import Interrupted, stop_signals
-from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
+from featx.store.object_disk import disk_at
 from featx.types import Part
 
 WAIT_S = 0.5
@@ -73,7 +74,7 @@ class Actor:
         """Returns once this process can do parts: the name of its sign of life."""
         with blamed_on(self._name, lambda: rows_text([])):
             order = self._order.open()
-            heart = Heartbeat(Disk(order.root), f"actor on {self._device}")
+            heart = Heartbeat(disk_at(order.root), f"actor on {self._device}", order.driver)
             self._stack.enter_context(heart)
             prepared = self._stack.enter_context(prepared_as_ordered(order, self._device))
             self._work = PartWork(prepared, order, self._done.append, heart)
@@ -172,10 +173,8 @@ class Pool:
         try:
             result = self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
-            cause = getattr(error, "cause", None)
-            told = RunError(
-                f"{cause or error}. Nothing committed is lost; the same command goes on."
-            )
+            said = str(getattr(error, "cause", None) or error).rstrip(".")
+            told = RunError(f"{said}. Nothing committed is lost; the same command goes on.")
             told.add_note(str(error))
             raise told from None
         except self._ray.exceptions.RayError as error:
@@ -221,7 +220,8 @@ class Pool:
         """No actor goes on, whatever ends the run."""
         for hand in (*self._idle, *(hand for hand, _ in self._at.values())):
             self._ray.kill(hand.handle)
-        clear_signs(self._session.disk)  # also of those that were not ready yet
+        # Also of those that were not ready yet.
+        clear_signs(self._session.disk, self._asked.driver)
 
 
 @contextlib.contextmanager

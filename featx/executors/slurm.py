@@ -1,8 +1,8 @@
 """executor=slurm: a job array over the parts, by submitit; each task has some that are neighbours.
 
-The driver holds the store's lock, waits for the tasks, notes the parts that they commit, packs, and
-writes the summary. A task that is preempted or reaches its time limit is queued again, and does
-what is missing of its parts.
+The driver holds the store's lock (in a bucket there is none), waits for the tasks, notes the parts
+that they commit, packs, and writes the summary. A task that is preempted or reaches its time limit
+is queued again, and does what is missing of its parts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from featx.config import Config
@@ -25,7 +27,8 @@ from featx.progress import Progress
 from featx.stopping import Interrupted, stop_signals
 from featx.store import layout
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat
+from featx.store.heartbeat import Heartbeat, clear_signs
+from featx.store.object_disk import disk_at
 from featx.types import Part
 
 POLL_S = 2.0
@@ -55,10 +58,12 @@ def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
         RunError: a task failed; the message names it, the part and its rows.
         Interrupted: a signal asked for the end; the tasks were told to commit what is whole.
     """
-    array = _Array(order, prepared, session)
+    folder = _folder_of_tasks(prepared.config, session)
+    array = _Array(order, prepared, session, folder)
     with Heartbeat(session.disk, "driver"):
         array.work()
-    session.disk.remove(session.root / layout.JOBS)
+    clear_signs(session.disk, order.driver)  # of tasks that were killed
+    Disk(folder.parent).remove(folder)
     return array.harvest.outcome(array.num_tasks, order)
 
 
@@ -90,7 +95,7 @@ class Task:
         # After a signal the system ends this task; if it was preempted, Slurm queues it again.
         with (
             blamed_on(name, at),
-            Heartbeat(Disk(order.root), name, outlives=True) as heart,
+            Heartbeat(disk_at(order.root), name, order.driver, outlives=True) as heart,
             prepared_as_ordered(order, self._device) as prepared,
         ):
             work = PartWork(prepared, order, done.append, heart)
@@ -109,7 +114,7 @@ class _Array:
         num_tasks: that share the parts.
     """
 
-    def __init__(self, order: Order, prepared: Prepared, session: Session) -> None:
+    def __init__(self, order: Order, prepared: Prepared, session: Session, folder: Path) -> None:
         keys = prepared.config.executor
         self._missing = {part.index: part for part in session.missing()}
         self.harvest = Harvest(sum(map(len, self._missing.values())))
@@ -117,7 +122,7 @@ class _Array:
         self._order = order
         self._session = session
         self._device = str(prepared.engine.device).partition(":")[0]
-        self._executor = _executor(prepared.config, session)
+        self._executor = _executor(prepared.config, folder)
         self._jobs: dict[Any, list[Part]] = {}
         self._losses: Counter[int] = Counter()
 
@@ -183,9 +188,9 @@ class _Array:
         if raised:
             lines = [line for line in str(error).strip().splitlines() if line.strip()]
             said = next((line for line in reversed(lines) if "RunError: " in line), lines[-1])
+            said = said.rpartition("RunError: ")[2].rstrip(".")
             told = RunError(
-                f"job {job.job_id}: {said.rpartition('RunError: ')[2]}. Nothing committed is lost; "
-                "the same command goes on."
+                f"job {job.job_id}: {said}. Nothing committed is lost; the same command goes on."
             )
             told.add_note(str(error))
             raise told
@@ -210,11 +215,32 @@ def _chunks(parts: Sequence[Part], count: int) -> Iterator[list[Part]]:
         yield list(parts[begin:end])
 
 
-def _executor(config: Config, session: Session) -> Any:
+def _folder_of_tasks(config: Config, session: Session) -> Path:
+    """Where tasks find what they are to do, and leave what they say.
+
+    Raises:
+        ConfigError: there can be no such folder where the config wants it.
+    """
+    given = config.executor.folder
+    if given is None:
+        return session.root / layout.JOBS
+    folder = Path(given).expanduser().absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # One for each driver: nothing but conditions keeps two from one store in a bucket.
+        return Path(tempfile.mkdtemp(prefix="featx-", dir=folder))
+    except OSError as error:
+        raise ConfigError(
+            f"executor.folder={given}: {error.strerror}. It takes what the tasks are to do and "
+            "their logs; choose a folder that all machines can write to."
+        ) from error
+
+
+def _executor(config: Config, folder: Path) -> Any:
     """submitit's, with what the config asks of the cluster."""
     keys = config.executor
     mode = keys.mode or "slurm"
-    executor = _submitit().AutoExecutor(folder=session.root / layout.JOBS, cluster=mode)
+    executor = _submitit().AutoExecutor(folder=folder, cluster=mode)
     asked: dict[str, Any] = {
         "timeout_min": keys.time_limit_min or _TIME_LIMIT_MIN,
         "cpus_per_task": keys.num_cpus,

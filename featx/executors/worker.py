@@ -97,7 +97,7 @@ def main(descriptor: int, parent: int) -> int:
 
     labour, work = Labour(), None
     try:
-        heart = Heartbeat(disk_at(order.root), f"worker on {device}")
+        heart = Heartbeat(disk_at(order.root), f"worker on {device}", order.driver)
         with heart, prepared_as_ordered(order, device) as prepared:
             work = PartWork(prepared, order, link.done, heart, link.stopping)
             link.tell("ready")

@@ -18,6 +18,7 @@ _OF_EXECUTORS = {
     "account": ("slurm",),
     "memory_gib": ("slurm",),
     "time_limit_min": ("slurm",),
+    "folder": ("slurm",),
     "mode": ("slurm",),
 }
 """Keys of some executors only."""
@@ -49,6 +50,9 @@ class ExecutorConfig:
     """Memory of each task; null takes the cluster's default."""
     time_limit_min: int | None = None
     """Minutes that a task may run before it is queued again, 240 when not given."""
+    folder: str | None = None
+    """That all machines see, for what tasks are to do and for their logs; null takes OUT/jobs, and
+    where out is a bucket it has to be given."""
     mode: str | None = None
     """slurm (when not given), or local: the same path in processes of this machine, to try it."""
 

@@ -9,7 +9,7 @@ import os
 import resource
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,14 +233,24 @@ class _Watched(io.FileIO):
             raise
 
 
+def _raw(path: Path) -> ObjectFile | _Watched:
+    return ObjectFile(path) if isinstance(path, ObjectPath) else _Watched(path)
+
+
 @contextlib.contextmanager
-def open_for_a_look(path: Path) -> Iterator[h5py.File]:
+def open_for_a_look(
+    path: Path, opened: Callable[[], ObjectFile] | None = None
+) -> Iterator[h5py.File]:
     """A file read through Python, for its metadata: HDF5 holds no handle on the real file.
+
+    Args:
+        path: of the file.
+        opened: gives the object where it was opened before; None opens the path.
 
     Raises:
         OSError: with errno, where the system cannot read it; without, where it is damaged.
     """
-    with ObjectFile(path) if isinstance(path, ObjectPath) else _Watched(path) as raw:
+    with opened() if opened is not None else _raw(path) as raw:
         try:
             with h5py.File(raw, "r") as file:
                 check_texts(file, raw.pread)

@@ -37,10 +37,13 @@ class Heartbeat:
     Args:
         disk: of the store.
         what: the process does, such as 'driver' or 'cuda:0'.
+        driver: the `sign_name` of the process that it works for; None where it does for itself.
         outlives: it goes on when its driver dies, so nobody else may write before it ends.
     """
 
-    def __init__(self, disk: Disk, what: str, outlives: bool = False) -> None:
+    def __init__(
+        self, disk: Disk, what: str, driver: str | None = None, outlives: bool = False
+    ) -> None:
         self._path = disk.root / layout.WORKERS / sign_name(os.getpid())
         self._disk = disk
         self._values: dict[str, Any] = {
@@ -48,6 +51,7 @@ class Heartbeat:
             "pid": os.getpid(),
             "pids": pid_namespace(),
             "what": what,
+            "driver": driver,
             "outlives": outlives,
             "since": time.time(),
             "part": None,
@@ -125,15 +129,17 @@ def signs_of_life(root: Path) -> Sequence[Sign]:
     return found
 
 
-def clear_signs(disk: Disk) -> None:
+def clear_signs(disk: Disk, driver: str | None = None) -> None:
     """Delete the files of all processes before; only who holds the store may.
 
     Also of those that wrote a moment ago: drivers and their workers hold the lock while they live,
     on whatever machine, and whoever goes on without it was looked for by `refuse_other_writers`.
-    Where there are no locks, those that are alive keep theirs.
+    Where there are no locks, those that are alive keep theirs, but for the workers of `driver`,
+    which it has just ended.
     """
     for sign in signs_of_life(disk.root):
-        if disk.has_locks or not sign.alive:
+        ours = driver is not None and sign.values.get("driver") == driver
+        if disk.has_locks or not sign.alive or ours:
             disk.forget(sign.path)
 
 
@@ -141,15 +147,15 @@ def refuse_other_writers(root: Path) -> list[Sign]:
     """Those who write to a store beside the one who holds it.
 
     Raises:
-        StoreLockedError: workers of other machines go on that a dead driver left.
+        StoreLockedError: workers are at it that need no driver; theirs may be gone.
     """
     alive = [sign for sign in signs_of_life(root) if sign.alive]
     for sign in alive:
         if sign.values.get("outlives"):
             raise StoreLockedError(
-                f"{root} is being written by {sign.name}, for a driver that is gone; it was heard "
-                f"of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows nobody, cancel "
-                "it, or choose another out=DIR."
+                f"{root} is being written by {sign.name}, which goes on without its driver; it "
+                f"was heard of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows "
+                "nobody, cancel it, or choose another out=DIR."
             )
     return alive
 

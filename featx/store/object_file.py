@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,20 +37,31 @@ _GAP_BYTES = 64 << 10
 _RANGE_BYTES = 8 << 20
 """Longer ranges are several requests, side by side."""
 
+_FILES_AHEAD = 2 * s3.CONNECTIONS
+"""So many files are fetched ahead of the one that is looked at, at most 2 MiB of each."""
+
 
 class ObjectFile(io.RawIOBase):
     """An object as it was when it was opened; one that was replaced since is refused.
+
+    Args:
+        path: of the object.
+        ahead: blocks that are fetched now, beside the first one, where the object has them.
 
     Attributes:
         size: in bytes.
         mapped: nothing, as of a RawFile that is not mapped.
         error: why the last read failed, which HDF5 may forget.
+        used: blocks that were asked for.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read now.
     """
 
     mapped: Bytes | None = None
 
-    def __init__(self, path: ObjectPath) -> None:
-        """Raises FileNotFoundError where there is none; OSError where it cannot be read now."""
+    def __init__(self, path: ObjectPath, ahead: Iterable[int] = ()) -> None:
         super().__init__()
         self.error: OSError | None = None
         self._path = path
@@ -59,6 +73,10 @@ class ObjectFile(io.RawIOBase):
         except s3.EmptyError:
             self._entry = path.entry()
         self.size = self._entry.size
+        self.used: set[int] = set()
+        for block in sorted(ahead):
+            if block and block * BLOCK_BYTES < self.size:
+                self._keep(block, block)
 
     def readable(self) -> bool:
         return True
@@ -98,11 +116,8 @@ class ObjectFile(io.RawIOBase):
         with self._lock:
             lacking = [i for i in range(first, last + 1) if i not in self._blocks]
             if lacking:
-                start = lacking[0] * BLOCK_BYTES
-                data = self._fetch(start, min((lacking[-1] + 1) * BLOCK_BYTES, self.size))
-                for i in range(lacking[0], lacking[-1] + 1):
-                    at = i * BLOCK_BYTES - start
-                    self._blocks[i] = data[at : at + BLOCK_BYTES]
+                self._keep(lacking[0], lacking[-1])
+            self.used.update(range(first, last + 1))
             for i in range(first, last + 1):
                 self._blocks.move_to_end(i)
             found = b"".join(self._blocks[i] for i in range(first, last + 1))
@@ -110,6 +125,14 @@ class ObjectFile(io.RawIOBase):
                 self._blocks.popitem(last=False)
         begin = address - first * BLOCK_BYTES
         return found[begin : begin + stop - address]
+
+    def _keep(self, first: int, last: int) -> None:
+        """Fetch these blocks, all between them too."""
+        start = first * BLOCK_BYTES
+        data = self._fetch(start, min((last + 1) * BLOCK_BYTES, self.size))
+        for i in range(first, last + 1):
+            at = i * BLOCK_BYTES - start
+            self._blocks[i] = data[at : at + BLOCK_BYTES]
 
     def size_now(self) -> int:
         """Of the object that was opened: every request asks for that one."""
@@ -176,3 +199,32 @@ class ObjectFile(io.RawIOBase):
             text = f"{len(data)} of {stop - start} bytes came"
             raise ObjectStoreError(errno.EIO, text, str(self._path))
         return data
+
+
+def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], ObjectFile] | None]:
+    """What opens each of some files that are laid out alike, such as the parts of a run.
+
+    h5py lets one thread into HDF5, also while that waits for bytes. So the objects that come next
+    are fetched here, side by side, each with the blocks that the one before it was asked for.
+
+    Yields:
+        gives the object, or raises why it cannot be opened; None for a file on a disk.
+    """
+    objects = [path for path in paths if isinstance(path, ObjectPath)]
+    if len(objects) < len(paths):
+        yield from itertools.repeat(None, len(paths))
+        return
+    begun: deque[Future[ObjectFile]] = deque()
+    used: set[int] = set()
+    try:
+        for number in range(len(objects)):
+            most = number + (_FILES_AHEAD if number else 1)  # the first one shows which blocks
+            for path in objects[number + len(begun) : most]:
+                begun.append(s3.threads(os.getpid()).submit(ObjectFile, path, used))
+            now = begun.popleft()
+            yield now.result
+            if now.exception() is None:
+                used = now.result().used
+    finally:
+        for future in begun:
+            future.cancel()

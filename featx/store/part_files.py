@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.manifest import Manifest, Run
+from featx.store.object_file import ObjectFile, fetched_ahead
 from featx.store.writer import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part
 
@@ -24,6 +24,11 @@ from featx.types import Failure, LayerSpec, Listing, Part
 def part_path(root: Path, index: int) -> Path:
     """Where part `index` of a store lies."""
     return root / layout.PARTS / layout.part_name(index)
+
+
+def part_names(root: Path) -> set[str]:
+    """The names of the parts that are in a store."""
+    return {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
 
 
 def publish_part(
@@ -58,25 +63,40 @@ def arrived_parts(
     Raises:
         RunError: a file is there that does not count.
     """
-    there = {entry.name for entry in os.scandir(root / layout.PARTS)}
-    for part in parts:
-        if layout.part_name(part.index) not in there:
-            continue
-        path = part_path(root, part.index)
-        problem, failures = look_at_part(path, part, manifest.run_of(part))
+    there = part_names(root)
+    found = [part for part in parts if layout.part_name(part.index) in there]
+    for part, problem, failures in look_at_parts(root, manifest, found):
         if problem is not None:
+            path = part_path(root, part.index)
             raise RunError(f"{path} does not count: {problem}. The same command does it again.")
         yield part, failures
 
 
-def look_at_part(path: Path, part: Part, run: Run) -> tuple[str | None, Sequence[Failure]]:
+def look_at_parts(
+    root: Path, manifest: Manifest, parts: Sequence[Part]
+) -> Iterator[tuple[Part, str | None, Sequence[Failure]]]:
+    """`look_at_part` for some parts of a store, in order; of a bucket those ahead are fetched."""
+    paths = [part_path(root, part.index) for part in parts]
+    for part, path, opened in zip(parts, paths, fetched_ahead(paths), strict=True):
+        yield part, *look_at_part(path, part, manifest.run_of(part), opened)
+
+
+def look_at_part(
+    path: Path, part: Part, run: Run, opened: Callable[[], ObjectFile] | None = None
+) -> tuple[str | None, Sequence[Failure]]:
     """Why a file cannot count as a part of a run, or None; and the failures that it tells of.
 
     The fingerprint holds the listing's and the layers', so what is left to check is which part it
     is and whether it is whole; flipped bits are found by `verify` and by packing.
+
+    Args:
+        path: of the file.
+        part: that it should hold.
+        run: of the part.
+        opened: gives the object, where somebody has begun to fetch it; None opens the path.
     """
     try:
-        with open_for_a_look(path) as file:
+        with open_for_a_look(path, opened) as file:
             attrs = file.attrs  # once: h5py opens the root group for it every time
             if attrs["fingerprint"] != run.digest:
                 return "it is of another run", ()

@@ -30,7 +30,8 @@ from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read
 from featx.store.object_disk import disk_at
 from featx.store.part_files import (
     arrived_parts,
-    look_at_part,
+    look_at_parts,
+    part_names,
     part_path,
     publish_part,
     shape_problem,
@@ -326,16 +327,21 @@ class StoreSession:
         known = {
             layout.part_name(part.index): part for run in self.manifest.runs for part in run.parts()
         }
-        for path in sorted((self.root / layout.PARTS).glob(layout.PART_GLOB)):
-            part = known.get(path.name)
+        found = []
+        for name in sorted(part_names(self.root)):
+            part, path = known.get(name), self.root / layout.PARTS / name
             if part is None:
                 self._quarantine(path, "there is no such part in this run")
             elif part.index in self._done:
                 self.disk.remove(path)  # left by a kill between packing and clearing away
-            elif (problem := self._problem(path, part)) is None:
+            else:
+                found.append(part)
+        for part, problem, failures in look_at_parts(self.root, self.manifest, found):
+            self._add_failures(failures)
+            if problem is None:
                 self._done.add(part.index)
             else:
-                self._quarantine(path, problem)
+                self._quarantine(self.part_path(part.index), problem)
 
     def _survey_packed(self, path: Path) -> None:
         try:
@@ -363,12 +369,6 @@ class StoreSession:
         num_rows = max(run.grid.stop_row for run in runs)
         specs = {spec.name: spec for run in runs for spec in run.layers}
         return shape_problem(file, num_rows, list(specs.values()))
-
-    def _problem(self, path: Path, part: Part) -> str | None:
-        """Why a file cannot count as a part of this store, or None; its failures are taken over."""
-        problem, failures = look_at_part(path, part, self.manifest.run_of(part))
-        self._add_failures(failures)
-        return problem
 
     def _add_failures(self, failures: Sequence[Failure]) -> None:
         """Take over failures; where a row failed in several runs, the first is kept."""
@@ -399,7 +399,7 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
     num_packed = 0
     with contextlib.suppress(*layout.UNREADABLE), open_for_a_look(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
-    there = {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
+    there = part_names(root)
     lacking = [
         (run, [part for part in run.parts() if layout.part_name(part.index) not in there])
         for run in manifest.runs[num_packed:]

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from featx.store.manifest import Run
+    from featx.store.session import StoreSession
+    from featx.types import Listing
+
+Rows = Callable[[int, tuple[int, ...]], Iterator[np.ndarray]]
 
 PIECE_ROWS = 512
 """Rows that are made, or written, at once."""
@@ -33,33 +41,46 @@ def clustered_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray
         yield rows.astype(np.float16)
 
 
-def make_store(
-    root: Path,
-    num_rows: int,
-    shape: tuple[int, ...],
-    rows: Callable[[int, tuple[int, ...]], Iterator[np.ndarray]] = made_rows,
-) -> None:
-    """A packed store with one layer, made as extraction makes it."""
+def make_run(num_rows: int, shape: tuple[int, ...], part_rows: int = 0) -> tuple[Run, Listing]:
+    """A run of one layer, and its rows; part_rows=0: as many as extraction gives a part."""
     from featx.store import layout
     from featx.store.manifest import Run
-    from featx.store.pack import pack
-    from featx.store.session import StoreSession
-    from featx.store.writer import PartBuilder
     from featx.types import LayerSpec, Listing, StoreHeader
 
     spec = LayerSpec("layer", "layer", "output", "none", {}, shape, "float16", "float32")
     keys = np.array([b"%09d.jpg" % i for i in range(num_rows)])
     listing = Listing(keys, np.zeros(num_rows, np.int64), ("none",))
     header = StoreHeader({}, "", "made up", "none", "", "none", {})
-    part_rows = layout.power_of_two_at_most(layout.PART_BYTES / spec.row_bytes)
-    run = Run(header, (spec,), layout.Grid(num_rows, part_rows), "none", {})
-    session = StoreSession(root, run, listing)
+    part_rows = part_rows or layout.power_of_two_at_most(layout.PART_BYTES / spec.row_bytes)
+    return Run(header, (spec,), layout.Grid(num_rows, part_rows), "none", {}), listing
+
+
+def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
+    """Commit what a session lacks of its one layer, part by part."""
+    from featx.store.writer import PartBuilder
+
+    [run] = session.manifest.runs
+    [spec] = run.layers
+    pieces = rows(run.grid.num_rows, spec.shape)
+    left = np.zeros((0, *spec.shape), np.float16)
+    for part in session.missing():
+        builder = PartBuilder(part, [spec])
+        at = part.start
+        while at < part.stop:
+            left = left if len(left) else next(pieces)
+            now, left = left[: part.stop - at], left[part.stop - at :]
+            builder.add(at, {"layer": now}, [])
+            at += len(now)
+        session.commit(builder)
+
+
+def make_store(root: Path, num_rows: int, shape: tuple[int, ...], rows: Rows = made_rows) -> None:
+    """A packed store with one layer, made as extraction makes it."""
+    from featx.store.pack import pack
+    from featx.store.session import StoreSession
+
+    session = StoreSession(root, *make_run(num_rows, shape))
     with session.hold():
-        pieces = rows(num_rows, shape)
-        for part in session.missing():
-            builder = PartBuilder(part, [spec])
-            for start in range(part.start, part.stop, PIECE_ROWS):
-                builder.add(start, {"layer": next(pieces)}, [])
-            session.commit(builder)
+        write_parts(session, rows)
         pack(root)
         session.after_packing()

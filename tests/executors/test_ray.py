@@ -8,10 +8,11 @@ import os
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,19 @@ import pytest
 import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
+from object_server import num_parts, place, rows_of
 from processes import ended
 from tiny_model import COMMAND, MODEL, extract
 
+import featx as package
 from featx import machine
 from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.executors import ray as ray_executor
 from featx.keys import from_keywords, from_omegaconf
+from featx.store import layout
+from featx.store.check import check_store
+from featx.store.heartbeat import clear_signs, pid_namespace, signs_of_life
+from featx.store.object_disk import ObjectDisk
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
 
@@ -217,6 +224,32 @@ def test_a_cluster_that_does_not_answer_is_told_before_anything_is_begun(
     assert not Path("store").exists()
 
 
+def test_actors_commit_into_a_bucket(
+    photos: Path, bucket: str, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    near = extract(photos, out="alone", max_failures=5.0)
+    ray.die_at = {1: 1}
+    out = f"s3://{bucket}/run"
+    far = extract(photos, out=out, executor="ray", max_failures=5.0)
+    assert rows_of(far) == rows_of(near)
+    assert far.failures == near.failures
+    assert len(ray.actors) == 4
+    assert check_store(place(out)).complete
+    assert not Path("store").exists()
+
+
+def test_the_signs_of_its_own_actors_go_and_no_others(bucket: str) -> None:
+    disk = ObjectDisk(place(f"s3://{bucket}/run"))
+    for pid, driver in ((os.getppid(), "mine"), (1, "theirs")):
+        values = {"host": socket.gethostname(), "pid": pid, "pids": pid_namespace()}
+        path = disk.root / layout.WORKERS / f"{pid}.json"
+        disk.jot(path, json.dumps({**values, "what": "actor", "driver": driver}))
+    clear_signs(disk, "mine")
+    assert [sign.values["driver"] for sign in signs_of_life(disk.root)] == ["theirs"]
+
+
 # With Ray's own processes
 
 
@@ -276,6 +309,45 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
     assert digests("store") == digests("alone")
     assert temporary_files(Path("store")) == []
     assert not Path("store/workers").exists(), "job=status would tell of actors that are gone"
+
+
+@pytest.mark.slow
+def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
+    photos: Path, bucket: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    near = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 2.0}})
+    out = f"s3://{bucket}/run"
+    slow = command("executor.tasks=2", "+model.args.pause_s=2.0", f"out={out}")
+    environment = {**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+    def wait_for(found: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+        deadline = time.monotonic() + 300
+        while not (value := found()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return value
+
+    def actors() -> list[int]:
+        signs = signs_of_life(place(out))
+        return [s.values["pid"] for s in signs if s.alive and s.values["what"].startswith("actor")]
+
+    with subprocess.Popen(slow, env=environment, stderr=subprocess.DEVNULL, text=True) as process:
+        wait_for(lambda: num_parts(out), process)
+        os.kill(process.pid, signal.SIGKILL)
+    assert 0 < num_parts(out) < 6
+    drivers = [
+        subprocess.Popen(slow, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    os.kill(wait_for(actors, drivers[0])[0], signal.SIGKILL)
+    told = [driver.communicate(timeout=500)[1] for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0, 0], told
+    assert rows_of(package.open(out)) == rows_of(near)
+    assert check_store(place(out)).complete
+    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not list((place(out) / layout.WORKERS).glob("*"))
 
 
 @pytest.mark.slow

@@ -19,16 +19,21 @@ import pytest
 import spread_jobs
 from conftest import with_path
 from made_store import dataset_digests, make_run, temporary_files
+from object_server import num_parts, place, rows_of
 from tiny_model import COMMAND, MODEL, extract
 
+import featx as package
 from featx import machine
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.executors import slurm
 from featx.executors.orders import SentOrder
 from featx.features import StoreProduct
 from featx.keys import from_keywords, from_omegaconf
+from featx.store import layout
+from featx.store.check import check_store
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat
+from featx.store.heartbeat import Heartbeat, signs_of_life
+from featx.store.object_disk import ObjectDisk
 from featx.types import Part
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
@@ -221,6 +226,45 @@ def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) ->
     run.write(tmp_path / "store", [1])
 
 
+def test_tasks_commit_into_a_bucket(
+    photos: Path, bucket: str, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    near = extract(photos, out="alone", max_failures=5.0)
+    cluster.lose = 1
+    out = f"s3://{bucket}/run"
+    keys = {**LOCAL, "tasks": 2, "folder": "shared/jobs"}
+    far = extract(photos, out=out, executor=keys, max_failures=5.0)
+    assert rows_of(far) == rows_of(near)
+    assert far.failures == near.failures
+    assert check_store(place(out)).complete
+    assert len(cluster.tasks) == 4
+    assert list(Path("shared/jobs").iterdir()) == [], "what tasks were told is of no more use"
+    assert extract(photos, out=out, executor=keys, max_failures=5.0).complete
+    assert len(cluster.tasks) == 4, "a finished store was submitted again"
+
+
+def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket: str) -> None:
+    run, root = make_run(), place(f"s3://{bucket}/run")
+    run.write(root, [0])
+    with (
+        Heartbeat(ObjectDisk(root), "task 9 on cuda", outlives=True),
+        pytest.raises(StoreLockedError, match=r"by task 9 on cuda .*goes on without its driver"),
+        run.session(root).hold(),
+    ):
+        pass
+    run.write(root, [1])
+
+
+def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
+    Path("file").touch()
+    with pytest.raises(ConfigError, match=r"executor.folder=file/jobs: Not a directory.*all mach"):
+        extract(photos, executor={**LOCAL, "folder": "file/jobs"})
+    assert extract(photos, executor={**LOCAL, "folder": "jobs"}).complete
+    assert list(Path("jobs").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -310,3 +354,40 @@ def test_preempted_or_stopped_the_datasets_are_the_same(
     assert code == 0
     assert digests("store") == digests("alone")
     assert temporary_files(Path("store")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["task", "driver"])
+def test_killed_in_a_bucket_nothing_is_lost(
+    photos: Path, bucket: str, tmp_path: Path, victim: str
+) -> None:
+    near = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.5}})
+    out = f"s3://{bucket}/run"
+    cache = str(tmp_path / "cache")
+    environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}
+    more = ("executor.folder=jobs", f"out={out}")
+
+    def tasks() -> list[int]:
+        return [s.values["pid"] for s in signs_of_life(place(out)) if s.values.get("outlives")]
+
+    with subprocess.Popen(command(*more), env=environment) as process:
+        wait_for(lambda: num_parts(out), process)
+        os.kill(wait_for(tasks, process)[0] if victim == "task" else process.pid, signal.SIGKILL)
+        code = process.wait(300)
+    assert code == (0 if victim == "task" else -signal.SIGKILL)
+    deadline = time.monotonic() + 300
+    while code:
+        assert time.monotonic() < deadline
+        again = subprocess.run(
+            command(*more), env=environment, stderr=subprocess.PIPE, text=True, check=False
+        )
+        code = again.returncode
+        if code:  # its tasks are at it still
+            assert code == 2, again.stderr
+            assert "goes on without its driver" in again.stderr
+            time.sleep(0.5)
+    assert rows_of(package.open(out)) == rows_of(near)
+    assert check_store(place(out)).complete
+    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not list((place(out) / layout.WORKERS).glob("*"))
+    assert len(list(Path("jobs").iterdir())) == (victim == "driver"), "logs of the killed one stay"

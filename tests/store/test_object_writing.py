@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from object_server import MemoryServer, Watch, upload
 from featx import s3
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
 from featx.object_path import ObjectPath, place_of
-from featx.store import commit, layout
+from featx.store import commit, layout, object_file
 from featx.store.check import check_store
 from featx.store.heartbeat import Heartbeat, signs_of_life
 from featx.store.object_disk import ObjectDisk
+from featx.store.object_file import fetched_ahead
+from featx.store.part_files import look_at_parts
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
 from featx.store.session import StoreSession
@@ -208,6 +212,92 @@ def _check_what_is_there(root: Path) -> None:
     there = store.status != 255
     for name in store.layers:
         np.testing.assert_array_equal(store[name][there], RUN.expected(name)[there])
+
+
+class Counted:
+    """Requests for parts that are under way at once; each takes a moment."""
+
+    def __init__(self, request: Callable[..., dict[str, Any]]) -> None:
+        self._request = request
+        self._lock = threading.Lock()
+        self._now = self.most = 0
+        self.keys: list[str] = []
+
+    def __call__(self, operation: str, **parameters: Any) -> dict[str, Any]:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+            self.keys.append(parameters.get("Key", ""))
+        try:
+            time.sleep(0.005)
+            return self._request(operation, **parameters)
+        finally:
+            with self._lock:
+                self._now -= 1
+
+
+def test_a_resume_fetches_parts_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each part has several blocks, and its metadata at both ends.
+    run = make_run(256, 4, failed=(9, 200), shapes={"flat": (9000,)}).identified()
+    root, memory = place_of("s3://memory/run"), MemoryServer()
+    monkeypatch.setattr(s3, "request", memory)
+    finish(run, root)
+    counted = Counted(memory)
+    monkeypatch.setattr(s3, "request", counted)
+    with run.session(root).hold() as session:
+        assert session.whole
+        assert session.failures == list(run.failures)
+    assert 4 < counted.most <= s3.CONNECTIONS
+    parts = [key for key in counted.keys if "/parts/part-" in key]
+    assert {parts.count(key) for key in parts} == {2}  # no block twice
+    found = [(part.index, problem) for part, problem, _ in look_at_parts(
+        root, session.manifest, list(session.manifest.runs[0].parts())
+    )]  # fmt: skip
+    assert found == [(index, None) for index in range(64)]
+
+
+def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = MemoryServer()
+    for number in range(200):
+        memory("put_object", Bucket="memory", Key=f"run/{number:03d}", Body=b"x" * 100)
+    counted = Counted(memory)
+    monkeypatch.setattr(s3, "request", counted)
+    paths = [place_of(f"s3://memory/run/{number:03d}") for number in range(200)]
+    files = fetched_ahead(paths)
+    for number in range(3):
+        opened = next(files)
+        assert opened is not None
+        assert opened().pread(3, 0) == b"xxx"
+        time.sleep(0.2)
+        assert len(counted.keys) <= 1 + number + object_file._FILES_AHEAD
+    files.close()
+    before = len(counted.keys)
+    time.sleep(0.2)
+    assert len(counted.keys) <= before + s3.CONNECTIONS
+    assert list(fetched_ahead([Path("a"), Path("b")])) == [None, None]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+def test_what_cannot_be_fetched_now_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    run = make_run(160, 4, shapes={"flat": (9000,)}).identified()
+    root, memory = place_of("s3://memory/run"), MemoryServer()
+    monkeypatch.setattr(s3, "request", memory)
+    finish(run, root)
+
+    def failing(operation: str, **parameters: Any) -> dict[str, Any]:
+        if "part-000020" in parameters.get("Key", ""):
+            raise ObjectStoreError(error, "the server fails", "s3://there")
+        return memory(operation, **parameters)
+
+    monkeypatch.setattr(s3, "request", failing)
+    with pytest.raises(StoreError, match=r"part-000020.h5: s3://there: the server fails"):
+        finish(run, root)
+    monkeypatch.setattr(s3, "request", memory)
+    assert not list((root / layout.QUARANTINE).glob("*"))
+    finish(run, root)
+    check_store_of(run, root)
 
 
 def test_two_writers_at_once_spoil_nothing(places: Iterator[ObjectPath]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,41 +13,15 @@ from torch import nn
 
 from featx.attention import weight_hooks
 from featx.errors import LayerError, RunError
+from featx.nested import elements, path_to, pick, with_element
 from featx.operations import Watch, unwatched
-from featx.select import pick_path
-from featx.traces import Path, Tap
+from featx.traces import Tap
 
 Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
 
 
 class StopForward(BaseException):
     """Ends a forward pass after the last tap; no `except Exception` in a model swallows it."""
-
-
-def elements(value: Any) -> dict[Path, torch.Tensor]:
-    """Every tensor in a nested output, by its way in; () for a plain tensor."""
-    if isinstance(value, torch.Tensor):
-        return {(): value}
-    if isinstance(value, Mapping):
-        items: list[tuple[str | int, Any]] = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, tuple | list):
-        items = list(enumerate(value))
-    else:
-        return {}
-    return {(step, *way): x for step, part in items for way, x in elements(part).items()}
-
-
-def pick(value: Any, tap: Tap) -> torch.Tensor:
-    """The tensor of a nested value that a tap means.
-
-    Raises:
-        LayerError: it is not there, or there are several to choose from.
-    """
-    if isinstance(value, torch.Tensor) and tap.path == ():
-        return value
-    found = elements(value)
-    shapes = {path: tuple(x.shape) for path, x in found.items()}
-    return found[pick_path(tap.name, shapes, tap.path)]
 
 
 class TapHooks:
@@ -237,8 +211,7 @@ class TapHooks:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = [*args, *kwargs.values()]
             for tap in self._meant(key, taps):
-                shapes = {path: tuple(x.shape) for path, x in elements(given).items()}
-                path = pick_path(tap.name, shapes, tap.path)
+                path = path_to(given, tap)
                 with unwatched():
                     own = elements(given)[path].clone()
                 self._await_gradient(tap, own)
@@ -311,21 +284,6 @@ def _refuse_compiled(module: nn.Module, operation: str) -> None:
             f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
             "in the model as it was before torch.compile, or name a module."
         )
-
-
-def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
-    """A nested value with one tensor replaced; the containers on the way are copied."""
-    if not path:
-        return new
-    step, *rest = path
-    if isinstance(value, Mapping):
-        key = next(key for key in value if str(key) == str(step))
-        kind: Any = type(value)
-        return kind({**value, key: with_element(value[key], tuple(rest), new)})
-    items = list(value)
-    items[int(step)] = with_element(items[int(step)], tuple(rest), new)
-    named = hasattr(value, "_fields")  # a named tuple takes its items one by one
-    return type(value)(*items) if named else type(value)(items)
 
 
 def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from featx.errors import ConfigError, LayerError, nearest
 from featx.globs import glob_to_regex
+from featx.nested import pick_path
 from featx.options import CAPTURES, PRESETS, ReduceConfig
 from featx.stages import find_stages
 from featx.traces import Call, Path, Tap, Trace, element_name
@@ -246,34 +247,6 @@ def _no_layer(request: str, names: Sequence[str]) -> LayerError:
         f"there is no layer {request!r} in this model."
         f"{nearest(request, [name for name in names if name])} "
         f"The presets are {', '.join(PRESETS)}; job=layers lists every layer."
-    )
-
-
-def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
-    """The way to the one tensor meant; () means the only one there is.
-
-    Args:
-        request: for the message.
-        elements: the ways into a nested value -> shape.
-        path: what was asked for.
-
-    Raises:
-        LayerError: it is not there, or () and there are several; the message lists them.
-    """
-    if path in elements:
-        return path
-    if path == () and len(elements) == 1:
-        return next(iter(elements))
-    listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
-    name, colon, capture = request.partition(":")
-    plain = name.removesuffix(element_name(path))
-    gives = "takes" if colon else "gives"
-    example = plain + element_name(next(iter(elements), ())) + colon + capture
-    if list(elements) == [()]:
-        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
-    raise LayerError(
-        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
-        + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
     )
 
 

@@ -9,8 +9,9 @@ from torch import nn
 
 import featx
 from featx.errors import LayerError, RunError
-from featx.hooks import StopForward, TapHooks, elements, find_overwritten
+from featx.hooks import StopForward, TapHooks, find_overwritten
 from featx.models.base import state_sha256
+from featx.nested import elements
 from featx.traces import Tap
 from featx.tracing import trace
 

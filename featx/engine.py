@@ -22,7 +22,7 @@ from featx.attention import check_weights, needs_plain_attention, plain_attentio
 from featx.devices import exact_cuda, keep_freed_memory, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
-from featx.hooks import Keep, TapHooks, find_overwritten
+from featx.hooks import Expected, Keep, TapHooks, find_overwritten
 from featx.models.base import Backbone
 from featx.projected import StoredReduce, bound_reduction
 from featx.reduce import VIEWS, Reduction
@@ -251,11 +251,10 @@ class Engine:
         return self._module, self._noise(1)
 
     def _tap_hooks(
-        self, keep: Keep, expected: Sequence[str] | None = None, stop: bool = False
+        self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
     ) -> TapHooks:
-        return TapHooks(
-            self._module, self._taps, keep, expected, stop, self._score, self._operations
-        )
+        expected = Expected(fired, self._operations, stop)
+        return TapHooks(self._module, self._taps, keep, expected, self._score)
 
     def _take(self, compute: Compute) -> None:
         """Drop the hooks of the choice before, and bring the module into the memory format."""

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,64 @@ class StopForward(BaseException):
     """Ends a forward pass after the last tap; no `except Exception` in a model swallows it."""
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a pass does, as an earlier one has shown; a pass that does anything else is an error.
+
+    Attributes:
+        fired: names of the taps in the order in which they fire; None where it is not known yet.
+        operations: what `Trace.operations_up_to` says of the taps; None where any may run.
+        stop: end the pass by an exception after the last of `fired`; not under torch.compile, which
+            drops what nobody reads by itself, and not where gradients are taken, which come after
+            the pass.
+    """
+
+    fired: Sequence[str] | None = None
+    operations: Sequence[str] | None = None
+    stop: bool = False
+
+    def ends_after(self, fired: Sequence[str]) -> bool:
+        """Whether the pass is to be ended now that these have fired."""
+        return self.stop and self.fired is not None and len(fired) >= len(self.fired)
+
+    def check(self, fired: Sequence[str], done: Sequence[str], num_done: int) -> None:
+        """Compare a pass with what was expected.
+
+        Args:
+            fired: names of taps, in order.
+            done: operations of the modules that have one tapped, in order.
+            num_done: how many of them there were when the last tapped one had run.
+
+        Raises:
+            RunError: it has done something else.
+        """
+        missing = [name for name in self.fired or () if name not in fired]
+        if not missing:
+            self._check_operations(done, num_done)
+        if self.fired is not None and list(fired) != list(self.fired):
+            raise RunError(
+                f"the forward pass differs from the probe's: {missing or list(fired)} "
+                f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
+                "does different things for different batches; featx cannot vouch for its rows."
+            )
+
+    def _check_operations(self, done: Sequence[str], num_done: int) -> None:
+        if self.operations is None or list(done[:num_done]) == list(self.operations):
+            return
+        done = done[: max(num_done, len(self.operations))]
+        pairs = itertools.zip_longest(done, self.operations, fillvalue="nothing")
+        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RunError(
+            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
+            "The model does different things for different batches, so a name means different "
+            "operations; featx cannot vouch for its rows."
+        )
+
+
+ANYTHING = Expected()
+"""Of a pass that nobody has seen yet."""
+
+
 class TapHooks:
     """Forward hooks for some taps of one module; they go with the `with` block.
 
@@ -32,14 +91,9 @@ class TapHooks:
         taps: what to take.
         keep: what becomes of a tensor at once, while it is as the layer made it: (tap, tensor)
             -> tensor, such as a reduction and a cast.
-        expected: names of the taps in the order in which they fire. With it, the pass is ended
-            after the last one (where `stop` is set) and any other order is an error.
-        stop: end the pass early by an exception; not under torch.compile, which drops what nobody
-            reads by itself, and not where gradients are taken, which come after the pass.
+        expected: what each pass of `forward` has to do, and whether it is ended early.
         score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
             `forward` where a tap is a gradient.
-        operations: what `Trace.operations_up_to` says of the taps. With it, a pass that does other
-            operations is an error.
         optional: names of taps that stay silent where a module's output lacks their element.
 
     Attributes:
@@ -55,17 +109,14 @@ class TapHooks:
         module: nn.Module,
         taps: Sequence[Tap],
         keep: Keep = lambda tap, x: x,
-        expected: Sequence[str] | None = None,
-        stop: bool = False,
+        expected: Expected = ANYTHING,
         score: Callable[[Any], torch.Tensor] | None = None,
-        operations: Sequence[str] | None = None,
         optional: Sequence[str] = (),
     ) -> None:
         self._module = module
         self._score = score
         self._keep = keep
-        self._expected = list(expected) if expected is not None else None
-        self._stop = stop
+        self._expected = expected
         self._handles: list[Any] = []
         self.values: dict[str, torch.Tensor] = {}
         self.fired: list[str] = []
@@ -73,7 +124,6 @@ class TapHooks:
         self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
         self._operations: dict[str, list[Tap]] = {}
-        self._expected_operations = list(operations) if operations is not None else None
         self._optional = set(optional)
         self.done: list[str] = []
         self._num_done = 0
@@ -137,7 +187,7 @@ class TapHooks:
         """One pass; returns what the taps gave.
 
         Raises:
-            RunError: a tap did not fire, or fired in another order than expected.
+            RunError: it does other things than expected.
         """
         self.reset()
         if self._score is None:
@@ -145,29 +195,8 @@ class TapHooks:
                 self._module(x)
         else:
             self._backward(x)
-        missing = [name for name in self._expected or () if name not in self.fired]
-        if not missing:
-            self._check_operations()
-        if self._expected is not None and self.fired != self._expected:
-            raise RunError(
-                f"the forward pass differs from the probe's: {missing or self.fired} "
-                f"{'did not fire' if missing else 'fired'}, expected {self._expected}. The model "
-                "does different things for different batches; featx cannot vouch for its rows."
-            )
+        self._expected.check(self.fired, self.done, self._num_done)
         return self.values
-
-    def _check_operations(self) -> None:
-        expected = self._expected_operations
-        if expected is None or self.done[: self._num_done] == expected:
-            return
-        done = self.done[: max(self._num_done, len(expected))]
-        pairs = itertools.zip_longest(done, expected, fillvalue="nothing")
-        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
-        raise RunError(
-            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
-            "The model does different things for different batches, so a name means different "
-            "operations; featx cannot vouch for its rows."
-        )
 
     def _backward(self, x: torch.Tensor) -> None:
         """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
@@ -268,9 +297,7 @@ class TapHooks:
             with unwatched():
                 self.values[tap.name] = self._keep(tap, pick(value, tap))
             self.fired.append(tap.name)
-        if not taps:
-            return
-        if self._stop and self._expected is not None and len(self.fired) >= len(self._expected):
+        if taps and self._expected.ends_after(self.fired):
             raise StopForward
 
 

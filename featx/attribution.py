@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featx.engine import Compute, Engine
+from featx.engine import COMPUTE_DTYPES, Compute, Engine, spec_of
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.gradcam import grad_cam, kept_output, map_view
 from featx.guided import check_rectifiers, guided_rectifiers
@@ -193,20 +193,8 @@ class Attributor(Engine):
         """What a row of each dataset looks like."""
         with self._cheaply():
             values = self._pass(self._noise(3))
-        compute = {"bf16": "bfloat16", "fp16": "float16"}.get(self.compute.precision, "float32")
-        return [
-            LayerSpec(
-                name=tap.name,
-                layer=tap.module,
-                capture=tap.capture,
-                reduce=config.name,
-                reduce_args=config.args,
-                shape=tuple(values[tap.name].shape[1:]),
-                dtype=str(values[tap.name].dtype).removeprefix("torch."),
-                compute_dtype=compute,
-            )
-            for tap, config in chosen
-        ]
+        compute_dtype = COMPUTE_DTYPES[self.compute.precision]
+        return [spec_of(tap, config, values[tap.name], compute_dtype) for tap, config in chosen]
 
     @contextlib.contextmanager
     def _cheaply(self) -> Iterator[None]:
@@ -247,7 +235,7 @@ class Attributor(Engine):
         if "occlusion" in self._options.methods:
             maps["occlusion"] = self._occluded(explain, x, classes)
         wanted = {tap.name for tap in self._taps}
-        kept = {name: self._stored(name, value) for name, value in maps.items() if name in wanted}
+        kept = {n: self._keeper.stored(n, value) for n, value in maps.items() if n in wanted}
         return kept | {n: value.float() for n, value in numbers.items() if n in wanted}
 
     def _plain_gradients(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:

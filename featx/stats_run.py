@@ -16,7 +16,8 @@ from featx.errors import ConfigError
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
 from featx.loop import failures_text, peak_memory_mib
-from featx.moments import Moments, StatsLayer
+from featx.moments import Moments
+from featx.part_moments import StatsLayer
 from featx.prepare import Prepared, prepare
 from featx.progress import announce, complain, describe_run, size_text
 from featx.projection import frechet_distance

@@ -14,7 +14,8 @@ from featx.devices import synchronise
 from featx.errors import RunError
 from featx.fingerprint import differences
 from featx.loop import failures_of, labels_of
-from featx.moments import Moments, PartMoments, StatsLayer
+from featx.moments import Moments
+from featx.part_moments import PartMoments, StatsLayer
 from featx.prepare import Prepared
 from featx.reduce import positions_last
 from featx.stats_file import PARTS_FOLDER, STATS_FILE, statistics_begun

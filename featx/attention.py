@@ -17,9 +17,9 @@ from torch import nn
 
 from featx.errors import LayerError
 from featx.globs import glob_to_regex
+from featx.layer_names import split_capture
 from featx.operations import unwatched
 from featx.options import PRESETS
-from featx.select import split_capture
 
 HIDDEN = ("matmul", "matmul_1", "softmax")
 """The operations of a plain attention that its fused form does not call."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from featx.devices import float64_home
 from featx.errors import ConfigError, NonFiniteError
 from featx.store import layout
 
@@ -26,9 +27,6 @@ MAX_FULL = 1 << 14
 
 BLOCK_BYTES = 64 << 20
 """Of float64 that are summed at once."""
-
-_NO_FLOAT64 = ("mps",)
-"""Devices without float64; their rows are summed on the CPU."""
 
 
 @dataclass(eq=False)
@@ -210,8 +208,7 @@ def plain_tensors() -> Iterator[None]:
 
 def float64_on(device: torch.device) -> dict[str, Any]:
     """Options of a float64 tensor on a device, or on the CPU where the device has none."""
-    home = torch.device("cpu") if device.type in _NO_FLOAT64 else device
-    return {"dtype": torch.float64, "device": home}
+    return {"dtype": torch.float64, "device": float64_home(device)}
 
 
 def rows_that_fit(width: int) -> int:

@@ -65,11 +65,6 @@ def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
             target.fused_attn = True
 
 
-def shows_weights(module: nn.Module) -> bool:
-    """Whether `weight_hooks` knows how to ask this module."""
-    return isinstance(module, nn.MultiheadAttention) or _dropout(module) is not None
-
-
 def _dropout(module: nn.Module) -> nn.Module | None:
     """The module that timm's attention hands its weights to."""
     dropout = getattr(module, "attn_drop", None)

@@ -353,6 +353,19 @@ def with_statistics_at(config: Config, path: str | None) -> Config:
     return replace(config, layers=layers, reduce=moved(config.reduce))
 
 
+def in_this_process(config: Config) -> Config:
+    """A saved config, to compute as it says here and now, and nothing beside the features."""
+    return replace(
+        config,
+        overwrite=False,
+        grow=False,
+        tensorboard=False,
+        profile=False,
+        executor=ExecutorConfig(),
+        devices=None,
+    )
+
+
 def captures(config: Config) -> tuple[str, ...]:
     """The key `capture` as a tuple."""
     asked = config.capture

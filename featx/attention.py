@@ -17,9 +17,9 @@ from torch import nn
 
 from featx.errors import LayerError
 from featx.globs import glob_to_regex
+from featx.layer_names import split_capture
 from featx.operations import unwatched
 from featx.options import PRESETS
-from featx.select import split_capture
 
 HIDDEN = ("matmul", "matmul_1", "softmax")
 """The operations of a plain attention that its fused form does not call."""
@@ -63,11 +63,6 @@ def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     finally:
         for target in targets:
             target.fused_attn = True
-
-
-def shows_weights(module: nn.Module) -> bool:
-    """Whether `weight_hooks` knows how to ask this module."""
-    return isinstance(module, nn.MultiheadAttention) or _dropout(module) is not None
 
 
 def _dropout(module: nn.Module) -> nn.Module | None:

@@ -14,16 +14,21 @@ each method. tests/test_attribution.py compares them with Captum's.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from featx.engine import Compute, Engine
-from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
+from featx.by_captum import (
+    Explained,
+    baseline,
+    captum_version,
+    integrated_gradients,
+    occlusion,
+)
+from featx.engine import COMPUTE_DTYPES, Compute, Engine, spec_of
+from featx.errors import ConfigError, LayerError, ModelError
 from featx.gradcam import grad_cam, kept_output, map_view
 from featx.guided import check_rectifiers, guided_rectifiers
 from featx.models.base import Backbone
@@ -43,8 +48,6 @@ DELTA = "integrated_gradients_delta"
 """The sum of a row's integrated gradients less what it should be."""
 
 _OF_THE_INPUT = ("saliency", "input_x_gradient")
-_BLUR_SHARE = 1 / 16
-"""Standard deviation of baseline=blur, as a share of the picture's side."""
 
 
 class Attributor(Engine):
@@ -81,7 +84,7 @@ class Attributor(Engine):
                     "pixels between two squares would never be hidden."
                 )
             options = replace(options, window=window, stride=stride)
-        self._captum = _captum_version() if set(BY_CAPTUM) & set(options.methods) else ""
+        self._captum = captum_version() if set(BY_CAPTUM) & set(options.methods) else ""
         self._options = options
         self._layer: Tap | None = None
         self._maps: Tap | None = None
@@ -195,20 +198,8 @@ class Attributor(Engine):
         """What a row of each dataset looks like."""
         with self._cheaply():
             values = self._pass(self._noise(3))
-        compute = {"bf16": "bfloat16", "fp16": "float16"}.get(self.compute.precision, "float32")
-        return [
-            LayerSpec(
-                name=tap.name,
-                layer=tap.module,
-                capture=tap.capture,
-                reduce=config.name,
-                reduce_args=config.args,
-                shape=tuple(values[tap.name].shape[1:]),
-                dtype=str(values[tap.name].dtype).removeprefix("torch."),
-                compute_dtype=compute,
-            )
-            for tap, config in chosen
-        ]
+        compute_dtype = COMPUTE_DTYPES[self.compute.precision]
+        return [spec_of(tap, config, values[tap.name], compute_dtype) for tap, config in chosen]
 
     @contextlib.contextmanager
     def _cheaply(self) -> Iterator[None]:
@@ -231,7 +222,7 @@ class Attributor(Engine):
         maps, output = self._plain_gradients(x)
         classes = target_classes(output, self._target, self._labels)
         score = values_of_classes(output, self._target, classes)
-        explain = _Explained(self._module, self._target)
+        explain = Explained(self._module, self._target)
         numbers = {"score": score}
         if classes is not None:
             numbers["target"] = classes
@@ -245,11 +236,19 @@ class Attributor(Engine):
             )
             maps["guided_gradcam"] = (gradient * cam).sum(1)
         if "integrated_gradients" in self._options.methods:
-            maps["integrated_gradients"], numbers[DELTA] = self._integrated(explain, x, classes)
+            steps = self._options.settings("integrated_gradients")["steps"]
+            maps["integrated_gradients"], numbers[DELTA] = integrated_gradients(
+                explain, x, classes, self._baseline(x), steps
+            )
         if "occlusion" in self._options.methods:
-            maps["occlusion"] = self._occluded(explain, x, classes)
+            given = self._options.settings("occlusion")
+            maps["occlusion"] = occlusion(
+                explain, x, classes, self._baseline(x), given["window"], given["stride"]
+            )
         wanted = {tap.name for tap in self._taps}
-        kept = {name: self._stored(name, value) for name, value in maps.items() if name in wanted}
+        kept = {
+            name: self._keeper.stored(name, value) for name, value in maps.items() if name in wanted
+        }
         return kept | {n: value.float() for n, value in numbers.items() if n in wanted}
 
     def _plain_gradients(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -311,59 +310,8 @@ class Attributor(Engine):
             )
         return to_map
 
-    def _integrated(
-        self, explain: _Explained, x: torch.Tensor, classes: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, H, W) summed over channels, and (B,) by how much their sum misses f(x) - f(baseline).
-
-        M. Sundararajan, A. Taly, Q. Yan, Axiomatic Attribution for Deep Networks, ICML 2017, by
-        Gauss-Legendre quadrature.
-        """
-        from captum.attr import IntegratedGradients
-
-        integrated, delta = IntegratedGradients(explain).attribute(
-            x.detach(),
-            baselines=self._baseline(x),
-            additional_forward_args=classes,
-            n_steps=self._options.settings("integrated_gradients")["steps"],
-            internal_batch_size=len(x),  # else all steps of all images are one batch
-            return_convergence_delta=True,
-        )
-        return integrated.sum(1).to(x.dtype), delta
-
-    def _occluded(
-        self, explain: _Explained, x: torch.Tensor, classes: torch.Tensor | None
-    ) -> torch.Tensor:
-        """(B, H, W): by how much the number falls, mean of the squares that hide the pixel.
-
-        M. D. Zeiler, R. Fergus, Visualizing and Understanding Convolutional Networks, ECCV 2014.
-        """
-        from captum.attr import Occlusion
-
-        settings = self._options.settings("occlusion")
-        occluded: torch.Tensor = Occlusion(explain).attribute(
-            x,
-            sliding_window_shapes=(3, settings["window"], settings["window"]),
-            strides=(3, settings["stride"], settings["stride"]),
-            baselines=self._baseline(x),
-            additional_forward_args=classes,
-        )
-        return occluded[:, 0].to(x.dtype)  # the three channels are hidden together
-
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
-        """What stands for no picture, (B, 3, H, W), normalised."""
-        name = self._options.baseline or "mean"
-        if name == "mean":
-            return torch.zeros_like(x)
-        if name == "black":
-            black = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=x.device)
-            return self.backbone.preprocess.normalise(black).expand_as(x).contiguous()
-        from torchvision.transforms.v2.functional import gaussian_blur
-
-        sigma = max(1.0, _BLUR_SHARE * min(x.shape[2:]))
-        radius = min(int(3 * sigma), min(x.shape[2:]) - 1)
-        blurred: torch.Tensor = gaussian_blur(x, [2 * radius + 1] * 2, [sigma] * 2)
-        return blurred
+        return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)
 
     def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
         """What the layer that attribute.maps names gives for some images.
@@ -400,41 +348,9 @@ def _module_tap(key: str, layer: str, traced: Trace) -> Tap:
     return tap
 
 
-class _Explained(nn.Module):
-    """The model as Captum wants it: one number per image, of classes that stay the same.
-
-    A class that were predicted anew would be another one where the picture is hidden or dark.
-    """
-
-    def __init__(self, module: nn.Module, target: str | int) -> None:
-        super().__init__()
-        self._module = module
-        self._target = target
-
-    def forward(self, x: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
-        # A model may write to its input, and Captum uses it again.
-        return values_of_classes(self._module(x.clone()), self._target, classes)
-
-
 def _input_gradient(
-    explain: _Explained, x: torch.Tensor, classes: torch.Tensor | None
+    explain: Explained, x: torch.Tensor, classes: torch.Tensor | None
 ) -> torch.Tensor:
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         return torch.autograd.grad(explain(leaf, classes).sum(), leaf)[0]
-
-
-def _captum_version() -> str:
-    """Captum's version.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        import captum.attr  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f"attribute.method={' and '.join(BY_CAPTUM)} come with the extra attribution: "
-            'pip install "featx[attribution]". The other methods need no more than featx.'
-        ) from error
-    return importlib.metadata.version("captum")

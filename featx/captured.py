@@ -12,8 +12,8 @@ from torch import nn
 from featx.attention import needs_plain_attention, plain_attention
 from featx.errors import LayerError
 from featx.hooks import TapHooks
+from featx.layer_names import check_operation_capture, parse_operation, parse_tap
 from featx.operations import is_function_name
-from featx.select import check_operation_capture, parse_operation, parse_tap
 from featx.traces import Tap
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from featx.effects import check_effects, check_places, default_of
 from featx.errors import ConfigError
-from featx.object_path import is_url, place_of
+from featx.object_path import is_url
 from featx.options import (
     CAPTURES,
     CODECS,
@@ -40,39 +41,6 @@ from featx.options import (
     check_choice,
 )
 from featx.types import ITEM_BYTES
-
-_WITHOUT_EFFECT = {
-    "stats": (
-        ("dtype", "codec", "pack", "grow"),
-        "statistics are taken in float64 of what the layers give, and no features are stored",
-    ),
-    "attribute": (
-        ("layers", "capture", "reduce"),
-        "attribute.method and attribute.layer say what is computed",
-    ),
-    "probe": (
-        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
-        "it reads a store that is there; `layer` says which of its layers",
-    ),
-    "predict": (
-        ("layers", "capture", "grow", "overwrite", "precision", "dtype", "codec"),
-        "features are computed as the store's were; `layer` says which head is used",
-    ),
-    "report": (
-        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
-        "it reads a store that is there; `layer` says which of its layers",
-    ),
-    "bench": (("grow", "overwrite"), "every run begins a store of its own"),
-}
-"""job -> keys that it does not look at, and why."""
-
-
-_OF_A_STORE = ("predict", "similar", "export", "report")
-"""Jobs that read a store and write something else."""
-
-
-_INTO_BUCKETS = ("extract", "attribute", "plan", "verify", "status", "probe", "pack")
-"""Jobs for which out may be a place in an object store; the last four read the store there."""
 
 
 def shipped(name: str) -> Path:
@@ -102,12 +70,6 @@ def _check_tensorboard(value: object) -> None:
             f"tensorboard={value}: expected true, false, or how many pictures the projector shows, "
             f"1 to {MAX_PICTURES}."
         )
-
-
-def _default(key: str) -> Any:
-    """The value of a key that nobody gave."""
-    found = next(f for f in fields(Config) if f.name == key)
-    return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 @dataclass
@@ -234,7 +196,7 @@ class Config:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
         self._check_devices()
-        self._check_places()
+        check_places(self)
         if self.max_failures < 0:
             raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
         if self.part_rows != "auto":
@@ -248,7 +210,7 @@ class Config:
                     f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
                     "a batch never crosses a part, so raise part_rows or lower batch_size."
                 )
-        self._check_jobs()
+        check_effects(self)
         layer_requests(self)
         self._check_target()
 
@@ -259,7 +221,7 @@ class Config:
             root: the store's folder or file.
             name: of the folder.
         """
-        if self.out in (_default("out"), f"runs/{self.data.name}/{self.model.name}"):
+        if self.out in (default_of(self, "out"), f"runs/{self.data.name}/{self.model.name}"):
             if is_url(root):
                 raise ConfigError(
                     f"job={self.job.name} writes to a disk, and {root} lies in an object store: "
@@ -316,41 +278,6 @@ class Config:
                 f"else. Leave device out, or give a number: devices={len(given)}."
             )
 
-    def _check_places(self) -> None:
-        """out and store in an object store, and what goes with a disk only."""
-        for key in ("out", "store"):
-            if (place := getattr(self, key)) is not None and is_url(place):
-                place_of(place)
-        if self.executor.folder is not None and is_url(self.executor.folder):
-            raise ConfigError(
-                f"executor.folder={self.executor.folder}: submitit, which tells the tasks what to "
-                "do, needs a folder on a disk that all machines see."
-            )
-        if not is_url(self.out):
-            return
-        if self.job.name not in _INTO_BUCKETS:
-            raise ConfigError(
-                f"out={self.out}: job={self.job.name} writes to a disk only; choose a folder."
-            )
-        if self.job.name not in ("extract", "attribute", "plan"):
-            return  # it reads the store there
-        given = {
-            "pack=true": self.pack is True,
-            "profile=true": self.profile,
-            "tensorboard": self.tensorboard is not False,
-        }
-        for key in (key for key, is_given in given.items() if is_given):
-            raise ConfigError(
-                f"{key} needs a store on a disk, and out={self.out} lies in an object store. Leave "
-                "it out, or choose a folder and copy the store when it is done."
-            )
-        if self.executor.name == "slurm" and self.executor.folder is None:
-            raise ConfigError(
-                f"executor=slurm: out={self.out} lies in an object store, and what the tasks are "
-                "to do travels in files. Say where with executor.folder=DIR, on a disk that all "
-                "machines see."
-            )
-
     @property
     def takes_gradients(self) -> bool:
         """Whether any layer's gradient is asked for."""
@@ -375,63 +302,6 @@ class Config:
                 f"target={self.target} has an effect with capture=grad_output or grad_input and "
                 "with job=attribute only."
             )
-
-    def _check_jobs(self) -> None:
-        """Keys that belong to some jobs have no effect with others."""
-        spread = ("extract", "plan", "stats", "attribute")
-        used = {
-            "job.json": (
-                self.job.json,
-                (
-                    "layers",
-                    "plan",
-                    "stats",
-                    "probe",
-                    "predict",
-                    "similar",
-                    "export",
-                    "report",
-                    "verify",
-                    "status",
-                    "bench",
-                ),
-            ),
-            "job.show": (self.job.show != "shapes", ("layers",)),
-            "store": (self.store is not None, ("verify", "status", "pack", "probe", *_OF_A_STORE)),
-            "layer": (self.layer is not None, ("probe", *_OF_A_STORE)),
-            "stats": (self.stats != StatsConfig(), ("stats",)),
-            "verify": (self.verify != VerifyConfig(), ("verify",)),
-            "profile": (self.profile, ("extract", "stats", "attribute")),
-            "retry_failed": (self.retry_failed, ("extract", "attribute")),
-            "tensorboard": (self.tensorboard is not False, ("extract", "plan")),
-            "devices": (self.devices is not None, spread),
-            "executor": (self.executor != ExecutorConfig(), spread),
-            "attribute": (self.attribute != AttributeConfig(), ("attribute",)),
-            "probe": (self.probe != ProbeConfig(), ("probe",)),
-            "similar": (self.similar != SimilarConfig(), ("similar",)),
-            "export": (self.export != ExportConfig(), ("export",)),
-            "report": (self.report != ReportConfig(), ("report",)),
-            "bench": (self.bench != BenchConfig(), ("bench",)),
-        }
-        for key, (given, jobs) in used.items():
-            if given and self.job.name not in jobs:
-                names = " and ".join(f"job={name}" for name in jobs)
-                hint = " What a run captures is named by layers." if key == "layer" else ""
-                raise ConfigError(f"{key} has an effect with {names} only.{hint}")
-        keys, why = _WITHOUT_EFFECT.get(self.job.name, ((), ""))
-        for key in keys:
-            if getattr(self, key) != _default(key):
-                raise ConfigError(f"{key} has no effect with job={self.job.name}: {why}.")
-        if self.job.name in _OF_A_STORE and self.store is None:
-            raise ConfigError(
-                f"job={self.job.name} needs store=DIR, the folder or features.h5 that it reads."
-            )
-        if self.retry_failed and self.overwrite:
-            raise ConfigError(
-                "retry_failed=true mends a store and overwrite=true deletes it; give one."
-            )
-        if self.grow and self.overwrite:
-            raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
 
     def allowed_failures(self, num_rows: int) -> int:
         """How many of num_rows images may fail before the exit code is 3."""
@@ -481,6 +351,19 @@ def with_statistics_at(config: Config, path: str | None) -> Config:
     if isinstance(layers, Mapping):
         layers = {name: moved(_as_reduce(value)) for name, value in layers.items()}
     return replace(config, layers=layers, reduce=moved(config.reduce))
+
+
+def in_this_process(config: Config) -> Config:
+    """A saved config, to compute as it says here and now, and nothing beside the features."""
+    return replace(
+        config,
+        overwrite=False,
+        grow=False,
+        tensorboard=False,
+        profile=False,
+        executor=ExecutorConfig(),
+        devices=None,
+    )
 
 
 def captures(config: Config) -> tuple[str, ...]:

@@ -39,6 +39,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def float64_home(device: torch.device) -> torch.device:
+    """Where float64 is computed of what is on a device: there, but Apple's GPUs have none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def choose_devices(name: str, devices: Any) -> list[torch.device]:
     """The device of each worker, for the keys `device` and `devices`.
 

@@ -22,10 +22,10 @@ from featx.attention import check_weights, needs_plain_attention, plain_attentio
 from featx.devices import exact_cuda, keep_freed_memory, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
-from featx.hooks import Keep, TapHooks, find_overwritten
+from featx.hooks import Expected, Keep, TapHooks, find_overwritten
+from featx.kept import Keeper
 from featx.models.base import Backbone
 from featx.projected import StoredReduce, bound_reduction
-from featx.reduce import VIEWS, Reduction
 from featx.rows import same_row
 from featx.targets import target_values
 from featx.traces import Tap, Trace
@@ -92,16 +92,10 @@ class Engine:
         self.model_seconds = 0.0
         self.copy_seconds = 0.0
         self._store_dtype = getattr(torch, store_dtype)
+        self._keeper = Keeper(self._store_dtype)
         self._module: nn.Module = backbone.module.to(device)
-        self._reductions: dict[str, Reduction] = {}
-        self._row_shapes: dict[str, tuple[int, ...]] = {}
         self._taps: list[Tap] = []
-        self._copied: frozenset[str] = frozenset()
         self._pairs: list[Pair] | None = None
-        self._views: set[str] = set()
-        self._watched: dict[str, tuple[torch.Tensor, int]] = {}
-        self._largest: dict[str, torch.Tensor] = {}
-        self._compute_dtypes: dict[str, torch.dtype] = {}
         self._order: list[str] = []
         self._traced: Trace | None = None
         self._operations: list[str] | None = None
@@ -156,50 +150,51 @@ class Engine:
         self._pairs = None
         if self._traced is not None:
             self._operations = self._traced.operations_up_to(self._taps) or None
-        for of_the_last in (self._row_shapes, self._reductions, self._views, self._largest):
-            of_the_last.clear()
         x = self._noise(_BIND_BATCH)
         # Copies of x, for a model may write to its input.
         forward = [tap for tap in self._taps if not tap.is_gradient]
-        self._copied = find_overwritten(self._module, forward, x.clone())
+        overwritten = find_overwritten(self._module, forward, x.clone())
+        self._keeper = Keeper(self._store_dtype, overwritten)
         hooks = self._tap_hooks(_clone)
         with torch.no_grad(), hooks:
             values = hooks.forward(x.clone())
             self._order = list(hooks.fired)
         if self._score is not None and hooks.numbers is not None:
             self._check_score(x, hooks.numbers)
-        silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in values]
+        self._check_order()
+        for tap, reduce in chosen:
+            self._expect(tap, reduce, values[tap.name])
+        self._check_rows(x, values)
+
+    def _check_order(self) -> None:
+        """Every tap fires once, as in the trace."""
+        promised = [tap.name for tap in self._taps]
+        silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in self._order]
         if silent:
             raise LayerError(
                 f"{', '.join(silent)}: no gradient of target={self._target} arrives there; what "
                 "the model returns does not depend on it."
             )
-        if sorted(self._order) != sorted(tap.name for tap in self._taps):
+        if sorted(self._order) != sorted(promised):
             raise RunError(
-                f"a second forward pass fired {self._order}, the trace promised "
-                f"{[tap.name for tap in self._taps]}. The model does different things for "
-                "different batches; featx cannot vouch for its rows."
+                f"a second forward pass fired {self._order}, the trace promised {promised}. The "
+                "model does different things for different batches; featx cannot vouch for its "
+                "rows."
             )
-        for tap, reduce in chosen:
-            shape = tuple(values[tap.name].shape)
-            if shape[:1] != (_BIND_BATCH,):
-                raise LayerError(
-                    f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
-                    "in front, so its rows cannot be told apart. Choose a layer around it."
-                )
-            if tap.capture == "attention":
-                check_weights(tap.name, values[tap.name])
-            self._row_shapes[tap.name] = shape[1:]
-            if reduce.name in VIEWS:
-                self._views.add(tap.name)
-            self._reductions[tap.name] = bound_reduction(
-                reduce,
-                tap.name,
-                shape[1:],
-                self.backbone.preprocess.crop,
-                self.backbone.num_prefix_tokens,
+
+    def _expect(self, tap: Tap, reduce: StoredReduce, value: torch.Tensor) -> None:
+        """Fix what is kept of a tap, by its tensor of a batch of noise."""
+        shape = tuple(value.shape)
+        if shape[:1] != (_BIND_BATCH,):
+            raise LayerError(
+                f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
+                "in front, so its rows cannot be told apart. Choose a layer around it."
             )
-        self._check_rows(x, values)
+        if tap.capture == "attention":
+            check_weights(tap.name, value)
+        crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
+        reduction = bound_reduction(reduce, tap.name, shape[1:], crop, num_prefix_tokens)
+        self._keeper.expect(tap, shape[1:], reduce.name, reduction)
 
     def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
         """The hooks of gradients must not change what the model computes."""
@@ -236,7 +231,7 @@ class Engine:
     def settle(self, compute: Compute) -> None:
         """Fix how features are computed; may be called again with another choice."""
         self._take(compute)
-        hooks = self._tap_hooks(self._keep, self._order, stop=not compute.compile)
+        hooks = self._tap_hooks(self._keeper.keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
@@ -251,16 +246,16 @@ class Engine:
         return self._module, self._noise(1)
 
     def _tap_hooks(
-        self, keep: Keep, expected: Sequence[str] | None = None, stop: bool = False
+        self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
     ) -> TapHooks:
-        return TapHooks(
-            self._module, self._taps, keep, expected, stop, self._score, self._operations
-        )
+        expected = Expected(fired, self._operations, stop)
+        return TapHooks(self._module, self._taps, keep, expected, self._score)
 
     def _take(self, compute: Compute) -> None:
         """Drop the hooks of the choice before, and bring the module into the memory format."""
         self._stack.close()
         self.compute = compute
+        self._keeper.compiled = compute.compile
         if compute.fold:
             self._stack.enter_context(folded(self._foldable()))
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
@@ -364,27 +359,15 @@ class Engine:
             yield self._module, self._memory_format(self._normalised(images))
 
     def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds.
-
-        Their largest value is above 0 and below 6.1e-5, the smallest number that float16 holds with
-        all its bits; far below, it holds zeros only.
-        """
-        smallest = torch.finfo(torch.float16).tiny
-        return {
-            name: ((largest > 0) & (largest < smallest)).cpu().numpy()
-            for name, largest in self._largest.items()
-        }
+        """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds."""
+        return self._keeper.faint_rows()
 
     def explain(
         self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
     ) -> str:
         """Why a stored row is not finite: what the layer gave before the cast."""
-        stored = self._store_dtype
-        self._store_dtype = torch.float32
-        try:
+        with self._keeper.uncast() as stored:
             value = self.run(images, labels)[name][row].flatten()
-        finally:
-            self._store_dtype = stored
         bad = value[~torch.isfinite(value)]
         if len(bad):
             return f"{bad[0].item()} in {self.compute.precision}"
@@ -397,18 +380,9 @@ class Engine:
         x = self._memory_format(self._noise(_BIND_BATCH))
         with torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
+        computed = self._keeper.compute_dtypes
         return [
-            LayerSpec(
-                name=tap.name,
-                layer=tap.layer,
-                capture=tap.capture,
-                reduce=reduce.name,
-                reduce_args=reduce.args,
-                shape=tuple(values[tap.name].shape[1:]),
-                dtype=str(self._store_dtype).removeprefix("torch."),
-                compute_dtype=str(self._compute_dtypes[tap.name]).removeprefix("torch."),
-            )
-            for tap, reduce in chosen
+            spec_of(tap, reduce, values[tap.name], computed[tap.name]) for tap, reduce in chosen
         ]
 
     def seconds_per_image(
@@ -433,49 +407,12 @@ class Engine:
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.no_grad(), self._autocast():
             values = dict(self._forward(self._memory_format(x)))
-            while written := self._written_again():
-                self._copied |= written
+            while self._keeper.copy_from_now_on():
                 values = dict(self._forward(self._memory_format(x)))
         for name, value in values.items():
             if len(value) != len(x):
                 raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")
         return values
-
-    def _written_again(self) -> frozenset[str]:
-        """The taps of the last pass that were written to after they had been kept, uncopied.
-
-        `bind` finds most of them, but an in-place clamp that changes nothing on noise may change
-        a picture, and what is a copy in one memory format or precision is none in another.
-        """
-        watched, self._watched = self._watched, {}
-        return frozenset(name for name, (x, version) in watched.items() if x._version != version)
-
-    def _keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
-        """Reduce and cast at once, while the tensor is as the layer made it."""
-        shape = tuple(tensor.shape)
-        if shape[1:] != self._row_shapes[tap.name]:
-            raise RunError(
-                f"{tap.name} gave {shape}, the probe saw rows of {self._row_shapes[tap.name]}."
-            )
-        tensor = tensor.detach()  # where gradients are taken, it hangs on its graph
-        self._compute_dtypes[tap.name] = tensor.dtype
-        reduced = self._reductions[tap.name](tensor)
-        stored = self._stored(tap.name, reduced)
-        if stored is not reduced or tap.name not in self._views:
-            return stored
-        # A compiled pass and inference tensors keep no count of writes; autograd adds to gradients.
-        if tap.is_gradient:
-            return stored.clone()
-        if tap.name in self._copied or self.compute.compile or tensor.is_inference():
-            return stored.clone()
-        self._watched[tap.name] = (tensor, tensor._version)
-        return stored
-
-    def _stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """(B, ...) of a dataset in the store's dtype; what float16 may lose is noted."""
-        if self._store_dtype == torch.float16 and value.dtype != torch.float16:
-            self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
-        return value.to(self._store_dtype)
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         x = images.to(self.device, non_blocking=True)
@@ -497,6 +434,28 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
         shape = (batch_size, 3, *self.backbone.preprocess.crop)
         return torch.randn(shape, generator=generator).to(self.device)
+
+
+def spec_of(
+    tap: Tap, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
+) -> LayerSpec:
+    """What a row of a dataset looks like.
+
+    Args:
+        tap, reduce: what is stored.
+        value: (B, ...) of it, in the store's dtype.
+        compute_dtype: in which it was computed.
+    """
+    return LayerSpec(
+        name=tap.name,
+        layer=tap.layer,
+        capture=tap.capture,
+        reduce=reduce.name,
+        reduce_args=reduce.args,
+        shape=tuple(value.shape[1:]),
+        dtype=str(value.dtype).removeprefix("torch."),
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+    )
 
 
 def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from featx.errors import LayerError, ReduceError
-from featx.hooks import elements, pick, with_element
 from featx.models.base import Backbone
+from featx.nested import path_to, pick, with_element
 from featx.reduce import channels_last, token_grid
-from featx.select import pick_path
 from featx.traces import Tap
 
 
@@ -49,10 +48,7 @@ def kept_output(module: nn.Module, tap: Tap | None) -> Iterator[list[torch.Tenso
         if torch.is_grad_enabled() and not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()
         kept.append(tensor)
-        path = pick_path(
-            tap.name, {p: tuple(x.shape) for p, x in elements(output).items()}, tap.path
-        )
-        return with_element(output, path, tensor.clone())
+        return with_element(output, path_to(output, tap), tensor.clone())
 
     layers = dict(module.named_modules(remove_duplicate=False))
     handle = layers[tap.module].register_forward_hook(hook)

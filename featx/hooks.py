@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 
 from featx.attention import weight_hooks
 from featx.errors import LayerError, RunError
+from featx.nested import elements, path_to, pick, with_element
 from featx.operations import Watch, unwatched
-from featx.select import pick_path
-from featx.traces import Path, Tap
+from featx.traces import Tap
 
 Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
 
@@ -24,30 +25,62 @@ class StopForward(BaseException):
     """Ends a forward pass after the last tap; no `except Exception` in a model swallows it."""
 
 
-def elements(value: Any) -> dict[Path, torch.Tensor]:
-    """Every tensor in a nested output, by its way in; () for a plain tensor."""
-    if isinstance(value, torch.Tensor):
-        return {(): value}
-    if isinstance(value, Mapping):
-        items: list[tuple[str | int, Any]] = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, tuple | list):
-        items = list(enumerate(value))
-    else:
-        return {}
-    return {(step, *way): x for step, part in items for way, x in elements(part).items()}
+@dataclass(frozen=True)
+class Expected:
+    """What a pass does, as an earlier one has shown; a pass that does anything else is an error.
 
-
-def pick(value: Any, tap: Tap) -> torch.Tensor:
-    """The tensor of a nested value that a tap means.
-
-    Raises:
-        LayerError: it is not there, or there are several to choose from.
+    Attributes:
+        fired: names of the taps in the order in which they fire; None where it is not known yet.
+        operations: what `Trace.operations_up_to` says of the taps; None where any may run.
+        stop: end the pass by an exception after the last of `fired`; not under torch.compile, which
+            drops what nobody reads by itself, and not where gradients are taken, which come after
+            the pass.
     """
-    if isinstance(value, torch.Tensor) and tap.path == ():
-        return value
-    found = elements(value)
-    shapes = {path: tuple(x.shape) for path, x in found.items()}
-    return found[pick_path(tap.name, shapes, tap.path)]
+
+    fired: Sequence[str] | None = None
+    operations: Sequence[str] | None = None
+    stop: bool = False
+
+    def ends_after(self, fired: Sequence[str]) -> bool:
+        """Whether the pass is to be ended now that these have fired."""
+        return self.stop and self.fired is not None and len(fired) >= len(self.fired)
+
+    def check(self, fired: Sequence[str], done: Sequence[str], num_done: int) -> None:
+        """Compare a pass with what was expected.
+
+        Args:
+            fired: names of taps, in order.
+            done: operations of the modules that have one tapped, in order.
+            num_done: how many of them there were when the last tapped one had run.
+
+        Raises:
+            RunError: it has done something else.
+        """
+        missing = [name for name in self.fired or () if name not in fired]
+        if not missing:
+            self._check_operations(done, num_done)
+        if self.fired is not None and list(fired) != list(self.fired):
+            raise RunError(
+                f"the forward pass differs from the probe's: {missing or list(fired)} "
+                f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
+                "does different things for different batches; featx cannot vouch for its rows."
+            )
+
+    def _check_operations(self, done: Sequence[str], num_done: int) -> None:
+        if self.operations is None or list(done[:num_done]) == list(self.operations):
+            return
+        done = done[: max(num_done, len(self.operations))]
+        pairs = itertools.zip_longest(done, self.operations, fillvalue="nothing")
+        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RunError(
+            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
+            "The model does different things for different batches, so a name means different "
+            "operations; featx cannot vouch for its rows."
+        )
+
+
+ANYTHING = Expected()
+"""Of a pass that nobody has seen yet."""
 
 
 class TapHooks:
@@ -58,14 +91,9 @@ class TapHooks:
         taps: what to take.
         keep: what becomes of a tensor at once, while it is as the layer made it: (tap, tensor)
             -> tensor, such as a reduction and a cast.
-        expected: names of the taps in the order in which they fire. With it, the pass is ended
-            after the last one (where `stop` is set) and any other order is an error.
-        stop: end the pass early by an exception; not under torch.compile, which drops what nobody
-            reads by itself, and not where gradients are taken, which come after the pass.
+        expected: what each pass of `forward` has to do, and whether it is ended early.
         score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
             `forward` where a tap is a gradient.
-        operations: what `Trace.operations_up_to` says of the taps. With it, a pass that does other
-            operations is an error.
         optional: names of taps that stay silent where a module's output lacks their element.
 
     Attributes:
@@ -81,17 +109,14 @@ class TapHooks:
         module: nn.Module,
         taps: Sequence[Tap],
         keep: Keep = lambda tap, x: x,
-        expected: Sequence[str] | None = None,
-        stop: bool = False,
+        expected: Expected = ANYTHING,
         score: Callable[[Any], torch.Tensor] | None = None,
-        operations: Sequence[str] | None = None,
         optional: Sequence[str] = (),
     ) -> None:
         self._module = module
         self._score = score
         self._keep = keep
-        self._expected = list(expected) if expected is not None else None
-        self._stop = stop
+        self._expected = expected
         self._handles: list[Any] = []
         self.values: dict[str, torch.Tensor] = {}
         self.fired: list[str] = []
@@ -99,7 +124,6 @@ class TapHooks:
         self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
         self._operations: dict[str, list[Tap]] = {}
-        self._expected_operations = list(operations) if operations is not None else None
         self._optional = set(optional)
         self.done: list[str] = []
         self._num_done = 0
@@ -163,7 +187,7 @@ class TapHooks:
         """One pass; returns what the taps gave.
 
         Raises:
-            RunError: a tap did not fire, or fired in another order than expected.
+            RunError: it does other things than expected.
         """
         self.reset()
         if self._score is None:
@@ -171,29 +195,8 @@ class TapHooks:
                 self._module(x)
         else:
             self._backward(x)
-        missing = [name for name in self._expected or () if name not in self.fired]
-        if not missing:
-            self._check_operations()
-        if self._expected is not None and self.fired != self._expected:
-            raise RunError(
-                f"the forward pass differs from the probe's: {missing or self.fired} "
-                f"{'did not fire' if missing else 'fired'}, expected {self._expected}. The model "
-                "does different things for different batches; featx cannot vouch for its rows."
-            )
+        self._expected.check(self.fired, self.done, self._num_done)
         return self.values
-
-    def _check_operations(self) -> None:
-        expected = self._expected_operations
-        if expected is None or self.done[: self._num_done] == expected:
-            return
-        done = self.done[: max(self._num_done, len(expected))]
-        pairs = itertools.zip_longest(done, expected, fillvalue="nothing")
-        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
-        raise RunError(
-            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
-            "The model does different things for different batches, so a name means different "
-            "operations; featx cannot vouch for its rows."
-        )
 
     def _backward(self, x: torch.Tensor) -> None:
         """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
@@ -237,8 +240,7 @@ class TapHooks:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = [*args, *kwargs.values()]
             for tap in self._meant(key, taps):
-                shapes = {path: tuple(x.shape) for path, x in elements(given).items()}
-                path = pick_path(tap.name, shapes, tap.path)
+                path = path_to(given, tap)
                 with unwatched():
                     own = elements(given)[path].clone()
                 self._await_gradient(tap, own)
@@ -295,9 +297,7 @@ class TapHooks:
             with unwatched():
                 self.values[tap.name] = self._keep(tap, pick(value, tap))
             self.fired.append(tap.name)
-        if not taps:
-            return
-        if self._stop and self._expected is not None and len(self.fired) >= len(self._expected):
+        if taps and self._expected.ends_after(self.fired):
             raise StopForward
 
 
@@ -311,21 +311,6 @@ def _refuse_compiled(module: nn.Module, operation: str) -> None:
             f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
             "in the model as it was before torch.compile, or name a module."
         )
-
-
-def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
-    """A nested value with one tensor replaced; the containers on the way are copied."""
-    if not path:
-        return new
-    step, *rest = path
-    if isinstance(value, Mapping):
-        key = next(key for key in value if str(key) == str(step))
-        kind: Any = type(value)
-        return kind({**value, key: with_element(value[key], tuple(rest), new)})
-    items = list(value)
-    items[int(step)] = with_element(items[int(step)], tuple(rest), new)
-    named = hasattr(value, "_fields")  # a named tuple takes its items one by one
-    return type(value)(*items) if named else type(value)(items)
 
 
 def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featx.options import VIEWS_OF_LAYERS
-from featx.progress import size_text, table
+from featx.progress import size_text
+from featx.text_table import table
 from featx.traces import Call, Operation, Path, Trace, element_name
 
 if TYPE_CHECKING:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import Config, with_statistics_at
+from featx.config import Config, in_this_process, with_statistics_at
 from featx.data.base import FolderSource
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 from featx.features import compute_rows
 from featx.keys import from_saved
 from featx.loop import Figures, run_parts
-from featx.options import DataConfig, ExecutorConfig, ModelConfig
+from featx.options import DataConfig, ModelConfig
 from featx.prepare import Prepared, prepare
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
@@ -172,7 +172,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         raise ConfigError(f"{path} was fitted on heat maps; job=predict does features only.")
     refuse_unnamed_code(config, before, str(path))
     return replace(
-        before,
+        in_this_process(before),
         job=replace(before.job, name="extract", json=False, show="shapes"),
         data=_pictures(config.data, before.data),
         device=config.device,
@@ -181,12 +181,6 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         precision=about["resolved"].get("precision", before.precision),
         max_failures=config.max_failures,
         nonfinite="record",
-        overwrite=False,
-        grow=False,
-        tensorboard=False,
-        profile=False,
-        executor=ExecutorConfig(),
-        devices=None,
     )
 
 

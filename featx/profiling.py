@@ -18,7 +18,7 @@ from torch import nn
 
 from featx.calls import OpenCall, every_call
 from featx.devices import synchronise
-from featx.hooks import elements
+from featx.nested import elements
 from featx.operations import Watch, unwatched
 from featx.traces import Path
 

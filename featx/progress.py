@@ -93,25 +93,6 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned columns; the first `left` ones flush left, numbers flush right.
-
-    A name in the header may have several lines, divided by newlines.
-    """
-    depth = max(name.count("\n") for name in header)
-    split = [("\n" * (depth - name.count("\n")) + name).split("\n") for name in header]
-    every = [*zip(*split, strict=True), *rows]
-    widths = [max(len(row[i]) for row in every) for i in range(len(header))]
-    lines = []
-    for row in every:
-        cells = [
-            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
-
-
 def size_text(num_bytes: float) -> str:
     """Bytes for people: '2.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import Config, layer_requests, with_statistics_at
+from featx.config import Config, in_this_process, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
 from featx.features import compute_rows
 from featx.keys import data_of_saved, from_saved
 from featx.object_path import is_url
-from featx.options import PROJECTIONS, ExecutorConfig, ReduceConfig
+from featx.options import PROJECTIONS, ReduceConfig
 from featx.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run
@@ -119,18 +119,12 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     device = before.device if config.device == "auto" else config.device
     before = with_statistics_at(before, config.reduce.stats)
     return replace(
-        before,
+        in_this_process(before),
         data=data,
         device=device,
         out=str(root),
         pack="auto" if is_url(root) else before.pack,  # it may have been copied to a bucket
-        overwrite=False,
-        grow=False,
         retry_failed=False,
-        tensorboard=False,
-        profile=False,
-        executor=ExecutorConfig(),
-        devices=None,
     )
 
 

@@ -1,15 +1,6 @@
 """Layer names, globs and presets -> taps: what exactly is taken from one model.
 
 Everything is decided on a Trace, the record of one forward pass; nothing here runs a model.
-
-    layer4              the module's output
-    relu@2              its second call, where a module is called several times
-    encoder[0]  blk.h   one element of a tuple or a dict
-    layer*              a glob: * within one part of a dotted name, ** across parts
-    layer4:input        what goes into the layer, instead of what comes out; also behind a glob
-    layer4:grad_output  the gradient of the target where it comes out, :grad_input where it goes in
-    blocks.3.attn:attention  the weights of an attention module, (N, heads, T, T)
-    layer1.0.add        an operation that no module owns, named as torch.fx names it
 """
 
 from __future__ import annotations
@@ -20,7 +11,16 @@ from dataclasses import dataclass
 
 from featx.errors import ConfigError, LayerError, nearest
 from featx.globs import glob_to_regex
-from featx.options import CAPTURES, PRESETS, ReduceConfig
+from featx.layer_names import (
+    check_operation_capture,
+    no_layer,
+    parse_operation,
+    parse_tap,
+    split_capture,
+    with_capture,
+)
+from featx.nested import pick_path
+from featx.options import PRESETS, ReduceConfig
 from featx.stages import find_stages
 from featx.traces import Call, Path, Tap, Trace, element_name
 
@@ -78,59 +78,13 @@ def _taps(
             yield embedding_tap(trace, classifier)
         elif name == "stages":
             found = list(stages) if stages is not None else find_stages(trace)
-            yield from (named_tap(_with_capture(stage, capture), trace) for stage in found)
+            yield from (named_tap(with_capture(stage, capture), trace) for stage in found)
         else:
             yield from _every_tap(trace, name == "leaves", capture, left_out)
     elif any(sign in name for sign in "*?"):
         yield from _globbed(name, capture, trace, left_out)
     else:
         yield named_tap(request, trace)
-
-
-def split_capture(request: str) -> tuple[str, str]:
-    """'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output').
-
-    Raises:
-        LayerError: there is no such kind of capture.
-    """
-    name, colon, capture = request.partition(":")
-    if colon and capture not in CAPTURES:
-        raise LayerError(
-            f"{request!r}: behind the colon stands what to capture, one of {', '.join(CAPTURES)}."
-        )
-    return name, capture or "output"
-
-
-def _with_capture(name: str, capture: str) -> str:
-    """The dataset's name: what is not an output has its kind appended."""
-    return name if capture == "output" else f"{name}:{capture}"
-
-
-def parse_tap(
-    request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
-) -> Tap:
-    """The tap of one exact name, with its @call and its way into a nested output.
-
-    Args:
-        request: as the user wrote it.
-        names: every module name of the model -> its first name.
-        known_names: what a message may propose, the modules where not given.
-
-    Raises:
-        LayerError: the model has no such module.
-    """
-    known_names = list(names) if known_names is None else known_names
-    name, capture = split_capture(request)
-    module, rest = _split(name, names)
-    found = re.fullmatch(r"(?:@(\d+))?((?:\[\d+\]|\.\w+)*)", rest)
-    if not module or found is None:
-        raise _no_layer(name, known_names)
-    path = tuple(
-        int(step[1:-1]) if step.startswith("[") else step[1:]
-        for step in re.findall(r"\[\d+\]|\.\w+", found.group(2))
-    )
-    call = int(found.group(1)) if found.group(1) else None
-    return Tap(_with_capture(name, capture), module, capture, call, path)
 
 
 def named_tap(request: str, trace: Trace) -> Tap:
@@ -163,34 +117,11 @@ def named_tap(request: str, trace: Trace) -> Tap:
     tensors = call.tensors(tap.capture)
     if tap.path and list(call.outputs) == [()] and "output" in tap.capture:
         # layer4.7, where layer4 is one tensor: a typo
-        raise _no_layer(split_capture(request)[0], trace.known_names())
+        raise no_layer(split_capture(request)[0], trace.known_names())
     if tap.capture == "attention" and not tensors:
         raise _no_attention(call, trace)
     _check_element(request, tensors, tap.path, trace.batch_size)
     return tap
-
-
-def parse_operation(request: str) -> tuple[str, str, Path] | None:
-    """'blk.chunk[1]:grad_output' -> ('blk.chunk', 'grad_output', (1,)), or None for another form.
-
-    Raises:
-        LayerError: operations have no such kind of capture.
-    """
-    name, capture = split_capture(request)
-    found = re.fullmatch(r"([\w.-]+?)((?:\[\d+\])*)", name)
-    if found is None:
-        return None
-    path = tuple(int(step) for step in re.findall(r"\d+", found.group(2)))
-    return found.group(1), capture, path
-
-
-def check_operation_capture(request: str, capture: str) -> None:
-    """Raise a LayerError where an operation has no such kind of capture."""
-    if capture not in ("output", "grad_output"):
-        raise LayerError(
-            f"{request!r}: that is an operation, no module; it has an output and a grad_output, "
-            f"and no {capture}. Name the layer or the operation before it."
-        )
 
 
 def _operation_tap(request: str, trace: Trace) -> Tap | None:
@@ -208,7 +139,7 @@ def _operation_tap(request: str, trace: Trace) -> Tap | None:
         return None
     check_operation_capture(request, capture)
     _check_element(request, operation.outputs, path, trace.batch_size)
-    named = _with_capture(name + element_name(path), capture)
+    named = with_capture(name + element_name(path), capture)
     return Tap(named, operation.module, capture, None, path, name)
 
 
@@ -238,42 +169,6 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
     return LayerError(
         f"{call.module}:attention: a {call.type_name} is no attention module that featx can ask "
         f"for its weights. {way}"
-    )
-
-
-def _no_layer(request: str, names: Sequence[str]) -> LayerError:
-    return LayerError(
-        f"there is no layer {request!r} in this model."
-        f"{nearest(request, [name for name in names if name])} "
-        f"The presets are {', '.join(PRESETS)}; job=layers lists every layer."
-    )
-
-
-def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
-    """The way to the one tensor meant; () means the only one there is.
-
-    Args:
-        request: for the message.
-        elements: the ways into a nested value -> shape.
-        path: what was asked for.
-
-    Raises:
-        LayerError: it is not there, or () and there are several; the message lists them.
-    """
-    if path in elements:
-        return path
-    if path == () and len(elements) == 1:
-        return next(iter(elements))
-    listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
-    name, colon, capture = request.partition(":")
-    plain = name.removesuffix(element_name(path))
-    gives = "takes" if colon else "gives"
-    example = plain + element_name(next(iter(elements), ())) + colon + capture
-    if list(elements) == [()]:
-        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
-    raise LayerError(
-        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
-        + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
     )
 
 
@@ -318,9 +213,9 @@ def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str
         tensors = call.tensors(capture)
         single = len(tensors) == 1
         if not tensors:
-            left_out.append(f"{_with_capture(stem, capture)} (no tensor)")
+            left_out.append(f"{with_capture(stem, capture)} (no tensor)")
         for path, shape in tensors.items():
-            name = _with_capture(stem if single else stem + element_name(path), capture)
+            name = with_capture(stem if single else stem + element_name(path), capture)
             if not shape or shape[0] != trace.batch_size:
                 left_out.append(f"{name} {shape} (the batch is not in front)")
             else:
@@ -334,7 +229,7 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
     fired = [name for name in matches if trace.names[name] in trace.by_module]
     operations = [name for name in trace.by_operation if pattern.fullmatch(name)]
     if operations and not matches:
-        yield from (named_tap(_with_capture(name, capture), trace) for name in operations)
+        yield from (named_tap(with_capture(name, capture), trace) for name in operations)
         return
     if not fired:
         what = "names only layers that are never called" if matches else "matches no layer"
@@ -346,15 +241,7 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
     left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
     for name in sorted(fired, key=lambda name: order[trace.names[name]]):
-        yield named_tap(_with_capture(name, capture), trace)
-
-
-def _split(request: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The longest module name the request begins with, and the rest."""
-    for end in range(len(request), 0, -1):
-        if request[:end] in names and (end == len(request) or request[end] in "@[."):
-            return request[:end], request[end:]
-    return "", request
+        yield named_tap(with_capture(name, capture), trace)
 
 
 def _check_element(

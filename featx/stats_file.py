@@ -21,7 +21,8 @@ import numpy as np
 import torch
 
 from featx.errors import LayerError, StoreError, nearest
-from featx.moments import Moments, StatsLayer
+from featx.moments import Moments
+from featx.part_moments import StatsLayer
 from featx.store import layout
 from featx.store.files import check_plain, damage_text, open_for_a_look
 from featx.types import Failure, Status

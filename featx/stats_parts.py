@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from featx.errors import LayerError, StoreError
-from featx.moments import Moments, is_aligned
+from featx.moments import Moments
+from featx.part_moments import is_aligned
 from featx.stats_file import DamagedError
 from featx.stats_tree import MomentsTree, spans_in
 from featx.store import layout

@@ -17,7 +17,8 @@ from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
 from featx.failed_rows import failures_text
 from featx.loop import peak_memory_mib
-from featx.moments import Moments, StatsLayer
+from featx.moments import Moments
+from featx.part_moments import StatsLayer
 from featx.prepare import Prepared, prepare
 from featx.progress import announce, complain, describe_run, size_text
 from featx.projection import frechet_distance

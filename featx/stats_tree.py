@@ -14,7 +14,8 @@ from typing import Any
 
 from featx.errors import StoreError, StoreMismatchError
 from featx.fingerprint import differences, digest
-from featx.moments import Moments, StatsLayer, cut_row, is_aligned
+from featx.moments import Moments
+from featx.part_moments import StatsLayer, cut_row, is_aligned
 from featx.stats_file import (
     PARTS_FOLDER,
     STATS_FORMAT,

@@ -14,7 +14,8 @@ from featx.devices import synchronise
 from featx.errors import RunError
 from featx.failed_rows import failures_of
 from featx.fingerprint import differences
-from featx.moments import Moments, PartMoments, StatsLayer
+from featx.moments import Moments
+from featx.part_moments import PartMoments, StatsLayer
 from featx.prepare import Prepared
 from featx.reduce import positions_last
 from featx.stats_file import PARTS_FOLDER, STATS_FILE, statistics_begun

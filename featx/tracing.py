@@ -12,7 +12,7 @@ from torch.overrides import resolve_name
 from torch.utils.hooks import RemovableHandle
 
 from featx.attention import WeightShapes
-from featx.hooks import elements
+from featx.nested import shapes_of
 from featx.operations import Watch
 from featx.process import ProcessSetting
 from featx.traces import Call, Operation, Trace
@@ -84,7 +84,6 @@ class _Calls:
         ]
 
     def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs = elements([*args, *kwargs.values()])
         shown = self._weights.of_call(module, args, kwargs)
         flops = self._flops() - self._started[name].pop()
         self.found.append(
@@ -95,8 +94,8 @@ class _Calls:
                 is_leaf=not any(True for _ in module.children()),
                 is_linear=_is_linear(module),
                 num_parameters=sum(p.numel() for p in module.parameters()),
-                outputs={path: tuple(t.shape) for path, t in elements(output).items()},
-                inputs={path: tuple(t.shape) for path, t in inputs.items()},
+                outputs=shapes_of(output),
+                inputs=shapes_of([*args, *kwargs.values()]),
                 mflops=flops / self._batch_size / 1e6,
                 attention={} if shown is None else {(): shown},
             )
@@ -112,9 +111,9 @@ class _Operations:
         self._last: Any = None
 
     def add(self, name: str, module: str, function: Any, result: Any) -> None:
-        shapes = {path: tuple(t.shape) for path, t in elements(result).items()}
         full = resolve_name(function) or function.__name__
-        self.found.append(Operation(name, module, full, shapes, len(self._calls), False))
+        place = len(self._calls)
+        self.found.append(Operation(name, module, full, shapes_of(result), place, False))
         self._last = result
 
     def returned(self, module: str, output: Any) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from featx.calls import OpenCall, every_call
 from featx.devices import synchronise
 from featx.errors import ModelError
-from featx.hooks import elements
+from featx.nested import elements
 
 
 def watch(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:

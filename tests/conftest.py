@@ -135,6 +135,12 @@ def _settings_as_they_were() -> Iterator[None]:
 
 
 @pytest.fixture
+def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For many small stores: nobody pulls the plug here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture
 def one_thread() -> Iterator[None]:
     """For matrices so small that two threads wait for each other on a busy machine."""
     import torch

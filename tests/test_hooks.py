@@ -9,8 +9,9 @@ from torch import nn
 
 import featx
 from featx.errors import LayerError, RunError
-from featx.hooks import StopForward, TapHooks, elements, find_overwritten
+from featx.hooks import Expected, StopForward, TapHooks, find_overwritten
 from featx.models.base import state_sha256
+from featx.nested import elements
 from featx.traces import Tap
 from featx.tracing import trace
 
@@ -240,8 +241,8 @@ def test_the_users_own_hooks_stay(x: torch.Tensor) -> None:
 
 def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: torch.Tensor) -> None:
     model = Chain().eval()
-    expected = ["steps.1", "steps.3"]
-    with TapHooks(model, taps("steps.3", "steps.1"), expected=expected, stop=True) as hooks:
+    expected = Expected(["steps.1", "steps.3"], stop=True)
+    with TapHooks(model, taps("steps.3", "steps.1"), expected=expected) as hooks:
         values = hooks.forward(x)
     # steps.3 ran, but its caller never saw it return.
     assert model.calls == [1, 1, 1, 0, 0]
@@ -256,7 +257,7 @@ def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: tor
 
 def test_hooks_are_gone_after_an_early_stop(x: torch.Tensor) -> None:
     model = Chain().eval()
-    with TapHooks(model, taps("steps.0"), expected=["steps.0"], stop=True) as hooks:
+    with TapHooks(model, taps("steps.0"), expected=Expected(["steps.0"], stop=True)) as hooks:
         with pytest.raises(StopForward):
             model(x)
         assert list(hooks.forward(x)) == ["steps.0"]
@@ -281,7 +282,7 @@ def test_a_model_that_catches_every_exception_still_stops(x: torch.Tensor) -> No
             return self.second(x)
 
     model = Stubborn().eval()
-    with TapHooks(model, taps("first"), expected=["first"], stop=True) as hooks:
+    with TapHooks(model, taps("first"), expected=Expected(["first"], stop=True)) as hooks:
         values = hooks.forward(x)
     assert model.seen == 0
     assert torch.equal(values["first"], model.first(x))
@@ -304,7 +305,8 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
 
     model = Moody()
     x = torch.ones(2, 3, 4, 4)
-    with TapHooks(model, taps("a", "b", "c"), expected=["a", "c", "b"], stop=stop) as hooks:
+    expected = Expected(["a", "c", "b"], stop=stop)
+    with TapHooks(model, taps("a", "b", "c"), expected=expected) as hooks:
         assert set(hooks.forward(x)) == {"a", "b", "c"}
         with pytest.raises(RunError, match=r"fired, expected \['a', 'c', 'b'\]"):
             hooks.forward(20 * x)

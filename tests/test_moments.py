@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from made_store import make_header, make_spec
 
 from featx import moments as moments_module
-from featx import stats_file
+from featx import part_moments, stats_file
 from featx.errors import (
     ConfigError,
     LayerError,
@@ -37,7 +37,8 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
-from featx.moments import Moments, PartMoments, StatsLayer, check_size
+from featx.moments import Moments, check_size
+from featx.part_moments import PartMoments, StatsLayer
 from featx.projection import frechet_distance, principal_components, whitening
 from featx.stats_file import open_stats
 from featx.stats_parts import MomentsOfParts
@@ -107,7 +108,7 @@ def test_blocks_and_updates_and_merges_give_the_moments_of_all_rows(
 ) -> None:
     rows = made_rows(300, 5)
     x = rows.numpy()
-    monkeypatch.setattr(moments_module, "LEAF_BYTES", 8 * 5 * 16)
+    monkeypatch.setattr(moments_module, "BLOCK_BYTES", 8 * 5 * 16)
     updated = Moments.empty(5, kind)
     for batch in rows.split([1, 99, 0, 200]):
         updated.update(batch)
@@ -497,7 +498,7 @@ def check_same_bytes(
 ) -> None:
     run = Run(num_rows, 1 << log_part_rows, sorted(row for row in failed if row < num_rows))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(moments_module, "LEAF_ROWS", 4)
+        patch.setattr(part_moments, "LEAF_ROWS", 4)
         expected = sha256(run.whole(root / "whole"))
         for dies_at in [*deaths, 0]:
             try:
@@ -578,7 +579,7 @@ def test_parts_of_any_length_give_the_same_bits(
     for part_rows in (8, 32, 512):
         root = tmp_path_factory.mktemp("run")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(moments_module, "LEAF_ROWS", 8)
+            patch.setattr(part_moments, "LEAF_ROWS", 8)
             found.add(sha256(Run(num_rows, part_rows, failures).whole(root)))
     assert len(found) == 1
 
@@ -586,7 +587,7 @@ def test_parts_of_any_length_give_the_same_bits(
 def test_leaves_of_few_rows_where_rows_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(50, 64, failed=[7])
     expected = run.of(run.parts()[0], [50])
-    monkeypatch.setattr(moments_module, "LEAF_BYTES", 1)
+    monkeypatch.setattr(moments_module, "BLOCK_BYTES", 1)
     found = run.of(run.parts()[0], [50])
     for name, moments in found.items():
         assert moments.count == expected[name].count

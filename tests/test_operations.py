@@ -18,10 +18,11 @@ import featx
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
 from featx.hooks import TapHooks, find_overwritten
+from featx.layer_names import parse_operation
 from featx.operations import Watch, plain_name
 from featx.options import ReduceConfig
 from featx.profiling import measure_operations
-from featx.select import parse_operation, select
+from featx.select import select
 from featx.traces import Tap
 from featx.tracing import trace
 

@@ -25,8 +25,9 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
-from featx.moments import Moments, StatsLayer
+from featx.moments import Moments
 from featx.options import ReduceConfig
+from featx.part_moments import StatsLayer
 from featx.projected import ProjectedReduce, first_reduction
 from featx.projection import Projection
 from featx.stats_file import file_bytes

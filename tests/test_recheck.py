@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from tiny_model import MODEL, run_job, write_picture
+from tiny_model import MODEL, extract_in_steps, run_job, write_picture
 from tiny_model import extract as extract_and_pack
 
 from featx.errors import StoreMismatchError
@@ -251,10 +251,7 @@ def test_a_part_lost_of_a_store_that_grew_in_layers_and_rows(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last run made a layer that is finished and one that is not."""
-    limited = {"name": "folder", "root": str(photos), "limit": 10}
-    extract(limited)
-    extract(limited, layers=["pool"])
-    extract(photos, layers=["conv", "pool"], grow=True)
+    extract_in_steps(photos, pack=False)
     Path("store/parts/part-000001.h5").unlink()
     code, found = sample(capsys)
     assert code == verify.EXIT_INCOMPLETE

@@ -11,10 +11,11 @@ from torch import nn
 
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
+from featx.layer_names import parse_tap
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.options import ModelConfig, ReduceConfig
-from featx.select import Selection, parse_tap, select
+from featx.select import Selection, select
 from featx.traces import Trace
 from featx.tracing import no_fast_path, trace
 

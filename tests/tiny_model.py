@@ -106,6 +106,14 @@ def extract(data: object, **keys: Any) -> featx.FeatureStore:
     return featx.extract(**{**KEYS, "data": data, **keys})
 
 
+def extract_in_steps(photos: Path, **keys: Any) -> None:
+    """A store that grew: ten rows, one more layer of them, and then the other rows of both."""
+    limited = {"name": "folder", "root": str(photos), "limit": 10}
+    extract(limited, **keys)
+    extract(limited, layers=["pool"], **keys)
+    extract(photos, layers=["conv", "pool"], grow=True, **keys)
+
+
 def run_job(job: str, *, json: bool = False, **keys: Any) -> int:
     """The exit code of a job as the command runs it; its errors come through."""
     if job == "verify":

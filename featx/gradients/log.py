@@ -29,6 +29,7 @@ from featx.gradients.alarms import (
 )
 from featx.gradients.flow import Flow
 from featx.gradients.norms import by_module, norm_of_norms, norms_of, to_host
+from featx.text_table import table
 
 
 @contextlib.contextmanager
@@ -141,7 +142,8 @@ class GradientLog:
         `output` is the gradient at the module's output, with its least, median and largest value;
         `parameters` is that of the module's own parameters, in the last step.
         """
-        rows = [["layer", "type", "steps", "output", "min", "median", "max", "parameters"]]
+        header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
+        rows = []
         for name, kind in self._types.items():
             flow = [step.layers[name] for step in self.steps if name in step.layers]
             norms = [by_module(step.parameters).get(name) for step in self.steps]
@@ -154,16 +156,7 @@ class GradientLog:
             if flow or own:
                 steps = str(max(len(flow), len(own)))
                 rows.append([name or "(model)", kind, steps, *cells, last])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                [
-                    *(cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True)),
-                    *(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True)),
-                ]
-            )
-            for row in rows
-        )
+        return table(header, rows, left=2)
 
     def _attach(self, layers: Sequence[str] | None) -> None:
         modules = dict(self._model.named_modules())

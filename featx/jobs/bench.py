@@ -16,7 +16,8 @@ from featx.bench.photos import make_photos
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.options import DataConfig
-from featx.progress import complain, say, table
+from featx.progress import complain, say
+from featx.text_table import table
 
 SCRIPT = "the user's script"
 

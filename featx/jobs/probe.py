@@ -7,8 +7,9 @@ from typing import Any
 
 from featx.config import Config
 from featx.object_path import place_of
-from featx.progress import complain, facts, say, table
+from featx.progress import complain, facts, say
 from featx.store import layout
+from featx.text_table import table
 
 
 def run(config: Config, config_yaml: str) -> int:

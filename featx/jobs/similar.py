@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from featx.config import Config
 from featx.errors import ConfigError
-from featx.progress import CountProgress, complain, facts, say, table
+from featx.progress import CountProgress, complain, facts, say
 from featx.similarity.duplicates import cosines_to_first, duplicate_groups
 from featx.similarity.index import RowIndex
 from featx.similarity.neighbours import Neighbours, nearest_rows
@@ -21,6 +21,7 @@ from featx.similarity.representation import ROWS, LayerLikeness, layer_likeness
 from featx.store.commit import Disk
 from featx.store.matching import matching_layers
 from featx.store.reader import FeatureStore
+from featx.text_table import table
 
 CSV_PAIRS = 1_000_000
 """More pairs than this are in neighbours.npz only."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.devices import float64_home
 from featx.errors import StoreError
 from featx.object_path import ObjectPath
 from featx.probe.data import Features
@@ -47,8 +48,7 @@ def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
     """
-    # Apple's GPUs have no float64.
-    wide = torch.device("cpu") if features.device.type == "mps" else features.device
+    wide = float64_home(features.device)
     count = 0
     mean = torch.zeros(features.width, dtype=torch.float64, device=wide)
     scatter = torch.zeros_like(mean)

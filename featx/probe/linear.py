@@ -92,7 +92,7 @@ def fit_logistic(
         start: where to begin; zeros when not given.
         last: of several fits: a small matrix is then taken in float64, up to FINAL_TOLERANCE.
     """
-    device, count = x.device, len(x)
+    device = x.device
     # Apple's GPUs have no float64.
     wide = torch.float32 if device.type == "mps" else torch.float64
     exact = last and x.numel() <= EXACT_NUMBERS
@@ -102,20 +102,7 @@ def fit_logistic(
     if start is not None:
         weight.copy_(start.weight)
         bias.copy_(start.bias)
-    rows = torch.arange(count, device=device)
-
-    def closure() -> torch.Tensor:
-        """The loss; gradients by hand need neither a graph nor a second copy of the logits."""
-        logits = (x @ weight.to(x.dtype).T).to(wide) + bias
-        log_p = logits - logits.logsumexp(1, keepdim=True)
-        loss = -log_p[rows, y].mean() + l2 / 2 * weight.square().sum()
-        residual = log_p.exp_()
-        residual[rows, y] -= 1
-        residual /= count
-        weight.grad = (residual.to(x.dtype).T @ x).to(wide) + l2 * weight
-        bias.grad = residual.sum(0)
-        return loss
-
+    objective = _Objective(x, y, l2, weight, bias)
     search = torch.optim.LBFGS(
         [weight, bias],
         max_iter=MAX_ITERATIONS,
@@ -125,14 +112,51 @@ def fit_logistic(
         history_size=10,
         line_search_fn="strong_wolfe",
     )
-    with threads_for(x.numel(), x.device):
-        search.step(closure)  # type: ignore[no-untyped-call]
-        closure()
+    with threads_for(x.numel(), device):
+        search.step(objective)  # type: ignore[no-untyped-call]
+        objective()
     assert weight.grad is not None
     assert bias.grad is not None
     gradient = max(float(weight.grad.abs().max()), float(bias.grad.abs().max()))
     iterations = int(search.state[weight].get("n_iter", 0))
     return Fit(weight.float(), bias.float(), gradient, gradient <= TOLERANCE, iterations)
+
+
+class _Objective:
+    """Mean cross-entropy + l2/2 |weight|^2 over a whole matrix, at weights that a search moves.
+
+    Args:
+        x: (n, D), float32 or as wide as the weights.
+        y: (n,) int64.
+        l2: strength.
+        weight, bias: (C, D) and (C,).
+    """
+
+    def __init__(
+        self, x: torch.Tensor, y: torch.Tensor, l2: float, weight: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        self._x = x
+        self._y = y
+        self._l2 = l2
+        self._weight = weight
+        self._bias = bias
+        self._rows = torch.arange(len(x), device=x.device)
+
+    def __call__(self) -> torch.Tensor:
+        """The loss, with its gradient in weight.grad and bias.grad.
+
+        Gradients by hand need neither a graph nor a second copy of the logits.
+        """
+        x, y, weight, wide = self._x, self._y, self._weight, self._weight.dtype
+        logits = (x @ weight.to(x.dtype).T).to(wide) + self._bias
+        log_p = logits - logits.logsumexp(1, keepdim=True)
+        loss = -log_p[self._rows, y].mean() + self._l2 / 2 * weight.square().sum()
+        residual = log_p.exp_()
+        residual[self._rows, y] -= 1
+        residual /= len(x)
+        weight.grad = (residual.to(x.dtype).T @ x).to(wide) + self._l2 * weight
+        self._bias.grad = residual.sum(0)
+        return loss
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.devices import float64_home
 from featx.errors import ConfigError
 from featx.probe.data import Features
 from featx.probe.heads import Head, Scaler
@@ -76,8 +77,7 @@ def solve(
             f"probe.method=ridge needs a square matrix of the smaller one of {count} rows and "
             f"{width} features; at most {MAX_DIM} are supported. Use probe.method=linear."
         )
-    # Apple's GPUs have no float64.
-    device = torch.device("cpu") if features.device.type == "mps" else features.device
+    device = float64_home(features.device)
     shares = np.bincount(y[places], minlength=num_classes) / count
     target_mean = torch.from_numpy(shares).to(device)
     if width <= count:

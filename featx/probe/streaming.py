@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ class Schedule:
     clip_norm: float
     seed: int
 
+    def rate(self, step: int, num_steps: int) -> float:
+        """The learning rate of a step, from 0: half a cosine, down to nothing."""
+        return self.learning_rate * (1 + math.cos(math.pi * step / num_steps)) / 2
+
 
 @dataclass(frozen=True)
 class Streamed:
@@ -52,6 +57,14 @@ class _Candidates(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, D) -> (S, B, C)."""
         return torch.stack([head(x) for head in self.heads])
+
+    def objective(
+        self, x: torch.Tensor, labels: torch.Tensor, penalties: torch.Tensor
+    ) -> torch.Tensor:
+        """(S,) mean cross-entropy + penalty/2 |weight|^2 of (B, D) features and (B,) classes."""
+        losses = [nn.functional.cross_entropy(each, labels) for each in self(x)]
+        squares = [head.weight.square().sum() for head in self.heads]
+        return torch.stack(losses) + penalties / 2 * torch.stack(squares)
 
 
 def fit_streamed(
@@ -82,47 +95,53 @@ def fit_streamed(
         StoreError: a value is not finite, though its row is marked ok.
     """
     device = scaler.mean.device
-    dataset = FeatureDataset(rows.store.root, rows.layer)
-    items = np.searchsorted(dataset.rows, rows.rows[places])
+    loader = _shuffled(rows, places, schedule.seed)
     class_of = torch.full((len(rows.store),), -1, dtype=torch.int64)
     class_of[torch.from_numpy(rows.rows)] = torch.from_numpy(y)
-    subset = _Numbered(dataset, items)
-    sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=schedule.seed)
-    loader = DataLoader(subset, batch_size=BATCH_ROWS, sampler=sampler)
 
     model = _Candidates(len(strengths), rows.width, num_classes).to(device)
     optimizers = [
-        torch.optim.AdamW(layer.parameters(), lr=schedule.learning_rate, weight_decay=0.0)
-        for layer in model.heads
+        torch.optim.AdamW(head.parameters(), lr=schedule.learning_rate, weight_decay=0.0)
+        for head in model.heads
     ]
     penalties = torch.tensor(list(strengths), device=device)
-    num_steps, step = schedule.epochs * len(loader), 0
+    num_steps = schedule.epochs * len(loader)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader, schedule.epochs))
     watched = gradients.watch(model, clip_norm=schedule.clip_norm, layers=[])
     # All other parts of a probe need no graph and run without.
     threads = threads_for(BATCH_ROWS * rows.width, device)
     with torch.enable_grad(), threads, watched as log:
-        for _ in range(schedule.epochs):
-            for values, numbers in loader:
-                vectors = rows.vectors(values)
-                rows.check(vectors, numbers.numpy())
-                x, labels = scaler(vectors.to(device)), class_of[numbers].to(device)
-                rate = schedule.learning_rate * (1 + math.cos(math.pi * step / num_steps)) / 2
-                logits = model(x)
-                losses = [nn.functional.cross_entropy(each, labels) for each in logits]
-                squares = [layer.weight.square().sum() for layer in model.heads]
-                loss = torch.stack(losses) + penalties / 2 * torch.stack(squares)
-                model.zero_grad()
-                torch.autograd.backward(loss.sum())
-                for optimizer in optimizers:
-                    for group in optimizer.param_groups:
-                        group["lr"] = rate
-                    optimizer.step()
-                step += 1
+        for step, (values, numbers) in enumerate(batches):
+            vectors = rows.vectors(values)
+            rows.check(vectors, numbers.numpy())
+            x, labels = scaler(vectors.to(device)), class_of[numbers].to(device)
+            losses = model.objective(x, labels, penalties)
+            model.zero_grad()
+            torch.autograd.backward(losses.sum())
+            _descend(optimizers, schedule.rate(step, num_steps))
     fits = [
-        Fit(layer.weight.detach().clone(), layer.bias.detach().clone(), None, None, num_steps)
-        for layer in model.heads
+        Fit(head.weight.detach().clone(), head.bias.detach().clone(), None, None, num_steps)
+        for head in model.heads
     ]
     return Streamed(fits, [str(alarm) for alarm in log.alarms])
+
+
+def _descend(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    """One step of each optimizer at a learning rate."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+
+
+def _shuffled(
+    rows: LayerRows, places: npt.NDArray[np.int64], seed: int
+) -> DataLoader[tuple[torch.Tensor, int]]:
+    """Batches of stored values and the rows they are of, each epoch in another order."""
+    dataset = FeatureDataset(rows.store.root, rows.layer)
+    items = np.searchsorted(dataset.rows, rows.rows[places])
+    sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=seed)
+    return DataLoader(_Numbered(dataset, items), batch_size=BATCH_ROWS, sampler=sampler)
 
 
 class _Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):

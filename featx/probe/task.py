@@ -68,21 +68,9 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
             splits.given(y, every, none, np.arange(len(every), len(y)), options.validation, seed)
         ]
         about |= {"kind": "test_store", "test_store": str(testing.store.root)}
-    elif options.split == "column":
-        found = [_column_split(config, training, notes)]
-        about |= {
-            key: value
-            for key in ("split_file", "split_column")
-            if (value := getattr(options, key)) is not None
-        }
-    elif options.split == "kfold":
-        folds = options.folds or 5
-        found = splits.kfold(y, folds, options.validation, seed)
-        about |= {"folds": folds}
     else:
-        share = options.test or 0.2
-        found = [splits.holdout(y, share, options.validation, seed)]
-        about |= {"test": share}
+        found, settings = _splits_of_one_store(config, training, notes)
+        about |= settings
     if alone and testing is None and options.split != "column":
         notes.append(f"{alone} classes with a single row are trained on and never tested")
     for split in found:
@@ -94,6 +82,22 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         "test_rows": [len(split.test) for split in found],
     }
     return Task(training, testing, y, found, about, notes)
+
+
+def _splits_of_one_store(
+    config: Config, training: Labelled, notes: list[str]
+) -> tuple[list[Split], dict[str, Any]]:
+    """The splits as probe.split says, and what probe.json says of them; notes are added to."""
+    options, seed = config.probe, config.seed
+    if options.split == "column":
+        given = {key: getattr(options, key) for key in ("split_file", "split_column")}
+        named = {key: value for key, value in given.items() if value is not None}
+        return [_column_split(config, training, notes)], named
+    if options.split == "kfold":
+        folds = options.folds or 5
+        return splits.kfold(training.y, folds, options.validation, seed), {"folds": folds}
+    share = options.test or 0.2
+    return [splits.holdout(training.y, share, options.validation, seed)], {"test": share}
 
 
 def _check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str]) -> None:

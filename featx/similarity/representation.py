@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.devices import choose_device
+from featx.devices import choose_device, float64_home
 from featx.errors import ConfigError
 from featx.similarity import vectors as sizes
 from featx.similarity.vectors import Vectors
@@ -85,9 +85,7 @@ def layer_likeness(
         raise ConfigError(f"{len(rows)} pictures are ok in common; expected at least 4.")
     count = min(num_rows, len(rows))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
-    where = choose_device(device)
-    if where.type == "mps":
-        where = torch.device("cpu")  # it has no float64
+    where = float64_home(choose_device(device))
 
     def signatures(of: FeatureStore, at: npt.NDArray[np.int64]) -> dict[str, list[torch.Tensor]]:
         found = {}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.commands import Add
+from benchmarks.random_weights import run_of
 from featx.bench import contenders
 from featx.bench.photos import make_photos
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -22,19 +21,10 @@ def run(arguments: argparse.Namespace) -> None:
         rates: dict[str, list[float]] = {layer: [] for layer in arguments.layers}
         for number in range(arguments.runs):
             for layer, found in rates.items():
-                node = from_keywords(
-                    {
-                        "model": {"name": arguments.model, "weights": None},
-                        "data": folder / "photos",
-                        "layers": [layer],
-                        "reduce": "avg",
-                        "precision": "fp32",
-                    }
-                )
+                config, text = run_of(arguments.model, layer, folder / "photos", reduce="avg")
                 place = folder / f"{number}-{layer}"
                 place.mkdir()
-                config = replace(from_omegaconf(node), out=str(place / "store"))
-                measured = contenders.alone(contenders.run_featx, config, saved_yaml(node), place)
+                measured = contenders.alone(contenders.run_featx, config, text, place)
                 found.append(measured.images_per_second)
                 print(f"  {layer}: {found[-1]:.1f} images/s", flush=True)
     early, last = (rates[layer] for layer in arguments.layers)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.commands import Add
+from benchmarks.random_weights import run_of
 from featx.bench import contenders
 from featx.bench.photos import make_photos
 from featx.config import Config
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
 
 SCRIPT = "the user's script"
 THINGSVISION = "thingsvision"
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_photos(folder / "photos", arguments.images)
-        config, config_yaml = _config(arguments, folder / "photos")
+        config, config_yaml = run_of(arguments.model, arguments.layer, folder / "photos")
         contenders.alone(_save_weights, config, folder / "weights.pt")
         rates: dict[str, list[float]] = {}
         places: dict[str, Path] = {}
@@ -44,13 +44,6 @@ def run(arguments: argparse.Namespace) -> None:
 def _names(arguments: argparse.Namespace) -> list[str]:
     peers = [THINGSVISION] if arguments.thingsvision else []
     return [SCRIPT, "featx", *peers, CLIP_RETRIEVAL]
-
-
-def _config(arguments: argparse.Namespace, photos: Path) -> tuple[Config, str]:
-    model = {"name": arguments.model, "weights": None}
-    keys = {"model": model, "layers": [arguments.layer], "data": photos, "precision": "fp32"}
-    node = from_keywords(keys)
-    return from_omegaconf(node), saved_yaml(node)
 
 
 def _save_weights(config: Config, path: Path) -> None:

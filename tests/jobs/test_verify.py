@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from made_store import dataset_digests
-from tiny_model import MODEL, extract, run_job, write_picture
+from tiny_model import MODEL, extract, extract_in_steps, run_job, write_picture
 
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
@@ -297,10 +297,7 @@ def test_repair_with_other_weights_is_refused(
 def test_repair_of_a_store_that_grew_by_rows_and_layers(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    limited = {"name": "folder", "root": str(photos), "limit": 10}
-    extract(limited)
-    extract(limited, layers=["pool"])
-    extract(photos, layers=["conv", "pool"], grow=True)
+    extract_in_steps(photos)
     before = dataset_digests(Path("store/features.h5"))
     flip_byte_of_row(Path("store/features.h5"), "conv", 2)
     flip_byte_of_row(Path("store/features.h5"), "pool", 6)

@@ -22,11 +22,7 @@ from featx.store.commit import Disk
 from featx.store.pack import pack
 from featx.store.session import remove_parts
 
-
-@pytest.fixture(autouse=True)
-def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody pulls the plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("without_sync")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,11 +27,7 @@ from featx.types import Listing
 
 COLUMNS = ("age", "good", "patient", "slide")
 
-
-@pytest.fixture(autouse=True)
-def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody pulls the plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("without_sync")
 
 
 def with_columns(listing: Listing) -> Listing:

@@ -102,6 +102,14 @@ def places(bucket: str) -> Iterator[ObjectPath]:
     return (place(number) for number in range(10**6))
 
 
+@pytest.fixture
+def finished(places: Iterator[ObjectPath]) -> ObjectPath:
+    """A store of RUN that is done."""
+    root = next(places)
+    finish(RUN, root)
+    return root
+
+
 def test_a_store_is_written_found_again_and_read(
     places: Iterator[ObjectPath], tmp_path: Path, watch: Watch
 ) -> None:
@@ -342,19 +350,17 @@ def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_told(
 
 
 def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replaced_it(
-    places: Iterator[ObjectPath], caplog: pytest.LogCaptureFixture
+    finished: ObjectPath, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = next(places)
-    finish(RUN, root)
-    part = root / layout.PARTS / layout.part_name(1)
+    part = finished / layout.PARTS / layout.part_name(1)
     data = part.read_bytes()
     s3.write(part.bucket, part.key, data[: len(data) // 2])
     with caplog.at_level(logging.WARNING):
-        finish(RUN, root)
+        finish(RUN, finished)
     assert "part-000001.h5 does not count" in caplog.text
-    check_store_of(RUN, root)
+    check_store_of(RUN, finished)
     assert part.read_bytes() == data
-    [kept] = (root / layout.QUARANTINE).glob("*")
+    [kept] = (finished / layout.QUARANTINE).glob("*")
     assert kept.read_bytes() == data[: len(data) // 2]
     # Another writer looked at the damaged part, and acts on that only now.
     s3.write(part.bucket, part.key, data[: len(data) // 2])
@@ -367,25 +373,23 @@ def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replac
 
     s3.look = replaced_after
     try:
-        ObjectDisk(root).set_aside(part, root / layout.QUARANTINE)
+        ObjectDisk(finished).set_aside(part, finished / layout.QUARANTINE)
     finally:
         s3.look = look
     assert part.read_bytes() == data
 
 
-def test_damage_that_verify_finds_is_repaired(places: Iterator[ObjectPath]) -> None:
-    root = next(places)
-    finish(RUN, root)
-    part = root / layout.PARTS / layout.part_name(2)
+def test_damage_that_verify_finds_is_repaired(finished: ObjectPath) -> None:
+    part = finished / layout.PARTS / layout.part_name(2)
     data = bytearray(part.read_bytes())
     data[data.index(RUN.features["flat"][18].tobytes())] ^= 1
     s3.write(part.bucket, part.key, bytes(data))
-    report = check_store(root)
+    report = check_store(finished)
     assert [damage.path for damage in report.damages] == [part]
     set_damage_aside(report)
-    assert check_store(root).missing == [part.name]
-    finish(RUN, root)
-    check_store_of(RUN, root)
+    assert check_store(finished).missing == [part.name]
+    finish(RUN, finished)
+    check_store_of(RUN, finished)
 
 
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
@@ -435,54 +439,50 @@ def test_a_server_that_asks_for_patience_is_asked_again(
 
 
 def test_overwrite_waits_until_nobody_writes(
-    places: Iterator[ObjectPath], caplog: pytest.LogCaptureFixture
+    finished: ObjectPath, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = next(places)
-    finish(RUN, root)
-    with Heartbeat(ObjectDisk(root), "driver"):
-        [sign] = signs_of_life(root)
+    with Heartbeat(ObjectDisk(finished), "driver"):
+        [sign] = signs_of_life(finished)
         assert sign.alive
         with (
             pytest.raises(StoreLockedError, match=r"written by driver .*Stop it"),
-            RUN.session(root).hold(overwrite=True),
+            RUN.session(finished).hold(overwrite=True),
         ):
             pass
-        with caplog.at_level(logging.WARNING), RUN.session(root).hold():
+        with caplog.at_level(logging.WARNING), RUN.session(finished).hold():
             pass
         assert "is being written by driver" in caplog.text
-    assert not signs_of_life(root)
+    assert not signs_of_life(finished)
     other = RUN.changed(precision="bf16")
-    with other.session(root).hold(overwrite=True) as session:
+    with other.session(finished).hold(overwrite=True) as session:
         assert len(session.missing()) == 3
-    finish(other, root)
-    check_store_of(other, root)
+    finish(other, finished)
+    check_store_of(other, finished)
 
 
 def test_layers_are_added_by_one_at_a_time(
-    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+    finished: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = next(places)
-    finish(RUN, root)
     first = make_added(RUN, {"late": (7,)})
     second = make_added(RUN, {"later": (3,)}, seed=2)
     begin = StoreSession._begin
 
     def overtaken(self: StoreSession, before: Any) -> None:
         monkeypatch.setattr(StoreSession, "_begin", begin)
-        finish(first, root)
+        finish(first, finished)
         begin(self, before)
 
     monkeypatch.setattr(StoreSession, "_begin", overtaken)
     with pytest.raises(StoreError, match="was changed meanwhile"):
-        finish(second, root)
-    store = FeatureStore(root)
+        finish(second, finished)
+    store = FeatureStore(finished)
     assert store.layers == ("flat", "late", "map")
-    assert check_store(root).complete
-    finish(second, root)
-    store = FeatureStore(root)
+    assert check_store(finished).complete
+    finish(second, finished)
+    store = FeatureStore(finished)
     assert store.layers == ("flat", "late", "later", "map")
     assert store["later"][:].tobytes() == second.features["later"].tobytes()
-    assert check_store(root).complete
+    assert check_store(finished).complete
 
 
 def test_a_packed_store_that_was_copied_there_is_gone_on_with(

@@ -22,11 +22,7 @@ from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
 from featx.store.session import missing_parts
 
-
-@pytest.fixture(autouse=True)
-def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody pulls the plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("without_sync")
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,7 @@ from featx.types import Listing, Status
 ONE = {"flat": (5,), "map": (3, 2, 2)}
 MORE = {"deep": (7,), "wide": (2, 3)}
 
-
-@pytest.fixture(autouse=True)
-def without_sync(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody pulls the plug here."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+pytestmark = pytest.mark.usefixtures("without_sync")
 
 
 @pytest.fixture

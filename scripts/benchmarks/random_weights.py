@@ -1,0 +1,24 @@
+"""The run that is measured where weights do not matter: they are drawn from the seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from featx.config import Config
+from featx.keys import from_keywords, from_omegaconf, saved_yaml
+
+
+def run_of(model: str, layer: str, photos: Path, **keys: object) -> tuple[Config, str]:
+    """One layer of all photos in fp32: the config, and its YAML as a store keeps it.
+
+    Args:
+        model: a name of torchvision or timm.
+        layer: a name.
+        photos: a folder.
+        keys: others of the command.
+    """
+    weights = {"name": model, "weights": None}
+    node = from_keywords(
+        {"model": weights, "layers": [layer], "data": photos, "precision": "fp32", **keys}
+    )
+    return from_omegaconf(node), saved_yaml(node)

@@ -47,6 +47,14 @@ _ONLY_WITH = {
 }
 """key -> the jobs that look at it."""
 
+_OF_EXTRACTING = (
+    *("layers", "capture", "reduce", "precision", "compile", "fold", "decode", "batch_size"),
+    *("part_rows", "dtype", "codec", "nonfinite", "max_failures", "grow"),
+)
+"""Keys of how features come about."""
+
+_READS = "it reads a store that is there; `layer` says which of its layers"
+
 _WITHOUT_EFFECT = {
     "stats": (
         ("dtype", "codec", "pack", "grow"),
@@ -56,21 +64,18 @@ _WITHOUT_EFFECT = {
         ("layers", "capture", "reduce"),
         "attribute.method and attribute.layer say what is computed",
     ),
-    "probe": (
-        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
-        "it reads a store that is there; `layer` says which of its layers",
-    ),
+    "probe": ((*_OF_EXTRACTING, "overwrite"), _READS),
     "predict": (
         ("layers", "capture", "grow", "overwrite", "precision", "dtype", "codec"),
         "features are computed as the store's were; `layer` says which head is used",
     ),
-    "report": (
-        ("layers", "capture", "reduce", "grow", "overwrite", "precision", "dtype", "codec"),
-        "it reads a store that is there; `layer` says which of its layers",
-    ),
+    "report": ((*_OF_EXTRACTING, "overwrite"), _READS),
+    "similar": ((*_OF_EXTRACTING, "overwrite"), _READS),
+    "export": (_OF_EXTRACTING, _READS),
     "bench": (("grow", "overwrite"), "every run begins a store of its own"),
 }
-"""job -> keys that it does not look at, and why."""
+"""job -> keys that it does not look at, and why. verify, status and pack are told of a run by its
+own command, with the job added, so they bear its keys."""
 
 
 def default_of(config: Config, key: str) -> Any:

@@ -81,6 +81,26 @@ def test_a_key_without_effect_is_an_error() -> None:
         ModelConfig(args={"depth": 20})
 
 
+@pytest.mark.parametrize("job", ["probe", "similar", "export", "report"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"layers": ["layer4"]}, {"capture": "input"}, {"reduce": "avg"}, {"decode": "reference"}),
+        *({"precision": "bf16"}, {"compile": True}, {"fold": False}, {"batch_size": 8}),
+        *({"part_rows": 64}, {"dtype": "float32"}, {"codec": "gzip"}, {"nonfinite": "record"}),
+        *({"max_failures": 3}, {"grow": True}),
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
+    job: str, keys: dict[str, object]
+) -> None:
+    node = from_keywords({"store": "store", **keys})
+    node.job.name = job
+    with pytest.raises(ConfigError, match=rf"^{next(iter(keys))} has no effect with job={job}: "):
+        from_omegaconf(node)
+
+
 def test_every_key_is_described() -> None:
     rows = described_keys()
     assert [key for key, _, _ in rows if "." not in key] == list(Config.__dataclass_fields__)

@@ -359,6 +359,7 @@ def in_this_process(config: Config) -> Config:
         config,
         overwrite=False,
         grow=False,
+        retry_failed=False,
         tensorboard=False,
         profile=False,
         executor=ExecutorConfig(),

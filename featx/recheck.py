@@ -124,7 +124,6 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         device=device,
         out=str(root),
         pack="auto" if is_url(root) else before.pack,  # it may have been copied to a bucket
-        retry_failed=False,
     )
 
 

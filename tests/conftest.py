@@ -15,6 +15,10 @@ from object_server import bucket, s3_server, watch  # noqa: F401 - fixtures
 from PIL import Image
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Two processes of tests with two threads each would spin for each other's CPU.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"
 
 

@@ -186,6 +186,7 @@ def test_multirun_goes_on_after_a_job_that_fails(featx: Featx, tmp_path: Path) -
     assert (tmp_path / "runs" / "sample" / "resnet18" / "features.h5").is_file()
 
 
+@pytest.mark.slow
 def test_plan_writes_nothing(featx: Featx, tmp_path: Path) -> None:
     done = featx("job=plan", "job.json=true", "data=sample", *RESNET, "layers=[layer4]")
     assert done.returncode == 0, done.stderr
@@ -214,6 +215,7 @@ def test_layers_lists_what_can_be_captured(featx: Featx, tmp_path: Path) -> None
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_bad_picture_is_recorded_and_the_exit_code_is_3(
     featx: Featx, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
+@pytest.mark.slow
 def test_it_is_the_distance_of_the_extracted_matrices(photos: Path) -> None:
     few = {"name": "folder", "root": str(photos), "limit": 9}
     x = matrix(extract(photos, dtype="float32", layers=["pool"], pack=False), "pool")

@@ -217,7 +217,7 @@ def test_threads_share_a_dataset_and_its_blocks(root: Path, run: MadeRun) -> Non
         assert list(threads.map(wrong_rows, range(4))) == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_workers_give_the_right_rows(tmp_path: Path, run: MadeRun, method: str) -> None:
     dataset = FeatureDataset(run.write(tmp_path), "flat")

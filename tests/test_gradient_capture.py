@@ -226,6 +226,7 @@ def test_a_model_that_needs_what_a_layer_wrote_to_its_input_is_refused() -> None
         gradients(backbone_of(WritesToItsInput()), x, "relu:grad_input")
 
 
+@pytest.mark.slow
 def test_vision_transformer_blocks_have_gradients() -> None:
     config = ModelConfig(name="vit_tiny_patch16_224", library="timm", weights=None)
     backbone = build_backbone(config, 0)

@@ -752,6 +752,7 @@ def test_a_pass_without_gradients_between_backward_and_step_changes_nothing() ->
     assert len(log.steps[0].layers) == 6
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_clipped_and_measured_by_parameter() -> None:
     model = net()
     compiled = torch.compile(model, backend="aot_eager")

@@ -516,6 +516,7 @@ def check_same_bytes(
     assert sorted(path.name for path in (root / "killed").iterdir()) == ["stats.h5"]
 
 
+@pytest.mark.slow
 def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> None:
     """Each merges what it finds; threads stand for the processes."""
     run = Run(310, 4, failed=[3, 77, 309])
@@ -594,6 +595,7 @@ def test_leaves_of_few_rows_where_rows_are_large(monkeypatch: pytest.MonkeyPatch
         assert_close(moments.scatter, expected[name].scatter.numpy())
 
 
+@pytest.mark.slow
 def test_only_a_handful_of_files_stays(tmp_path: Path) -> None:
     run = Run(70, 2)
     store = run.folder(tmp_path)
@@ -1087,6 +1089,7 @@ def test_frechet_distance_equals_the_root_of_the_product() -> None:
     assert found == pytest.approx(21052.307060999880181, rel=1e-13)
 
 
+@pytest.mark.slow
 def test_frechet_distance_with_fewer_rows_than_features() -> None:
     """The rows span few directions: in coordinates of these the covariances are regular."""
     rng = np.random.default_rng(0)

@@ -148,6 +148,7 @@ def test_a_worker_that_is_killed_is_replaced(pictures: Path, out: str) -> None:
     assert not list((place(out) / layout.WORKERS).glob("*"))
 
 
+@pytest.mark.slow
 def test_jobs_that_read_a_store(
     pictures: Path, out: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -179,7 +180,8 @@ def test_jobs_that_read_a_store(
         run_job("pack", store=out)
 
 
-@pytest.mark.parametrize("devices", [None, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [None, 2])
+@pytest.mark.slow
 def test_heat_maps_and_their_pictures(pictures: Path, out: str, devices: int | None) -> None:
     (pictures / "cat" / "000.png").write_bytes(b"no picture")
     keys = {key: value for key, value in KEYS.items() if key != "layers"}
@@ -296,6 +298,7 @@ def test_other_settings_are_refused_there_too(pictures: Path, out: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.slow
 def test_damage_is_repaired_there(pictures: Path, bucket: str, packed: bool) -> None:
     near = extract(str(pictures), pack=packed)
     path = Path("store/features.h5" if packed else "store/parts/part-000002.h5")

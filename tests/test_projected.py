@@ -80,6 +80,7 @@ def test_each_position_is_projected_and_the_map_keeps_its_layout(photos: Path) -
 
 
 @pytest.mark.parametrize("zca", [False, True])
+@pytest.mark.slow
 def test_whitened_features_have_the_identity_as_covariance(photos: Path, zca: bool) -> None:
     take(photos, out="stats", layers={"conv": "avg", "pool": "none"})
     whiten = {"name": "whiten", "stats": "stats/stats.h5", "zca": zca}
@@ -91,6 +92,7 @@ def test_whitened_features_have_the_identity_as_covariance(photos: Path, zca: bo
         np.testing.assert_allclose(y.mean(0), 0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_statistics_of_whitened_features_are_white(photos: Path) -> None:
     take(photos, out="stats", layers=["pool"])
     whiten = {"name": "whiten", "stats": "stats", "epsilon": 0.0}
@@ -143,6 +145,7 @@ def test_the_reduction_of_the_statistics_comes_first_and_each_layer_has_its_own(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.slow
 def test_projected_values_are_cast_last(photos: Path, dtype: str) -> None:
     take(photos, out="stats")
     reduce = {"name": "whiten", "stats": "stats", "k": 4}
@@ -272,6 +275,7 @@ def file_of(spec: Any, moments: Moments) -> memoryview:
     return file_bytes(root, {spec.name: StatsLayer(spec)}, {spec.name: moments}, [])
 
 
+@pytest.mark.slow
 def test_gradients_of_another_target_are_other_values(photos: Path) -> None:
     gradients = {"layers": ["conv"], "capture": "grad_output", "reduce": "avg"}
     take(photos, out="stats", target="label", **gradients)
@@ -316,7 +320,8 @@ def sample(capsys: pytest.CaptureFixture[str], **keys: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mapping", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("mapping", [False, True])
+@pytest.mark.slow
 def test_rows_are_extracted_again_also_when_the_statistics_moved(
     photos: Path, capsys: pytest.CaptureFixture[str], mapping: bool
 ) -> None:

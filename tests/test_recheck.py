@@ -52,9 +52,9 @@ def assert_untouched(capsys: pytest.CaptureFixture[str], rows: int = 21, **keys:
         {"batch_size": 3, "part_rows": 8},  # neither the part nor the data set ends with a batch
         pytest.param({"batch_size": 16, "part_rows": 32}, marks=pytest.mark.slow),
         {"decode": "reference"},
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"dtype": "float32", "codec": "zstd"},
-        {"precision": "bf16"},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
         {"layers": {"conv": "avg", "deep": {"name": "grid", "size": 2}, "embedding": "none"}},
         {"layers": ["*"], "reduce": "flatten", "pack": True},
         {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"},
@@ -164,6 +164,7 @@ def test_rows_twice_as_long_are_not_close(photos: Path, capsys: pytest.CaptureFi
     assert len(sample(capsys)[1]["different"]) == 21
 
 
+@pytest.mark.slow
 def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     extract(photos)
     extract(photos, layers=["pool"], dtype="float32")
@@ -200,6 +201,7 @@ def test_pictures_that_are_new_do_not_matter(
     assert_untouched(capsys)
 
 
+@pytest.mark.slow
 def test_pictures_and_store_that_moved(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_part_lost_of_a_store_that_grew_in_layers_and_rows(
     assert (found["rows"], found["identical"]) == (17, 17)
 
 
+@pytest.mark.slow
 def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -252,6 +252,7 @@ def test_no_embedding_without_a_linear_layer_at_the_end() -> None:
         selection("embedding", of=found)
 
 
+@pytest.mark.slow
 def test_no_single_embedding_with_two_heads() -> None:
     """timm's pre-logits of a distilled model is a mean of two tokens, the input of neither head."""
     with pytest.raises(LayerError, match="this model has 2: head, head_dist"):
@@ -278,6 +279,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize(("library", "name"), STAGES)
+@pytest.mark.slow
 def test_stages_of_real_backbones(library: str, name: str) -> None:
     assert [tap.name for tap, _ in preset(library, name, "stages").chosen] == STAGES[library, name]
 
@@ -308,6 +310,7 @@ def test_leaves_and_all_of_real_backbones(library: str, name: str) -> None:
         ("convnext_tiny", "classifier.2"),
     ],
 )
+@pytest.mark.slow
 def test_the_embedding_is_what_torchvision_classifies(name: str, last: str) -> None:
     """The model without its last linear layer gives it."""
     backbone, _ = traced("torchvision", name)

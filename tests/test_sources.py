@@ -119,7 +119,7 @@ KINDS = {
     "huggingface": Kind(huggingface),
 }
 
-LONG = ("csv", "huggingface")
+LONG = ("csv", "huggingface", "tar.gz", "parquets")
 """Whose parts are tested by themselves; scripts/test --all takes them through whole runs."""
 
 

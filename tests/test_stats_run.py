@@ -125,7 +125,7 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
     assert seconds(16384) == 8 * 16384**2 / stats_run.COMMIT_BYTES_PER_S / stats_run.COMMIT_SHARE
     assert seconds(100352, kind="diagonal") == 60
     # A short run has parts for all of its workers.
-    assert seconds(256, work_s=600) == 4
+    assert seconds(256, work_s=300) == 2
     assert seconds(2048, work_s=600) == 8 * 2048**2 / 40e6 / 0.1
     with pytest.raises(ConfigError, match="100352 features"):
         seconds(100352)

@@ -145,6 +145,7 @@ def test_a_table_that_is_not_there(photos: Path) -> None:
         boxed(photos, Path("none.csv"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_grows_and_is_verified_as_any_other(photos: Path) -> None:
     lines = boxes_of(photos)
     boxed(photos, write_boxes(lines[:30]))

@@ -74,7 +74,7 @@ def is_whole(run: MadeRun, tmp_path: Path) -> bool:
     return digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_datasets(
     work: Callable[..., Crew], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],
@@ -160,6 +160,7 @@ def test_workers_that_never_come_up_end_the_run_with_their_last_words(
     assert len(noted(tmp_path, "fault-start-*")) == 3
 
 
+@pytest.mark.slow
 def test_one_that_did_not_come_up_is_replaced(
     work: Callable[..., Crew], run: MadeRun, tmp_path: Path
 ) -> None:
@@ -167,7 +168,9 @@ def test_one_that_did_not_come_up_is_replaced(
     assert is_whole(run, tmp_path)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
     work: Callable[..., Crew], run: MadeRun, tmp_path: Path, signum: int
 ) -> None:
@@ -258,6 +261,7 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(
     assert len(noted(tmp_path, "part-*")) == 10
 
 
+@pytest.mark.slow
 def test_decoders_that_crash_are_not_the_parts_fault(
     work: Callable[..., Crew], run: MadeRun, tmp_path: Path
 ) -> None:

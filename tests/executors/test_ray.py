@@ -147,6 +147,7 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
 
 
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
     spread_jobs.run(job, photos, "alone", max_failures=5.0)

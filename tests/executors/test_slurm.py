@@ -135,6 +135,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
 
 
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
     spread_jobs.run(job, photos, "alone", max_failures=5.0)

@@ -146,7 +146,8 @@ def test_a_file_that_was_cut_is_written_anew(store: Path) -> None:
     assert digests() == expected
 
 
-@pytest.mark.parametrize("kind", ["parquet", pytest.param("zarr", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["parquet", "zarr"])
+@pytest.mark.slow
 def test_killed_by_sigkill(kind: str, store: Path) -> None:
     export(kind, out="at-once")
     code = textwrap.dedent(

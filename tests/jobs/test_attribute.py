@@ -71,6 +71,7 @@ def test_every_row_explains_its_own_picture(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.slow
 def test_a_resumed_run_computes_what_is_missing_and_ends_with_the_same_numbers(
     photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
@@ -131,6 +132,7 @@ def test_methods_and_features_join_one_store(
 
 
 @pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.slow
 def test_verify_computes_rows_again_and_repairs(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,6 +166,7 @@ def test_labels_are_explained_as_they_are(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.slow
 def test_sheets_show_each_class_and_feature_maps(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -199,6 +202,7 @@ def test_sheets_are_capped(photos: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert "the first 1 of 2 classes" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(
     featx: Callable[..., Any], photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

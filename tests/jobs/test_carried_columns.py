@@ -68,6 +68,7 @@ def test_a_run_a_resume_and_a_growth() -> None:
     check(extract(TABLE, layers=["conv", "pool"]), 15)
 
 
+@pytest.mark.slow
 def test_a_part_that_is_lost_and_rows_that_are_retried() -> None:
     write_table()
     picture = Path("003.png").read_bytes()

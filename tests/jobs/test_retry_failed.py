@@ -177,6 +177,7 @@ def test_a_damaged_store_is_not_taken_apart(photos: Path) -> None:
     assert packed.read_bytes() == bytes(data)
 
 
+@pytest.mark.slow
 def test_layers_of_another_run_keep_their_failure_until_they_are_retried(photos: Path) -> None:
     whole = extract(photos, out="whole", **LENIENT)
     sound = spoil(photos, [2])

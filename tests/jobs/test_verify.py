@@ -98,6 +98,7 @@ def test_no_store_and_a_file_for_a_sample_are_clear_errors(photos: Path) -> None
         run_job("verify", store="store/features.h5", verify={"sample": 3})
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_alone_also_with_repair(
     featx: Callable[..., subprocess.CompletedProcess[str]],
     photos: Path,

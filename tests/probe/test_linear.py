@@ -110,6 +110,7 @@ def test_the_probe_is_as_accurate_as_scikit_learn_on_the_same_split(tmp_path: Pa
     assert fitted.details["solver"] == "lbfgs"
 
 
+@pytest.mark.slow
 def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
     x, y = blobs(600, signal=0.3)
     split = holdout(y, 0.3, 0.2, seed=0)

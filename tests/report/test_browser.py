@@ -69,7 +69,9 @@ def point_at(page: Any, point: Any) -> None:
             return
 
 
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 390)])
+@pytest.mark.parametrize(
+    ("scheme", "width"), [("light", 1400), pytest.param("dark", 390, marks=pytest.mark.slow)]
+)
 def test_it_is_drawn(browser: Any, page_file: Path, scheme: str, width: int) -> None:
     heard: list[str] = []
     asked: list[str] = []

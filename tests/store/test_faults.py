@@ -136,7 +136,7 @@ def assert_clear(message: str, root: Path, error: int) -> None:
     )
 
 
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("lasting", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_whichever_call_fails_the_run_says_so_and_goes_on(quick: Path, lasting: bool) -> None:
     assert fail_everywhere(quick, lasting, step=23, shift=0) > 8
 
@@ -598,6 +598,7 @@ def wait_for_packers(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("wait_s", "overwrite"), [(0.0, False), (0.5, False), (0.3, True)])
+@pytest.mark.slow
 def test_an_orphan_that_packs_on_spoils_no_later_run(
     quick: Path, wait_s: float, overwrite: bool
 ) -> None:

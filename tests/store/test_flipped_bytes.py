@@ -129,7 +129,10 @@ def check_flips(
     assert seen, "no flip was ever noticed; the test proves nothing"
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "samples.h5")) for name in TARGETS],
+)
 def test_a_sample_of_flipped_bytes(tmp_path: Path, target: str) -> None:
     check_flips(tmp_path, target, "none", num_meta=10, num_data=10)
 

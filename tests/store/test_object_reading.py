@@ -82,7 +82,7 @@ def test_a_store_with_layers_that_were_added(tmp_path: Path, bucket: str) -> Non
     np.testing.assert_array_equal(store["flat"][[9, 3]], run.features["flat"][[9, 3]])
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("packed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_random_batch_reads_a_small_share_of_the_bytes(
     tmp_path: Path, bucket: str, watch: Watch, packed: bool
 ) -> None:

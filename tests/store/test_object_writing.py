@@ -323,6 +323,7 @@ def test_two_writers_at_once_spoil_nothing(places: Iterator[ObjectPath]) -> None
     check_store_of(RUN, root)
 
 
+@pytest.mark.slow
 def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_told(
     places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,6 +461,7 @@ def test_overwrite_waits_until_nobody_writes(
     check_store_of(other, finished)
 
 
+@pytest.mark.slow
 def test_layers_are_added_by_one_at_a_time(
     finished: ObjectPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:

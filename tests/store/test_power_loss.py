@@ -477,6 +477,7 @@ def kill_then_lose_power(scenario: Scenario, work: Path) -> int:
 
 
 @pytest.mark.parametrize("name", quick("rows added"))
+@pytest.mark.slow
 def test_a_kill_and_then_a_power_loss_lose_nothing(name: str) -> None:
     with quick_folder() as work:
         assert kill_then_lose_power(SCENARIOS[name], work) > 5

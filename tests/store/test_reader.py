@@ -663,6 +663,7 @@ print("all rows")
 """
 
 
+@pytest.mark.slow
 def test_two_hundred_parts_are_read_with_64_file_handles(tmp_path: Path) -> None:
     make_run(num_rows=200, part_rows=1, shapes={"flat": (5,)}).write(tmp_path)
     done = subprocess.run(

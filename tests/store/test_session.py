@@ -532,7 +532,12 @@ def test_the_listings_digest_sees_every_key_label_and_class() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [pytest.param(errno.ENOSPC, marks=pytest.mark.slow), errno.EIO, "short"]
+    "error",
+    [
+        pytest.param(errno.ENOSPC, marks=pytest.mark.slow),
+        pytest.param(errno.EIO, marks=pytest.mark.slow),
+        "short",
+    ],
 )
 def test_a_run_survives_any_failing_system_call(tmp_path: Path, error: int | str) -> None:
     """Whichever call fails: a clear error, nothing half there, and the same run goes on."""

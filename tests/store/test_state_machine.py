@@ -394,6 +394,7 @@ def live(monkeypatch: pytest.MonkeyPatch, examples: int, steps: int, derandomize
     run_machine(PackedAtTheEnd, settings=profile)
 
 
+@pytest.mark.slow
 def test_a_short_life(monkeypatch: pytest.MonkeyPatch) -> None:
     live(monkeypatch, examples=12, steps=15, derandomize=True)
 

@@ -45,6 +45,7 @@ def test_long_texts_fill_several_heaps(tmp_path: Path) -> None:
     assert featx.open(path.parent).attrs["config"] == run.header.config
 
 
+@pytest.mark.slow
 def test_no_flipped_byte_of_a_heap_gets_as_far_as_hdf5(file: Path) -> None:
     pristine = file.read_bytes()
     for address, size in heaps(file):

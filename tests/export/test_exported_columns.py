@@ -85,7 +85,7 @@ def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("kind", READERS)
-@pytest.mark.parametrize("ok_only", [False, True])
+@pytest.mark.parametrize("ok_only", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_columns_stay_beside_their_rows(
     kind: str, ok_only: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

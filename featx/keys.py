@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Mapping
@@ -57,6 +58,15 @@ def described_keys() -> list[tuple[str, str, str]]:
     return walk(Config(), "")
 
 
+@functools.cache
+def _schema() -> DictConfig:
+    """All keys with their types and defaults; merging copies it."""
+    from omegaconf import OmegaConf
+
+    schema: DictConfig = OmegaConf.structured(Config)
+    return schema
+
+
 def known_keys() -> list[str]:
     """Every key of the command, dotted: 'out', 'model.weights', ..."""
 
@@ -85,11 +95,12 @@ def from_omegaconf(node: DictConfig) -> Config:
 def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
     """Hydra's `+key=value` adds what no field knows; it would have no effect."""
     names = {f.name for f in fields(schema)}
+    defaults = schema()
     for key in node:
         if key not in names:
             unknown = prefix + str(key)
             raise ConfigError(f"unknown key {unknown!r}.{nearest(unknown, known_keys())}")
-        if schema is Config and is_dataclass(nested := getattr(schema(), str(key))):
+        if schema is Config and is_dataclass(nested := getattr(defaults, str(key))):
             _refuse_added_keys(node[key], type(nested), f"{prefix}{key}.")
 
 
@@ -121,7 +132,7 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     if "out" in values:
         values["out"] = str(values["out"])
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), values)
+        merged = OmegaConf.merge(_schema(), values)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
@@ -169,7 +180,7 @@ def from_saved(text: str) -> Config:
 
     try:
         found = plain(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
-        node = OmegaConf.merge(OmegaConf.structured(Config), found)
+        node = OmegaConf.merge(_schema(), found)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
@@ -87,5 +89,6 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
     )
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
     return {name: version_of(name) for name in _VERSIONED}

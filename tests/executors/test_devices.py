@@ -245,6 +245,10 @@ def command_of(job: str) -> list[str]:
     return [sys.executable, "-m", "featx", *given, *data, *more]
 
 
+# On a busy machine one worker may have done a part before the other had its first.
+KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it had a part)"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
 @pytest.mark.parametrize("victim", ["worker", "driver"])
@@ -266,7 +270,7 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
         _, told = process.communicate(timeout=120)
     if victim == "worker":
         assert process.returncode == 0, told
-        assert re.search(r"worker \d \(cpu\) was killed by SIGKILL in part \d+ \(rows", told)
+        assert re.search(KILLED, told)
     else:
         assert all(ended(pid) for pid in workers), "a worker lives on"
         assert 1 <= spread_jobs.parts_done(job, Path("store")) < 6
@@ -318,7 +322,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
     codes = {"worker": 0, "driver": -9, "sigint": 130, "sigterm": 143}
     assert process.returncode == codes[end], told
     if end == "worker":
-        assert re.search(r"worker \d \(cpu\) was killed by SIGKILL in part \d+ \(rows", told)
+        assert re.search(KILLED, told)
     else:
         assert time.monotonic() - begun < 10
         assert not Path("store/features.h5").exists()

@@ -71,7 +71,8 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
             shapes = {call.module: call.outputs for call in engine.trace().calls}
             found = [pair for pair in found if len(next(iter(shapes[pair[0].module].values()))) > 2]
         engine.bind(found)
-        keep, bytes_seen = engine._keep, 0
+        keeper, bytes_seen = engine._keeper, 0
+        keep = keeper.keep
 
         def copy_first(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
             nonlocal bytes_seen
@@ -81,7 +82,7 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
         seconds: dict[str, list[float]] = {"where needed": [], "everywhere": []}
         for _ in range(arguments.runs):
             for way, figures in seconds.items():
-                engine._keep = keep if way == "where needed" else copy_first
+                keeper.keep = keep if way == "where needed" else copy_first
                 engine.settle(Compute("fp32", False, False, len(images)))
                 engine.run(images)
                 begun = time.perf_counter()
@@ -89,8 +90,8 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
                 engine.run(images)
                 figures.append(time.perf_counter() - begun)
         # What is cast to another dtype, or reduced to something new, is no copy of ours.
-        copied = engine._copied & engine._views if arguments.dtype == "float32" else ()
-        needed = sum(4 * int(np.prod(engine._row_shapes[name])) for name in copied)
+        copied = keeper._copied & keeper._views if arguments.dtype == "float32" else ()
+        needed = sum(4 * int(np.prod(keeper._row_shapes[name])) for name in copied)
         each = bytes_seen / len(images)
     fast, slow = (1e3 * statistics.median(figures) / len(images) for figures in seconds.values())
     print(

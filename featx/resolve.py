@@ -6,6 +6,7 @@ Whatever a store was begun with is taken from its descriptor instead.
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,8 @@ PROBE_IMAGES = 16
 _GLANCE_IMAGES = 2
 
 _TIMING_S = 0.4
-"""A pass that takes longer is not repeated: what the first one costs beside is little then."""
+"""A pass on a CPU that takes longer is not repeated: what the first one costs beside is little
+then. On other devices it may have loaded all kernels, so there is always another."""
 
 CPU_BATCH = 16
 CUDA_BATCH = 256
@@ -176,8 +178,9 @@ class Resolver:
 
     def _time(self) -> None:
         size = min(self._engine.compute.batch_size, PROBE_IMAGES)
+        enough_s = _TIMING_S if self._engine.device.type == "cpu" else math.inf
         self.seconds_per_image = self._engine.seconds_per_image(
-            self._filled(size), repeats=2, enough_s=_TIMING_S
+            self._filled(size), repeats=2, enough_s=enough_s
         )
 
     def _fastest(self, compute: Compute) -> str:

@@ -36,7 +36,8 @@ class GuardedDecoder:
     Args:
         source: of the pictures.
         policy: for orientation, transparency and size.
-        at_least: of the shorter side, as for `decode`.
+        at_least: of the shorter side, as for `decode`; has no effect where rows are cut from
+            pictures, as a region's share of its picture is not known before that is decoded.
         timeout_s: a picture that takes longer to be decoded is decoded again in a process of its
             own, and fails where that takes as long; None waits for ever.
         suspects: which pictures are decoded each in a process of its own, and where is noted what
@@ -56,7 +57,7 @@ class GuardedDecoder:
         self._source = source
         self._regions = source if isinstance(source, Regional) else None
         self._policy = policy
-        self._at_least = at_least
+        self._at_least = None if self._regions else at_least
         self._timeout_s = timeout_s
         self._suspects = suspects
         self._name = name

@@ -75,7 +75,8 @@ class Decoding:
     Attributes:
         preprocess: of the backbone.
         policy: for orientation, transparency and size.
-        reference: by the weights' own transform, instead of on uint8.
+        reference: by the weights' own transform, instead of on uint8; also of a transform that the
+            fast path cannot follow.
         timeout_s: an image that takes longer to be decoded is decoded again in a process of its
             own, and fails where that takes as long; None waits for ever.
         suspects: which images are decoded each in a process of its own, and where is noted what is
@@ -87,6 +88,9 @@ class Decoding:
     reference: bool = False
     timeout_s: float | None = None
     suspects: Suspects = field(default_factory=lambda: Suspects(None))
+
+    def __post_init__(self) -> None:
+        assert self.reference or self.preprocess.has_fast_path, "its pixels would be others"
 
     @classmethod
     def of_run(
@@ -102,7 +106,6 @@ class Decoding:
         Raises:
             ConfigError: the background is no colour, or such a decoder is not installed.
         """
-        # A transform that the fast path cannot follow is done by the reference.
         reference = config.decode == "reference" or not preprocess.has_fast_path
         before = begun.resolved if begun else {"jpeg": None}
         policy = replace(
@@ -133,13 +136,10 @@ class Loader:
         self._listing = listing
         self._decoding = decoding
         self._regions = source if isinstance(source, Regional) else None
-        # A region's share of the picture is not known before it is decoded.
-        whole = decoding.reference or self._regions
-        at_least = None if whole else decoding.preprocess.resize
         self._decoder = GuardedDecoder(
             source,
             decoding.policy,
-            at_least,
+            None if decoding.reference else decoding.preprocess.resize,
             decoding.timeout_s,
             decoding.suspects,
             "featx-loader",

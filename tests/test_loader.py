@@ -421,6 +421,14 @@ def test_out_of_memory_stops_the_run_and_is_no_row() -> None:
             load_all(source, [Part(0, 0, 2)], preprocess=preprocess, reference=True)
 
 
+def test_no_transform_is_followed_on_uint8_that_cannot_be() -> None:
+    """Its pixels would be others, and nobody would see it."""
+    preprocess = Preprocess(to_tensor, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
+    assert Decoding(preprocess, POLICY, reference=True).reference
+    with pytest.raises(AssertionError):
+        Decoding(preprocess, POLICY)
+
+
 def test_a_bug_in_a_source_is_not_taken_for_a_bad_image() -> None:
     source = FailingSource(GOOD, b"000005", KeyError("a bug"), times=10**6)
     with pytest.raises(KeyError, match="a bug"):

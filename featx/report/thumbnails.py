@@ -74,8 +74,7 @@ class Thumbnails:
             decoder = GuardedDecoder(
                 self._source,
                 ImagePolicy.from_config(config),
-                # A region's share of the picture is not known before it is decoded.
-                None if isinstance(self._source, Regional) else PIXELS // 2,
+                PIXELS // 2,
                 config.timeout_s,
                 Suspects(None),
                 "featx-thumbnail",

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 _OF_A_STORE = ("predict", "similar", "export", "report")
 """Jobs that read a store and write something else."""
 
-_INTO_BUCKETS = ("extract", "attribute", "plan", "verify", "status", "probe", "pack")
-"""Jobs for which out may be a place in an object store; the last four read the store there."""
+_MAKE_STORES = ("extract", "attribute", "plan")
+"""Jobs that make a store in out, or say what it would take."""
+
+_INTO_BUCKETS = (*_MAKE_STORES, "verify", "status", "probe", "pack")
+"""Jobs for which out may be a place in an object store; the others of them read the store there."""
 
 _SPREAD = ("extract", "plan", "stats", "attribute")
 """Jobs that other processes may share."""
@@ -132,7 +135,7 @@ def check_places(config: Config) -> None:
         raise ConfigError(
             f"out={config.out}: job={config.job.name} writes to a disk only; choose a folder."
         )
-    if config.job.name not in ("extract", "attribute", "plan"):
+    if config.job.name not in _MAKE_STORES:
         return  # it reads the store there
     given = {
         "pack=true": config.pack is True,

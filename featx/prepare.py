@@ -109,7 +109,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     suspects = Suspects(None if purpose is None else purpose.folder)
     purpose = StorePurpose(config) if purpose is None else purpose
     source, listing = purpose.list_images()
-    ImagePolicy.from_config(config.data)
+    ImagePolicy.from_config(config.data)  # a colour that is none is told without a model
     resolve_library(config.model)
     codecs.filters(config.codec)
 

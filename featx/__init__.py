@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
-    from featx.captured import capture
-    from featx.distance import frechet_distance
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
     from featx.jobs.report import write_report
     from featx.jobs.stats import stats
     from featx.prediction import predict
-    from featx.stats_file import Statistics, open_stats
+    from featx.statistics.distance import frechet_distance
+    from featx.statistics.file import Statistics, open_stats
     from featx.store.reader import FeatureStore, open
+    from featx.taps.captured import capture
 
 __version__ = "0.1.0"
 
@@ -42,15 +42,15 @@ __all__ = [
 _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
-    "capture": "featx.captured",
+    "capture": "featx.taps.captured",
     "extract": "featx.jobs.extract",
     "predict": "featx.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",
     "write_report": "featx.jobs.report",
-    "open_stats": "featx.stats_file",
-    "Statistics": "featx.stats_file",
-    "frechet_distance": "featx.distance",
+    "open_stats": "featx.statistics.file",
+    "Statistics": "featx.statistics.file",
+    "frechet_distance": "featx.statistics.distance",
 }
 
 

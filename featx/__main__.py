@@ -95,14 +95,14 @@ def _interrupted(signum: int, frame: object) -> None:
 
 
 def _terminated(signum: int, frame: object) -> None:
-    from featx.stopping import Interrupted
+    from featx.run.stopping import Interrupted
 
     if not is_echo(signum):
         raise Interrupted(signum)
 
 
 def _was_decoding(folder: Path, pid: int) -> bool:
-    from featx.suspects import was_decoding
+    from featx.loading.suspects import was_decoding
 
     return was_decoding(folder, pid)
 

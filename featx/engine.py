@@ -18,18 +18,18 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.attention import check_weights, needs_plain_attention, plain_attention
 from featx.devices import exact_cuda, keep_freed_memory, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
-from featx.hooks import Expected, Keep, TapHooks, find_overwritten
-from featx.kept import Keeper
 from featx.models.base import Backbone
-from featx.projected import StoredReduce, bound_reduction
 from featx.rows import same_row
+from featx.statistics.projected import StoredReduce, bound_reduction
+from featx.taps.attention import check_weights, needs_plain_attention, plain_attention
+from featx.taps.hooks import Expected, Keep, TapHooks, find_overwritten
+from featx.taps.kept import Keeper
+from featx.taps.traces import Tap, Trace
+from featx.taps.tracing import no_fast_path, trace
 from featx.targets import target_values
-from featx.traces import Tap, Trace
-from featx.tracing import no_fast_path, trace
 from featx.types import LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Engine:
 
     What a run needs of it: `run`, `compute`, `specs`, `faint_rows`, `explain` and the seconds. A
     subclass that takes other things from the model than its layers' tensors overrides `bind`,
-    `settle` and `specs` (featx.attribution).
+    `settle` and `specs` (featx.attribution.attributor).
     """
 
     settles_for_fp32 = False

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from featx.nested import elements
+from featx.taps.nested import elements
 
 _CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
 """Classes whose forward uses weight and bias as nn.Conv2d does; a standardised weight would not."""

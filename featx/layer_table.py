@@ -10,11 +10,11 @@ import numpy as np
 
 from featx.options import VIEWS_OF_LAYERS
 from featx.progress import size_text
+from featx.taps.traces import Call, Operation, Path, Trace, element_name
 from featx.text_table import table
-from featx.traces import Call, Operation, Path, Trace, element_name
 
 if TYPE_CHECKING:
-    from featx.profiling import Profile, Values
+    from featx.taps.profiling import Profile, Values
 
 WIDTH = 120
 """Of a terminal, in characters: what the tables of three of the views keep to."""
@@ -252,7 +252,7 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
 
 
 def _finite_text(traced: Trace, profiled: Profile) -> str:
-    from featx.profiling import first_nonfinite
+    from featx.taps.profiling import first_nonfinite
 
     found = first_nonfinite(profiled.values)
     if found is None:

@@ -19,15 +19,15 @@ import numpy.typing as npt
 from featx.config import Config, in_this_process, with_statistics_at
 from featx.data.base import FolderSource
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
-from featx.features import compute_rows
 from featx.keys import from_saved
-from featx.loop import Figures, run_parts
 from featx.options import DataConfig, ModelConfig
-from featx.prepare import Prepared, prepare
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
-from featx.purpose import PART_SECONDS, list_images
 from featx.recheck import refuse_unnamed_code, request_of
+from featx.run.features import compute_rows
+from featx.run.loop import Figures, run_parts
+from featx.run.prepare import Prepared, prepare
+from featx.run.purpose import PART_SECONDS, list_images
 from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid

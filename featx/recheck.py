@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from featx.config import Config, in_this_process, layer_requests, with_statistics_at
 from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
-from featx.features import compute_rows
 from featx.keys import data_of_saved, from_saved
 from featx.object_path import is_url
 from featx.options import PROJECTIONS, ReduceConfig
-from featx.prepare import Prepared, prepare
+from featx.run.features import compute_rows
+from featx.run.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
 from featx.store.manifest import Manifest, Run
 from featx.store.reader import FeatureStore
@@ -194,7 +194,7 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
 
 def statistics_sha256(path: str, layer: str) -> str:
     """The identity of a layer's statistics; see `Moments.sha256`."""
-    from featx.stats_file import Statistics  # which imports torch
+    from featx.statistics.file import Statistics  # which imports torch
 
     return Statistics(path)[layer].sha256
 

@@ -39,7 +39,7 @@ def _spoil():
 
 class _Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "featx.decode":
+        if name == "featx.loading.decode":
             sys.meta_path.remove(self)
             _spoil()
 

@@ -96,7 +96,7 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
     """(layers, first row) of every batch that a run computes."""
-    from featx import features
+    from featx.run import features
 
     seen: list[tuple[frozenset[str], int]] = []
     compute = features.compute_rows
@@ -107,7 +107,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
         return features, failures
 
     monkeypatch.setattr(features, "compute_rows", noted)
-    monkeypatch.setattr("featx.retry.compute_rows", noted)
+    monkeypatch.setattr("featx.run.retry.compute_rows", noted)
     return seen
 
 
@@ -125,7 +125,7 @@ def _packed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from featx.store import pack
 
-    monkeypatch.setattr("featx.extraction.pack_in_child", lambda root, lock: pack.pack(root))
+    monkeypatch.setattr("featx.run.extraction.pack_in_child", lambda root, lock: pack.pack(root))
 
 
 @pytest.fixture(autouse=True)

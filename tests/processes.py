@@ -1,8 +1,12 @@
-"""Processes that are no children of the test's own."""
+"""Commands started by a test, and processes that are no children of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -20,3 +24,31 @@ def ended(pid: int, within_s: float = 5.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+@contextlib.contextmanager
+def running(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        arguments, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < deadline, "it never happens"
+        time.sleep(0.005)
+
+
+def outcome(process: subprocess.Popen[str]) -> tuple[int, str, float]:
+    """Exit code, stderr, and how long it took from now on."""
+    begun = time.monotonic()
+    _, printed = process.communicate(timeout=60)
+    return process.returncode, printed, time.monotonic() - begun

@@ -2,93 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, hooked, noise
 from torch import nn
 
 import featx
 from featx.devices import choose_device, exact_cuda
-from featx.engine import Compute, Engine
+from featx.engine import Compute
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
 from featx.models import build_backbone
-from featx.models.base import Backbone, state_sha256
-from featx.options import ModelConfig, ReduceConfig
-from featx.preprocess import Preprocess
+from featx.models.base import state_sha256
+from featx.options import ModelConfig
 from featx.rows import finite_rows, row_cosines
-from featx.select import select
-from featx.traces import Tap
-
-CPU = torch.device("cpu")
-FP32 = Compute("fp32", False, False, 4)
-
-
-def backbone_of(module: nn.Module, side: int = 8, num_prefix_tokens: int = 0) -> Backbone:
-    """A module that takes (B, 3, side, side), with a transform that nobody calls."""
-    preprocess = Preprocess(
-        reference=lambda image: torch.zeros(3, side, side),
-        crop=(side, side),
-        resize=side,
-        interpolation="bilinear",
-        mean=(0.5, 0.5, 0.5),
-        std=(0.5, 0.5, 0.5),
-    )
-    torch.manual_seed(0)
-    return Backbone(module, "test", "random", preprocess, num_prefix_tokens)
-
-
-@contextlib.contextmanager
-def bound(
-    backbone: Backbone, *layers: str | tuple[str, str], dtype: str = "float32"
-) -> Iterator[Engine]:
-    """An engine with taps on `layers`: names, or (name, reduction)."""
-    pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
-    with Engine(backbone, CPU, dtype) as engine:
-        traced = engine.trace()
-        requests = [(name, ReduceConfig(reduce)) for name, reduce in pairs]
-        found = select(requests, traced, backbone.classifier, backbone.stages)
-        engine.bind(found.chosen)
-        engine.settle(FP32)
-        engine.chosen = found.chosen  # type: ignore[attr-defined]
-        yield engine
-
-
-def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> torch.Tensor:
-    """What a layer gave, by a hook of our own that copies at once."""
-    seen: list[torch.Tensor] = []
-    handle = module.get_submodule(layer).register_forward_hook(
-        lambda m, args, out: seen.append(out.clone())
-    )
-    with torch.no_grad():
-        module(x.clone())
-    handle.remove()
-    return seen[call - 1]
-
-
-def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:
-    return torch.randn(batch_size, 3, side, side, generator=torch.Generator().manual_seed(seed))
-
-
-class Residual(nn.Module):
-    """conv -> bn -> in-place relu -> conv -> += identity -> in-place relu -> fc."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-        self.bn = nn.BatchNorm2d(3)
-        self.relu = nn.ReLU(inplace=True)
-        self.pool = nn.AdaptiveAvgPool2d(2)
-        self.fc = nn.Linear(12, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.relu(self.bn(self.conv1(x)))
-        out = self.conv2(out)
-        out += x
-        return self.fc(self.pool(self.relu(out)).flatten(1))
+from featx.taps.traces import Tap
 
 
 class Tokens(nn.Module):
@@ -108,17 +39,6 @@ class Tokens(nn.Module):
         x = self.block(torch.cat([self.cls.expand(len(x), -1, -1), x], 1))
         x.mul_(3)
         return self.head(x[:, 0])
-
-
-class Clamped(nn.Module):
-    """An in-place ReLU6 behind values that noise keeps in [0, 6] and pictures do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.clamp = nn.ReLU(), nn.ReLU6(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.clamp(self.layer(x))
 
 
 class Turned(nn.Module):

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_engine import backbone_of, bound
 from timm.layers import BatchNormAct2d
+from tiny_engine import backbone_of, bound
 from tiny_model import KEYS, extract
 from torch import nn
 

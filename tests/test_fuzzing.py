@@ -14,9 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from featx.decode import ImagePolicy
-from featx.loader import Decoding, Loader
-from featx.preprocess import Preprocess
+from featx.loading.decode import ImagePolicy
+from featx.loading.loader import Decoding, Loader
+from featx.loading.preprocess import Preprocess
 from featx.types import ImageFault, Listing, Part, Status
 
 SIDE = 16

@@ -12,7 +12,7 @@ import PIL
 import pytest
 from PIL import Image
 
-from featx.decode import ImagePolicy, decode
+from featx.loading.decode import ImagePolicy, decode
 from featx.options import DataConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent

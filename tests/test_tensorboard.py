@@ -20,13 +20,14 @@ from tiny_model import KEYS, MODEL, Tiny, run_job, write_picture
 from tiny_model import extract as extract_and_pack
 
 import featx
-from featx import events, features
 from featx.config import Config
 from featx.errors import ConfigError, MissingExtraError
 from featx.fingerprint import digest
-from featx.histogram import Histogram
-from featx.stopping import Interrupted
+from featx.run import features
+from featx.run.stopping import Interrupted
 from featx.store.manifest import load_manifest
+from featx.tensorboard import events
+from featx.tensorboard.histogram import Histogram
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -310,7 +311,7 @@ def test_a_store_without_an_ok_row_has_no_projector(
 def test_wide_layers_are_left_out_of_the_projector(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("featx.projector.MAX_WIDTH", 7)
+    monkeypatch.setattr("featx.tensorboard.projector.MAX_WIDTH", 7)
     extract(photos, layers=["conv", "deep"], tensorboard=True)
     config = Path("store/tensorboard/projector_config.pbtxt").read_text()
     assert '"deep"' in config

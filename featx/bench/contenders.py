@@ -50,7 +50,7 @@ def alone(function: Callable[..., T], *args: Any) -> T:
 
 def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
     """featx itself, files to packed store."""
-    from featx.extraction import run_extraction
+    from featx.run.extraction import run_extraction
     from featx.store.reader import FeatureStore
 
     out = folder / "store"
@@ -71,8 +71,8 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     from featx.data import open_source
     from featx.devices import choose_device
     from featx.models import build_backbone
-    from featx.select import select
-    from featx.tracing import trace
+    from featx.taps.select import select
+    from featx.taps.tracing import trace
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
@@ -95,7 +95,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Images per second of reading, decoding and the model, each with nothing beside it."""
-    from featx.prepare import prepare
+    from featx.run.prepare import prepare
 
     with prepare(config, config_yaml) as prepared:
         num_rows, engine = len(prepared.listing), prepared.engine

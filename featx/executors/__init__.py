@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from featx.config import Config
     from featx.executors.harvest import Outcome
     from featx.executors.orders import Product, Session
-    from featx.prepare import Prepared
+    from featx.run.prepare import Prepared
 
 
 def check(config: Config) -> None:

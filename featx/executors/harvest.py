@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from featx.executors.orders import Order, Session
-from featx.failed_rows import refuse_failures
-from featx.loop import Figures
 from featx.progress import bottleneck
+from featx.run.failed_rows import refuse_failures
+from featx.run.loop import Figures
 from featx.types import Failure, Part
 
 

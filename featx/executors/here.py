@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from featx.executors.harvest import Outcome
 from featx.executors.orders import Maker, Session
-from featx.loop import peak_memory_mib, run_parts
-from featx.prepare import Prepared
+from featx.run.loop import peak_memory_mib, run_parts
+from featx.run.prepare import Prepared
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.events import RunEvents
+    from featx.tensorboard.events import RunEvents
 
 
 def run(

@@ -27,13 +27,13 @@ from featx.executors.harvest import Done, Harvest, Labour, Outcome
 from featx.executors.orders import Order, Session
 from featx.executors.part_work import rows_text
 from featx.executors.worker import STOP
+from featx.loading.suspects import was_decoding
 from featx.machine import num_cpus
-from featx.prepare import Prepared
 from featx.progress import Progress, complain
-from featx.stopping import GRACE_S, Interrupted, stop_signals
+from featx.run.prepare import Prepared
+from featx.run.stopping import GRACE_S, Interrupted, stop_signals
 from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.supervisor import CRASHES, MAX_CRASHES
-from featx.suspects import was_decoding
 from featx.types import Part
 
 MAX_DEATHS = 3

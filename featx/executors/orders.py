@@ -23,7 +23,7 @@ from featx.errors import ConfigError, RunError
 from featx.fingerprint import differences
 from featx.machine import num_cpus, take_cpus
 from featx.options import ExecutorConfig
-from featx.prepare import Prepared, prepare
+from featx.run.prepare import Prepared, prepare
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat, sign_name
 from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from featx.errors import FeatxError, RunError
 from featx.executors.harvest import Done, Labour
 from featx.executors.orders import Order
-from featx.loop import peak_memory_mib, run_parts
-from featx.prepare import Prepared
 from featx.progress import Unseen
-from featx.stopping import Interrupted
+from featx.run.loop import peak_memory_mib, run_parts
+from featx.run.prepare import Prepared
+from featx.run.stopping import Interrupted
 from featx.store.heartbeat import Heartbeat
 from featx.types import Batch, Failure, Part
 

@@ -22,9 +22,9 @@ from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
 from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordered
 from featx.executors.part_work import PartWork, blamed_on, rows_text
-from featx.prepare import Prepared
 from featx.progress import Progress
-from featx.stopping import Interrupted, stop_signals
+from featx.run.prepare import Prepared
+from featx.run.stopping import Interrupted, stop_signals
 from featx.store import layout
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat, clear_signs

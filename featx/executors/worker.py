@@ -91,7 +91,7 @@ def main(descriptor: int, parent: int) -> int:
     from featx.executors.harvest import Labour
     from featx.executors.orders import prepared_as_ordered
     from featx.executors.part_work import PartWork, rows_text
-    from featx.stopping import Interrupted
+    from featx.run.stopping import Interrupted
     from featx.store.heartbeat import Heartbeat
     from featx.store.object_disk import disk_at
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from featx.attribution.pictures import Tile, contact_sheet, feature_map_grid
 from featx.config import Config
-from featx.extraction import run_extraction, store_exit_code
 from featx.options import METHODS, OF_A_LAYER
-from featx.pictures import Tile, contact_sheet, feature_map_grid
-from featx.prepare import Prepared
 from featx.progress import complain, describe_end, say
+from featx.run.extraction import run_extraction, store_exit_code
+from featx.run.prepare import Prepared
 from featx.store.reader import FeatureStore
 from featx.store.session import StoreSession
 
 if TYPE_CHECKING:
-    from featx.loader import Loader
+    from featx.loading.loader import Loader
 
 PICTURES = "pictures"
 MAX_SHEETS = 50

@@ -6,9 +6,9 @@ from typing import Any
 
 from featx.config import Config
 from featx.data import source_of
-from featx.extraction import run_extraction, store_exit_code
 from featx.keys import from_keywords, from_omegaconf, saved_yaml, without_object
 from featx.progress import describe_end, say
+from featx.run.extraction import run_extraction, store_exit_code
 from featx.store.reader import FeatureStore
 
 

@@ -13,12 +13,12 @@ import numpy as np
 from featx.config import Config, captures
 from featx.errors import DataError, MissingExtraError, ModelError
 from featx.layer_table import WIDTH, layer_rows, layer_table, remarks
+from featx.loading.suspects import Suspects
 from featx.models import build_backbone, resolve_library
 from featx.options import DataConfig
 from featx.progress import complain, facts, say
-from featx.purpose import list_images
-from featx.suspects import Suspects
-from featx.traces import Trace
+from featx.run.purpose import list_images
+from featx.taps.traces import Trace
 from featx.types import Listing, Source
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(config: Config, config_yaml: str) -> int:
             say(heading)
             _watch(engine, images)
             return 0
-        from featx.profiling import profile
+        from featx.taps.profiling import profile
 
         with engine.as_computed(images) as (module, x):
             profiled = profile(module, x, _MEASURED[show])
@@ -98,7 +98,7 @@ def _first_picture(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
     """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
-    from featx.loader import Decoding, Loader
+    from featx.loading.loader import Decoding, Loader
 
     decoding = Decoding.of_run(config, backbone.preprocess, listing, Suspects(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:
@@ -142,7 +142,7 @@ def _trace(engine: Engine) -> Trace:
 
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
-    from featx.watching import watch
+    from featx.taps.watching import watch
 
     say("shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it")
     say()

@@ -9,8 +9,8 @@ from typing import Any
 from featx.config import Config
 from featx.machine import num_cpus
 from featx.object_path import is_url, place_of
-from featx.prepare import Prepared, prepare
 from featx.progress import describe_run, facts, say, size_text, time_text
+from featx.run.prepare import Prepared, prepare
 from featx.store.commit import Disk
 from featx.store.pack import packed_size_bound
 from featx.types import Part

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from featx.config import Config
 from featx.errors import ConfigError
-from featx.failed_rows import exit_code
 from featx.object_path import place_of
 from featx.progress import complain, facts, say
+from featx.run.failed_rows import exit_code
 from featx.store.commit import Disk
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from typing import Any
 
 from featx.config import Config
 from featx.data import source_of
-from featx.failed_rows import exit_code
 from featx.keys import from_keywords, from_omegaconf, saved_yaml, without_object
 from featx.progress import facts, say
-from featx.stats_file import Statistics
-from featx.stats_run import FAILURES_CSV, run_stats
+from featx.run.failed_rows import exit_code
+from featx.statistics.file import Statistics
+from featx.statistics.run import FAILURES_CSV, run_stats
 from featx.text_table import table
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from featx.config import Config
 from featx.errors import ConfigError
-from featx.extraction import run_extraction
 from featx.object_path import is_url, place_of
 from featx.progress import complain, facts, say, size_text
 from featx.recheck import Recheck, config_of_run, recheck_rows
+from featx.run.extraction import run_extraction
 from featx.store import layout
 from featx.store.check import Report, check_store
 from featx.store.manifest import Manifest, load_manifest

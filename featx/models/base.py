@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from featx.errors import ModelError, WeightsError
-from featx.preprocess import Preprocess
+from featx.loading.preprocess import Preprocess
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 

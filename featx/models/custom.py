@@ -15,9 +15,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from featx.errors import ModelError, WeightsError, nearest
+from featx.loading.preprocess import Preprocess
 from featx.models.base import Backbone, load_weights, random_id, read_weights, seeded
 from featx.options import ModelConfig, TransformConfig
-from featx.preprocess import Preprocess
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

@@ -15,6 +15,7 @@ from urllib.parse import urlparse
 import torch
 
 from featx.errors import ModelError, WeightsError
+from featx.loading.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
     is_weights_file,
@@ -26,7 +27,6 @@ from featx.models.base import (
     timm_stages,
 )
 from featx.options import ModelConfig
-from featx.preprocess import Preprocess
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

@@ -18,6 +18,7 @@ from torchvision.transforms import functional as TF
 from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
 from featx.errors import ModelError, WeightsError
+from featx.loading.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
     is_weights_file,
@@ -27,7 +28,6 @@ from featx.models.base import (
     seeded,
 )
 from featx.options import ModelConfig
-from featx.preprocess import Preprocess
 
 _patch_lock = threading.Lock()
 

@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from PIL import Image
 
 from featx.data import open_source
-from featx.decode import ImagePolicy
 from featx.errors import FeatxError
 from featx.export.pictures import data_of_store
-from featx.guarded import GuardedDecoder
+from featx.loading.decode import ImagePolicy
+from featx.loading.guarded import GuardedDecoder
+from featx.loading.preprocess import cut_out
+from featx.loading.suspects import Suspects
 from featx.options import DataConfig
-from featx.preprocess import cut_out
 from featx.store.reader import FeatureStore
-from featx.suspects import Suspects
 from featx.types import ImageFault, Regional, Status
 
 PIXELS = 112

@@ -60,8 +60,8 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     from featx.engine import Compute, Engine
     from featx.models import build_backbone
     from featx.options import ModelConfig, ReduceConfig
-    from featx.select import select
-    from featx.traces import Tap
+    from featx.taps.select import select
+    from featx.taps.traces import Tap
 
     backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
     images = torch.randn(arguments.batch_size, 3, *backbone.preprocess.crop)

@@ -28,8 +28,8 @@ def decode(arguments: argparse.Namespace) -> None:
     from torchvision.transforms import v2
 
     from featx.bench.photos import make_photos
-    from featx.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
-    from featx.preprocess import Preprocess
+    from featx.loading.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
+    from featx.loading.preprocess import Preprocess
 
     torch.set_num_threads(1)
     usual = v2.Compose(

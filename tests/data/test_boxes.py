@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 from tiny_model import extract, run_job
 
-from featx import guarded
 from featx.data.base import FolderSource
 from featx.data.boxes import BoxedSource
 from featx.errors import ConfigError, DataError
+from featx.loading import guarded
+from featx.loading.suspects import Suspects
 from featx.store.reader import FeatureStore
-from featx.suspects import Suspects
 from featx.types import Status
 
 HEADER = ("path", "x", "y", "width", "height")

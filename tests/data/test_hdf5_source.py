@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from featx.data import open_source
-from featx.decode import ImagePolicy, decode
 from featx.errors import ConfigError, DataError
+from featx.loading.decode import ImagePolicy, decode
 from featx.options import DataConfig
 from featx.types import ImageFault, Source, Status
 

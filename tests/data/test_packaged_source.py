@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from featx.data import open_source
-from featx.decode import ImagePolicy, decode
 from featx.errors import MissingExtraError
+from featx.loading.decode import ImagePolicy, decode
 from featx.options import DataConfig
 from featx.types import Source
 

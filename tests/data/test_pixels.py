@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from featx.colours import to_rgb
 from featx.data.pixels import encode_array, encode_image, encode_pixels
-from featx.decode import ImagePolicy, decode
+from featx.loading.colours import to_rgb
+from featx.loading.decode import ImagePolicy, decode
 from featx.options import DataConfig
 
 WHITE = ImagePolicy.from_config(DataConfig(background="tomato"))

@@ -49,7 +49,7 @@ class StubOrder:
 
 def go_wrong(what: str, root: Path) -> None:
     if what == "crash":
-        from featx.suspects import Suspects
+        from featx.loading.suspects import Suspects
 
         with Suspects(root).notes() as notes:
             assert notes is not None

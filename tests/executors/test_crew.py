@@ -22,7 +22,7 @@ from stub_worker import StubOrder
 from featx.config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
 from featx.executors.local import Crew
-from featx.stopping import Interrupted
+from featx.run.stopping import Interrupted
 from featx.store.pack import pack
 
 HERE = Path(__file__).resolve().parent
@@ -104,7 +104,7 @@ def test_failures_of_all_workers_stand_in_one_list(
 def test_too_many_failures_of_all_workers_end_a_long_run(
     work: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("featx.failed_rows.EARLY_STOP_S", 0.0)
+    monkeypatch.setattr("featx.run.failed_rows.EARLY_STOP_S", 0.0)
     with pytest.raises(TooManyFailuresError, match="1 of the first"):
         work(2, config=Config(max_failures=0), pause_s=0.05)
     assert 1 <= len(list((tmp_path / "store" / "parts").glob("part-*.h5"))) < 10
@@ -192,7 +192,7 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     work: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("featx.stopping.GRACE_S", 1.0)
+    monkeypatch.setattr("featx.run.stopping.GRACE_S", 1.0)
     monkeypatch.setattr("featx.executors.local.GRACE_S", 1.0)
     threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
     begun = time.monotonic()

@@ -173,7 +173,7 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 
     seen = []
     forward = nn.Conv2d.forward
-    monkeypatch.setattr("featx.prepare.num_cpus", lambda: 3)
+    monkeypatch.setattr("featx.run.prepare.num_cpus", lambda: 3)
     torch.set_num_threads(3)
     extract(photos, pack=False)
     assert json.loads(Path("store/featx.json").read_text())["resolved"]["threads"] == 3
@@ -193,9 +193,9 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
-    from featx.extraction import product_of
-    from featx.prepare import prepare
-    from featx.purpose import StorePurpose
+    from featx.run.extraction import product_of
+    from featx.run.prepare import prepare
+    from featx.run.purpose import StorePurpose
     from featx.store.session import StoreSession
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})

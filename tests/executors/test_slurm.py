@@ -27,8 +27,8 @@ from featx import machine
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.executors import slurm
 from featx.executors.orders import SentOrder
-from featx.features import StoreProduct
 from featx.keys import from_keywords, from_omegaconf
+from featx.run.features import StoreProduct
 from featx.store import layout
 from featx.store.check import check_store
 from featx.store.commit import Disk

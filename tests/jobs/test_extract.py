@@ -16,7 +16,7 @@ import pytest
 
 import featx
 from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
-from featx.stopping import Interrupted
+from featx.run.stopping import Interrupted
 
 MODELS = '''
 import torch

@@ -21,8 +21,8 @@ from featx.keys import from_keywords, from_omegaconf
 from featx.layer_table import layer_rows, layer_table
 from featx.options import VIEWS_OF_LAYERS, ReduceConfig
 from featx.progress import say
-from featx.select import select
-from featx.tracing import trace
+from featx.taps.select import select
+from featx.taps.tracing import trace
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -65,7 +65,7 @@ Layers = Callable[..., str]
 @pytest.fixture
 def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Layers:
     """What the job prints on stdout."""
-    monkeypatch.setattr("featx.profiling.MAX_RUNS", 3)
+    monkeypatch.setattr("featx.taps.profiling.MAX_RUNS", 3)
 
     def run(show: str = "shapes", as_json: bool = False, **keys: Any) -> str:
         node = from_keywords({"model": MODEL, "data": "sample", **keys})

@@ -16,9 +16,9 @@ import pytest
 from tiny_model import KEYS, extract, run_job
 
 import featx
-from featx import failed_rows
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
-from featx.stopping import Interrupted
+from featx.run import failed_rows
+from featx.run.stopping import Interrupted
 from featx.store import session as session_module
 from featx.types import Status
 

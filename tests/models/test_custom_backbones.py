@@ -16,10 +16,10 @@ from torchvision.transforms import v2
 
 import featx
 from featx.errors import ModelError, WeightsError
+from featx.loading.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.options import ModelConfig, TransformConfig
-from featx.preprocess import check_reference
 
 TINY = """
 import torch

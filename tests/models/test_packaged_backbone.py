@@ -14,11 +14,11 @@ import torch
 
 import featx
 from featx.errors import ModelError, WeightsError
+from featx.loading.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.models.packaged import rename_keys
 from featx.options import ModelConfig
-from featx.preprocess import check_reference
 
 
 def build(weights: str | None = "default", seed: int = 0) -> Backbone:

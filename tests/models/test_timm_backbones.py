@@ -19,10 +19,10 @@ from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 
 from featx.errors import ModelError, WeightsError
+from featx.loading.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded, state_sha256
 from featx.options import ModelConfig
-from featx.preprocess import check_reference
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:

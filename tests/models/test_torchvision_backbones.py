@@ -14,10 +14,10 @@ from torchvision import models
 from torchvision.models import ResNet18_Weights
 
 from featx.errors import ModelError, WeightsError
+from featx.loading.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded
 from featx.options import ModelConfig
-from featx.preprocess import check_reference
 
 State = dict[str, torch.Tensor]
 

@@ -1,0 +1,1 @@
+"""From an image's bytes to batches of pixels: decoded, guarded, ordered."""

@@ -1,0 +1,301 @@
+"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
+
+A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
+the batch. Nothing is substituted, nothing moves up.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch.profiler import record_function
+
+from featx.config import Config
+from featx.errors import RunError
+from featx.loading.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
+from featx.loading.guarded import GuardedDecoder
+from featx.loading.preprocess import Preprocess, cut_out
+from featx.loading.suspects import Suspects
+from featx.types import (
+    Batch,
+    Begun,
+    Failure,
+    ImageFault,
+    Listing,
+    Part,
+    Regional,
+    Source,
+    Status,
+)
+
+PREFETCH_BATCHES = 3
+"""Batches being read while one is computed; bounds the memory whatever the number of images."""
+
+AHEAD_ROWS = 64
+"""Images being read ahead where they are asked for one by one."""
+
+PICTURES = 2
+"""Decoded pictures that are kept while regions are cut from them; one takes up to 256 MiB."""
+
+Picture = Image.Image | npt.NDArray[np.uint8]
+"""Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+
+
+@dataclass
+class LoaderTimes:
+    """Busy seconds of the loader's threads together."""
+
+    read: float = 0.0
+    decode: float = 0.0
+    bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, read: float, decode: float, num_bytes: int) -> None:
+        with self._lock:
+            self.read += read
+            self.decode += decode
+            self.bytes += num_bytes
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How bytes become the images of a run.
+
+    Attributes:
+        preprocess: of the backbone.
+        policy: for orientation, transparency and size.
+        reference: by the weights' own transform, instead of on uint8; also of a transform that the
+            fast path cannot follow.
+        timeout_s: an image that takes longer to be decoded is decoded again in a process of its
+            own, and fails where that takes as long; None waits for ever.
+        suspects: which images are decoded each in a process of its own, and where is noted what is
+            being decoded.
+    """
+
+    preprocess: Preprocess
+    policy: ImagePolicy
+    reference: bool = False
+    timeout_s: float | None = None
+    suspects: Suspects = field(default_factory=lambda: Suspects(None))
+
+    def __post_init__(self) -> None:
+        assert self.reference or self.preprocess.has_fast_path, "its pixels would be others"
+
+    @classmethod
+    def of_run(
+        cls,
+        config: Config,
+        preprocess: Preprocess,
+        listing: Listing,
+        suspects: Suspects,
+        begun: Begun | None = None,
+    ) -> Decoding:
+        """What a config asks for, with the decoders that the run was begun with.
+
+        Raises:
+            ConfigError: the background is no colour, or such a decoder is not installed.
+        """
+        reference = config.decode == "reference" or not preprocess.has_fast_path
+        before = begun.resolved if begun else {"jpeg": None}
+        policy = replace(
+            ImagePolicy.from_config(config.data),
+            jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
+            heif=heif_version(listing.keys, before.get("heif"), new=begun is None),
+        )
+        return cls(preprocess, policy, reference, config.data.timeout_s, suspects)
+
+
+class Loader:
+    """Reads, decodes and crops the images of one run; a context manager that owns its threads.
+
+    Args:
+        batch_size: images of a Batch.
+        pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        listing: Listing,
+        decoding: Decoding,
+        batch_size: int,
+        pinned: bool = False,
+    ) -> None:
+        self.times = LoaderTimes()
+        self._listing = listing
+        self._decoding = decoding
+        self._regions = source if isinstance(source, Regional) else None
+        self._decoder = GuardedDecoder(
+            source,
+            decoding.policy,
+            None if decoding.reference else decoding.preprocess.resize,
+            decoding.timeout_s,
+            decoding.suspects,
+            "featx-loader",
+        )
+        self._pictures: deque[tuple[bytes, Picture]] = deque(maxlen=PICTURES)
+        self._pictures_lock = threading.Lock()
+        self._batch_size = batch_size
+        self._pinned = pinned
+
+    def __enter__(self) -> Loader:
+        self._decoder.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._decoder.__exit__(*error)
+
+    def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        """The batches of some parts, in order; no batch crosses a part.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        waiting: deque[tuple[Part, Batch, list[Future[Failure | None]]]] = deque()
+        spans = (
+            (part, start, min(self._batch_size, part.stop - start))
+            for part in parts
+            for start in range(part.start, part.stop, self._batch_size)
+        )
+        for part, start, count in spans:
+            waiting.append((part, *self._begin(start, count)))
+            if len(waiting) > PREFETCH_BATCHES:
+                yield self._finish(*waiting.popleft())
+        while waiting:
+            yield self._finish(*waiting.popleft())
+
+    def load(self, rows: Iterable[int]) -> torch.Tensor:
+        """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
+        found = [image for image in self.each(rows) if image is not None]
+        none = torch.zeros((0, 3, *self._decoding.preprocess.crop), dtype=self._dtype)
+        return torch.stack(found) if found else none
+
+    def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
+        """The image of each row in turn, (3, H, W); None where it fails.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
+        for row in rows:
+            place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
+            waiting.append((place, self._decoder.submit(self._fill, row, place)))
+            if len(waiting) > AHEAD_ROWS:
+                yield _unless_failed(*waiting.popleft())
+        while waiting:
+            yield _unless_failed(*waiting.popleft())
+
+    def settle_suspects(self) -> None:
+        """Decode what a run was decoding when it died, image by image in a process of its own.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        self._decoder.settle_suspects(self._listing.keys)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self._decoding.reference else torch.uint8
+
+    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
+        shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
+        images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
+        futures = [self._decoder.submit(self._fill, start + i, images[i]) for i in range(count)]
+        return Batch(images, start, count, []), futures
+
+    def _finish(
+        self, part: Part, batch: Batch, futures: list[Future[Failure | None]]
+    ) -> tuple[Part, Batch]:
+        results = [future.result() for future in futures]
+        batch.failures = [failure for failure in results if failure is not None]
+        return part, batch
+
+    def _fill(self, row: int, place: torch.Tensor) -> Failure | None:
+        """Put one image in its place, or say why there is none."""
+        key = bytes(self._listing.keys[row])
+        begun = time.perf_counter()
+        try:
+            picture = self._kept(key)
+            with record_function("read"):
+                data = b"" if picture is not None else self._decoder.read(key)
+            read = time.perf_counter()
+            with record_function("decode"):
+                if picture is None:
+                    picture = self._decoded(key, data)
+                place.copy_(self._prepare(key, picture))
+        except ImageFault as fault:
+            place.zero_()
+            return Failure(row, key, fault.status, fault.error, str(fault))
+        except MemoryError as error:
+            # The machine, not the image: such a failure never becomes a row.
+            raise RunError(
+                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
+                "and give the same command again. Less is needed with a smaller batch_size or "
+                "data.max_pixels."
+            ) from error
+        self.times.add(read - begun, time.perf_counter() - read, len(data))
+        return None
+
+    def _prepare(self, key: bytes, picture: Picture) -> torch.Tensor:
+        resize = self._decoding.preprocess.resize
+        expected = (3, *self._decoding.preprocess.crop)
+        if self._regions is not None:
+            self._keep(key, picture)
+            picture = cut_out(picture, self._regions.box(key))
+        if isinstance(picture, Image.Image):
+            width, height = picture.size
+            transformed = functools.partial(self._decoding.preprocess.reference, picture)
+        else:
+            height, width, _ = picture.shape
+            transformed = functools.partial(self._decoding.preprocess.crop_uint8, picture)
+        short, long = sorted((width, height))
+        if resize and resize * resize * long > self._decoding.policy.max_pixels * short:
+            raise ImageFault(
+                Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
+            )
+        try:
+            x = transformed()
+            if x.shape != expected:  # copying it would spread one channel over three
+                raise ValueError(f"the transform gives {tuple(x.shape)}, expected {expected}")
+            return x
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "allocate memory" in str(error) or "enough memory" in str(error):
+                raise MemoryError(str(error)) from error  # torch's is a plain RuntimeError
+            raise ImageFault(
+                Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
+            ) from error
+
+    def _kept(self, key: bytes) -> Picture | None:
+        """The decoded picture that a region is cut from, where it is still at hand."""
+        if self._regions is None:
+            return None
+        with self._pictures_lock:
+            return dict(self._pictures).get(self._decoder.picture_of(key))
+
+    def _keep(self, key: bytes, picture: Picture) -> None:
+        with self._pictures_lock:
+            if (name := self._decoder.picture_of(key)) not in dict(self._pictures):
+                self._pictures.append((name, picture))
+
+    def _decoded(self, key: bytes, data: bytes) -> Picture:
+        """The whole picture of a row, as the transform takes it."""
+        if self._decoding.reference:
+            return self._decoder.image(key, data)
+        return self._decoder.pixels(key, data)
+
+
+def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:
+    return image if result.result() is None else None

@@ -1,0 +1,198 @@
+"""The main job itself: what is missing in a store is computed, committed and packed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from featx.config import Config
+from featx.errors import ConfigError
+from featx.executors import check, here, spread
+from featx.executors.harvest import Outcome
+from featx.object_path import is_url, place_of
+from featx.progress import announce, complain, describe_run
+from featx.run.failed_rows import exit_code, failures_text
+from featx.run.features import FeatureWork, StoreProduct
+from featx.run.loop import peak_memory_mib, run_parts
+from featx.run.prepare import Prepared, prepare
+from featx.run.purpose import StorePurpose
+from featx.run.retry import RetryWork, readable_again
+from featx.store import layout
+from featx.store.heartbeat import Heartbeat
+from featx.store.pack import pack_in_child, packed_size_bound
+from featx.store.session import StoreSession
+from featx.tensorboard.events import RunEvents, require_tensorboard
+from featx.types import Source, Status
+
+
+def run_extraction(
+    config: Config,
+    config_yaml: str,
+    known_rows_only: bool = False,
+    finish: Callable[[Prepared, StoreSession], None] | None = None,
+    source: Source | None = None,
+) -> dict[str, Any]:
+    """Begin or go on with the store of a config until it is whole; says what happens on stderr.
+
+    Args:
+        config: checked.
+        config_yaml: as the user gave it, for the store.
+        known_rows_only: leave pictures alone that the store does not know.
+        finish: called once the store is whole, while the model is still at hand.
+        source: the data set, where it is an object from Python; None opens the config's.
+
+    Returns:
+        the summary, as in summary.json.
+
+    Raises:
+        FeatxError: the config or the store does not fit, or the run failed on its way.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    out = place_of(config.out)
+    _check(config, out)
+    with contextlib.ExitStack() as stack:
+        purpose = StorePurpose(config, known_rows_only, source)
+        prepared = stack.enter_context(prepare(config, config_yaml, purpose))
+        session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
+        stack.enter_context(session.hold(config.overwrite))
+        session.write_config(config_yaml)
+        announce([*describe_run(prepared), ("store", _store_text(session))])
+        events = RunEvents(prepared, session) if config.tensorboard else None
+        if config.retry_failed:
+            _retry(prepared, session)
+        outcome = (
+            spread(prepared, session, product_of(purpose, prepared, session), config_yaml)
+            if config.is_spread
+            else _done_here(prepared, session, events)
+        )
+        figures = outcome.figures
+        packing = time.perf_counter()
+        _pack(config, session)
+        figures.seconds["pack"] = time.perf_counter() - packing
+        session.write_failures()
+        summary = _summary(session, outcome)
+        session.write_summary(summary)
+        if events is not None:
+            events.finish()
+        if finish is not None:
+            finish(prepared, session)
+    _complain_of_rows(session, summary["faint_rows"])
+    return summary
+
+
+def _check(config: Config, out: Path) -> None:
+    """Refuse what cannot work here, before anything is listed or loaded."""
+    if config.grow and is_url(out):
+        raise ConfigError(
+            f"grow=true needs a store on a disk, and {out} lies in an object store: without a lock "
+            "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
+            "it back."
+        )
+    if config.tensorboard:
+        require_tensorboard()
+    if config.is_spread:
+        check(config)
+
+
+def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
+    """Say which rows failed, and which are too small for their dtype.
+
+    Args:
+        session: of the run.
+        faint: layer -> how many of its rows are.
+    """
+    if session.failures:
+        complain(failures_text(session.failures))
+    for layer, count in faint.items():
+        complain(
+            f"warning: {count} rows of {layer} have no value above 6.1e-5; float16 holds so little "
+            "with few bits or as zero. Store them with dtype=float32."
+        )
+
+
+def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
+    """0, or that of more failed rows than max_failures allows, which it then says."""
+    failures = place_of(config.out) / layout.FAILURES_CSV
+    return exit_code(
+        config,
+        summary["rows"],
+        summary["failures"],
+        f"Their rows are NaN with a status; see {failures}.",
+    )
+
+
+def _retry(prepared: Prepared, session: StoreSession) -> None:
+    """Try the failed images again, and put those that can be read now into their rows."""
+    failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
+    rows = readable_again(prepared, failed)
+    complain(f"{len(rows)} of {len(failed)} failed images can be read now\n")
+    if rows and not session.parts_with(rows):
+        together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
+        raise ConfigError(
+            "retry_failed=true computes all layers again that were computed together. Give it with "
+            f"the layers of one run: {', '.join(dict.fromkeys(together))}."
+        )
+    if rows:
+        session.unpack()
+        run_parts(prepared, RetryWork(prepared, session, rows))
+        session.survey_anew()
+
+
+def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
+    """What a store lacks, computed by this process alone."""
+    with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
+        maker = FeatureWork(prepared, session.commit, heart, events)
+        return here.run(prepared, session, maker, events)
+
+
+def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession) -> StoreProduct:
+    """What the workers of a spread run are to make."""
+    return StoreProduct(
+        dtype=purpose.dtype,
+        settings=purpose.settings,
+        datasets=frozenset(spec.name for spec in prepared.specs),
+        manifest=session.manifest.to_json(),
+    )
+
+
+def _pack(config: Config, session: StoreSession) -> None:
+    """The parts into one features.h5, where that is wanted and there is room."""
+    if session.packed or not session.whole or config.pack is False:
+        return
+    if is_url(session.root):
+        complain(
+            "the parts are kept: an object store has no disk to pack on. featx.open reads parts."
+        )
+        return
+    needed, free = packed_size_bound(session.stored_bytes()), session.disk.free_bytes()
+    if config.pack == "auto" and free < needed:
+        complain(
+            f"the parts are kept: packing needs {needed} bytes and {free} are free. "
+            "featx.open reads parts as well."
+        )
+        return
+    pack_in_child(session.root, session.lock)
+    session.after_packing()
+
+
+def _summary(session: StoreSession, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "rows": len(session.listing),
+        "failures": len(session.failures),
+        **outcome.figures.as_dict(),
+        "faint_rows": dict(+outcome.faint),
+        "layers": [spec.name for spec in session.manifest.layers.values()],
+        "bytes": session.stored_bytes(),
+        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _store_text(session: StoreSession) -> str:
+    done, total = session.rows_done, session.rows_asked
+    if not done:
+        return f"{session.root}, begun"
+    return f"{session.root}, {done} of {total} rows are there already"

@@ -1,0 +1,216 @@
+"""A config -> everything a run needs, with every `auto` decided; nothing is written yet.
+
+The order is that of patience: what can be told without loading a model is told first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from featx.config import Config, layer_requests
+from featx.loading.decode import ImagePolicy
+from featx.loading.suspects import Suspects
+from featx.machine import num_cpus
+from featx.models import build_backbone, resolve_library
+from featx.run.provenance import fingerprint, header
+from featx.run.purpose import Purpose, StorePurpose
+from featx.store import codecs
+from featx.store.layout import Grid
+from featx.store.manifest import Run
+from featx.types import Batch, Begun, LayerSpec, Listing, Source, StoreHeader
+
+if TYPE_CHECKING:
+    from featx.loading.loader import Decoding, Loader
+
+
+@dataclass
+class Prepared:
+    """What a run is made of.
+
+    Attributes:
+        choices: one line for each `auto` that was decided, with the reason.
+        left_out: what a preset could not store, with the reason.
+        seconds_per_image: of the backbone alone, measured on the probe.
+        threads: of the CPU that computes, in each process; None where another device does.
+        devices: of the processes that compute, torch.device.
+    """
+
+    config: Config
+    source: Source
+    listing: Listing
+    decoding: Decoding
+    engine: Any
+    specs: list[LayerSpec]
+    header: StoreHeader
+    part_rows: int
+    seconds_per_image: float
+    threads: int | None
+    devices: list[Any]
+    choices: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row over all layers."""
+        return sum(spec.row_bytes for spec in self.specs)
+
+    def as_run(self) -> Run:
+        """All rows and the layers that are asked for, as a run of a store."""
+        policy = self.decoding.policy
+        return Run(
+            header=self.header,
+            layers=tuple(self.specs),
+            grid=Grid(len(self.listing), self.part_rows),
+            codec=self.config.codec,
+            resolved={
+                **self.engine.compute.as_dict(),
+                "jpeg": policy.jpeg,
+                **({} if policy.heif is None else {"heif": policy.heif}),
+                **({} if self.threads is None else {"threads": self.threads}),
+            },
+        )
+
+    def labels_of(self, batch: Batch) -> Any:
+        """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
+        if self.config.target not in ("label", "loss"):
+            return None
+        import torch
+
+        labels = torch.zeros(len(batch.images), dtype=torch.int64)
+        here = self.listing.labels[batch.start : batch.start + batch.count]
+        labels[: batch.count] = torch.from_numpy(here.copy())
+        return labels
+
+    def loader(self, batch_size: int) -> Loader:
+        """A Loader of the run's images; a context manager."""
+        from featx.loading.loader import Loader  # which imports torch
+
+        pinned = self.engine.device.type == "cuda"
+        return Loader(self.source, self.listing, self.decoding, batch_size, pinned)
+
+
+@contextlib.contextmanager
+def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) -> Iterator[Prepared]:
+    """List the images, build the backbone, find the layers, and decide every `auto`.
+
+    Args:
+        config: checked.
+        config_yaml: as the user gave it, for the store.
+        purpose: what the run is for; None for the store in `out`, where nothing is written.
+
+    Raises:
+        FeatxError: whatever is wrong with the config, before anything is written.
+    """
+    suspects = Suspects(None if purpose is None else purpose.folder)
+    purpose = StorePurpose(config) if purpose is None else purpose
+    source, listing = purpose.list_images()
+    ImagePolicy.from_config(config.data)  # a colour that is none is told without a model
+    resolve_library(config.model)
+    codecs.filters(config.codec)
+
+    # From here on torch is needed, which takes seconds to import.
+    from featx.devices import choose_devices, cpu_threads
+    from featx.loading.loader import Decoding
+    from featx.loading.preprocess import check_reference
+    from featx.run.resolve import Resolver
+    from featx.statistics.projected import with_statistics
+
+    devices = choose_devices(config.device, config.devices)
+    backbone = build_backbone(config.model, config.seed)
+    check_reference(backbone.preprocess)
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(_engine(config, backbone, devices[0], purpose.dtype))
+        selection = _selection(config, engine)
+        chosen = with_statistics(selection.chosen, config, backbone)
+        chosen = purpose.unfinished(listing, chosen)
+        engine.bind(chosen)
+        begun = purpose.begun({tap.name for tap, _ in chosen})
+        threads, why_threads = _threads(config, devices[0], begun)
+        stack.enter_context(cpu_threads(threads))
+        decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
+        images = _probe_images(source, listing, decoding)
+        resolver = Resolver(config, engine, images, len(listing), begun)
+        resolver.resolve()
+        specs = engine.specs(chosen)
+        work_s = resolver.seconds_per_image * len(listing)
+        part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
+        settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
+        yield Prepared(
+            config=config,
+            source=source,
+            listing=listing,
+            decoding=decoding,
+            engine=engine,
+            specs=specs,
+            header=header(config_yaml, backbone, {**settings, **purpose.settings}),
+            part_rows=part_rows,
+            seconds_per_image=resolver.seconds_per_image,
+            threads=threads,
+            devices=devices,
+            choices={**resolver.choices, **why_threads},
+            left_out=selection.left_out,
+        )
+
+
+def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> Any:
+    """Some images from all over the data set, (n, 3, H, W), to try and time the backbone on.
+
+    What a run that died was decoding is looked at first, as they may be among them.
+    """
+    from featx.loading.loader import Loader
+    from featx.run.resolve import PROBE_IMAGES
+
+    rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
+    with Loader(source, listing, decoding, batch_size=1) as loader:
+        loader.settle_suspects()
+        return loader.load(rows.tolist())
+
+
+def _threads(config: Config, device: Any, begun: Begun | None) -> tuple[int | None, dict[str, str]]:
+    """Threads that compute on a CPU, and a line on the choice.
+
+    The last bits of a row depend on them, so a store that is gone on with keeps its number.
+
+    Returns:
+        None where another device computes.
+    """
+    import torch
+
+    if device.type != "cpu":
+        return None, {}
+    cpus = config.cpus_of_worker(num_cpus())
+    here = cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
+    before = begun.resolved.get("threads", here) if begun else here
+    if before == here:
+        return here, {}
+    assert begun is not None
+    text = f"{before} (as {begun.what} begun; here it would be {here}, and other last bits)"
+    return int(before), {"threads": text}
+
+
+def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:
+    """What computes the rows that a job asks for."""
+    if config.job.name == "attribute":
+        from featx.attribution.attributor import Attributor
+
+        return Attributor(backbone, device, dtype, config.target, config.attribute)
+    from featx.engine import Engine
+
+    return Engine(backbone, device, dtype, config.target)
+
+
+def _selection(config: Config, engine: Any) -> Any:
+    """The datasets that a job asks for, found on one pass of the model."""
+    if config.job.name == "attribute":
+        return engine.select(engine.trace())
+    from featx.taps.select import select
+
+    backbone = engine.backbone
+    requests = layer_requests(config)
+    traced = engine.trace([name for name, _ in requests])
+    return select(requests, traced, backbone.classifier, backbone.stages)

@@ -1,0 +1,215 @@
+"""What a run is for: its rows, what of them was begun before, and what is still to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from featx.config import Config
+from featx.data import open_source, with_boxes
+from featx.errors import ConfigError, StoreMismatchError
+from featx.object_path import place_of
+from featx.options import ReduceConfig
+from featx.run.provenance import layer_line
+from featx.store.joining import growth_refused, refuse_difference
+from featx.store.layout import PART_BYTES
+from featx.store.listing import in_stored_order, marks_digest, read_listing
+from featx.store.manifest import Manifest, load_manifest
+from featx.store.session import missing_parts
+from featx.types import Begun, LayerSpec, Listing, Source
+
+PART_SECONDS = 60.0
+"""At most about this much work a part, within PART_BYTES: what a kill can cost."""
+
+SHORT_PART_SECONDS, SHORT_PARTS = 2.0, 256
+"""A run that is done in so many shorter parts has its first rows, and loses least, with those."""
+
+
+class Purpose(Protocol):
+    """What a run is for, as far as `prepare` has to know: a store, or statistics.
+
+    Attributes:
+        dtype: in which the engine gives its values.
+        settings: of the fingerprint, beside those of every run.
+        folder: that the run writes to, None where it writes to none.
+    """
+
+    dtype: str
+    folder: Path | None
+    settings: dict[str, Any]
+
+    def list_images(self) -> tuple[Source, Listing]:
+        """The data set and its rows, in the order of what was begun."""
+
+    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+        """Of the layers asked for, those that are still to be done."""
+
+    def begun(self, names: set[str]) -> Begun | None:
+        """What was decided for these layers, None where nothing was begun."""
+
+    def part_limits(
+        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
+        """Rows of a part at the most, and the seconds of work that it should take.
+
+        Args:
+            engine: bound.
+            specs: what a row holds.
+            work_s: seconds that the model takes for all rows.
+
+        Raises:
+            FeatxError: what is asked cannot be done with these layers.
+        """
+
+
+class StorePurpose:
+    """Features in the store that `out` names.
+
+    Args:
+        config: checked.
+        known_rows_only: leave images alone that the store does not know.
+        source: the data set, where it is an object from Python; None opens the config's.
+    """
+
+    def __init__(
+        self, config: Config, known_rows_only: bool = False, source: Source | None = None
+    ) -> None:
+        self.folder: Path | None = place_of(config.out)
+        check_out(self.folder)
+        self.dtype = config.dtype
+        self.settings = {"dtype": config.dtype, "codec": config.codec}
+        self._config = config
+        self._known_rows_only = known_rows_only
+        self._source = source
+        self._stored = None if config.overwrite else load_manifest(self.folder)[0]
+
+    def list_images(self) -> tuple[Source, Listing]:
+        """The rows of the store first, and then what is new."""
+        return list_images(self._config, self._stored, self._known_rows_only, self._source)
+
+    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+        """The layers that the store lacks or has not finished; all, where it has them all."""
+        return _unfinished(self._config, self._stored, listing, chosen)
+
+    def begun(self, names: set[str]) -> Begun | None:
+        """What the first run of the store decided, and the one that makes these layers."""
+        return _begun(self._stored, names)
+
+    def part_limits(
+        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+    ) -> tuple[float, float]:
+        """A part is built in memory; a folder of very many parts is slow to resume."""
+        row_bytes = sum(spec.row_bytes for spec in specs)
+        return PART_BYTES / max(1, row_bytes), seconds_of_part(work_s)
+
+
+def seconds_of_part(work_s: float) -> float:
+    """Seconds of work that a part should take, of a run that takes `work_s`."""
+    return min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
+
+
+def check_out(out: Path) -> None:
+    """Raise ConfigError where no folder can be made."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"out={out} is a file; expected a folder for the store.")
+
+
+def list_images(
+    config: Config,
+    stored: Manifest | None = None,
+    known_rows_only: bool = False,
+    source: Source | None = None,
+) -> tuple[Source, Listing]:
+    """The data set of a config and its rows, `data.limit` applied, in the store's order.
+
+    Args:
+        config: checked.
+        stored: the store that is gone on with.
+        known_rows_only: leave images alone that the store does not know.
+        source: the data set, where it is an object from Python; None opens the config's.
+
+    Raises:
+        DataError: it is not there, or empty.
+        StoreMismatchError: rows of the store are not in it any more, their images were changed,
+            or new ones are there unasked for.
+    """
+    source = open_source(config.data) if source is None else with_boxes(source, config.data)
+    listing = source.listing()
+    listing = listing if config.data.limit is None else listing.head(config.data.limit)
+    if stored is not None:
+        root = place_of(config.out)
+        before = read_listing(root, stored.num_rows, stored.listing_identity)
+        if before is not None:
+            listing = in_stored_order(root, before, listing)
+            _refuse_changed_images(root, stored, listing)
+            if known_rows_only:
+                return source, replace(before, marks=listing.head(len(before)).marks)
+        new_rows = len(listing) - stored.num_rows
+        if new_rows > 0 and not config.grow:
+            raise StoreMismatchError(growth_refused(root, new_rows))
+    return source, listing
+
+
+def _refuse_changed_images(root: Path, stored: Manifest, listing: Listing) -> None:
+    """Raise StoreMismatchError where the images of the store's rows are known to be others."""
+    before = stored.runs[-1].header.fingerprint.get("data.marks")
+    now = marks_digest(listing, stored.num_rows)
+    if before is not None and now is not None and before != now:
+        raise StoreMismatchError(
+            f"{root} was begun with other images: the data set has the same keys, but what it says "
+            "of the images (their sizes, samples of their bytes) has changed. Put the data set "
+            "back, choose out=DIR for a new store, or overwrite=true to delete this one."
+        )
+
+
+def _unfinished(
+    config: Config, stored: Manifest | None, listing: Listing, chosen: list[Any]
+) -> list[Any]:
+    """Of the layers asked for, those that the store lacks or has not finished; else all.
+
+    A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
+    than it must.
+    """
+    out = place_of(config.out)
+    if stored is None or len(listing) > stored.num_rows:
+        return chosen
+    unfinished = {name for run, _ in missing_parts(out, stored) for name in run.names}
+    finished = set(stored.layers) - unfinished
+    fresh = [pair for pair in chosen if pair[0].name not in finished]
+    if not fresh:
+        return chosen
+    for tap, reduce in chosen:
+        if tap.name in finished:
+            _refuse_another_layer(out, stored, tap, reduce, config)
+    return fresh
+
+
+def _refuse_another_layer(
+    out: Path, stored: Manifest, tap: Any, reduce: ReduceConfig, config: Config
+) -> None:
+    """A finished layer that is not computed again must be what is asked for, all the same."""
+    before = stored.layers[tap.name]
+    now = replace(
+        before,
+        layer=tap.layer,
+        capture=tap.capture,
+        reduce=reduce.name,
+        reduce_args=reduce.args,
+        dtype=tap.dtype or config.dtype,
+    )
+    line = stored.holder(tap.name).header.fingerprint.get(f"layer.{tap.name}")
+    refuse_difference(
+        out,
+        {f"layer {tap.name}": {**asdict(before), "as": line}},
+        {f"layer {tap.name}": {**asdict(now), "as": layer_line(now, config)}},
+    )
+
+
+def _begun(stored: Manifest | None, names: set[str]) -> Begun | None:
+    """What a store decided for these layers when it was begun."""
+    if stored is None:
+        return None
+    holders = [run for run in stored.runs if run.names & names]
+    return Begun(stored.runs[0].resolved, holders[0].grid.part_rows if holders else None)

@@ -1,0 +1,171 @@
+"""What is done of statistics and what is missing, by the one process that holds the folder."""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from featx.errors import LayerError, StoreError
+from featx.statistics.file import DamagedError
+from featx.statistics.moments import Moments
+from featx.statistics.part_moments import is_aligned
+from featx.statistics.tree import MomentsTree, spans_in
+from featx.store import layout
+from featx.store.commit import TEMPORARY
+from featx.types import Failure, Part
+
+logger = logging.getLogger(__name__)
+
+
+class MomentsOfParts:
+    """The moments of a run while it goes on: which rows are done, and in the end one file of all.
+
+    One process at a time may use it: the one that holds the store's lock. Others commit to the
+    same tree, and it is told.
+
+    Args:
+        tree: of files, where the parts are kept.
+
+    Attributes:
+        complete: whether the one file is there, made by this run; known after `survey`.
+    """
+
+    def __init__(self, tree: MomentsTree) -> None:
+        self.tree = tree
+        self.disk = tree.disk
+        self.path = tree.path
+        self.folder = tree.folder
+        self._num_rows = tree.num_rows
+        self._spans: dict[tuple[int, int], tuple[Failure, ...]] = {}
+        self._surveyed = False
+        self.complete = False
+
+    @property
+    def failures(self) -> list[Failure]:
+        """The images left out of the rows that are done, in order of rows."""
+        return [failure for span in sorted(self._spans) for failure in self._spans[span]]
+
+    def survey(self) -> None:
+        """Find what is done. What is damaged is set aside, to be done again; leftovers go.
+
+        Raises:
+            StoreMismatchError: a file is there that other settings made.
+            StoreError: a file cannot be read now.
+        """
+        self._spans = {}
+        self._surveyed = True
+        self.disk.make_folder(self.path.parent)  # what a killed process put there becomes durable
+        if self.path.exists():
+            failures = self._accepted(self.path, 0, self._num_rows)
+            self.complete = failures is not None
+            if failures is not None:
+                self._spans[0, self._num_rows] = failures
+                self.disk.remove(self.folder)
+                return
+        self.disk.make_folder(self.folder)
+        for leftover in self.folder.glob(f"{TEMPORARY}*"):
+            self.disk.remove(leftover)
+        for start, stop in spans_in(self.folder):
+            path = self.tree.file(start, stop)
+            if self._covered(start, stop):
+                self.disk.remove(path)  # merged into a larger one, and then the process was killed
+            else:
+                failures = self._accepted(path, start, stop)
+                if failures is not None:
+                    self._spans[start, stop] = failures
+
+    def has(self, part: Part) -> bool:
+        """Whether the rows of a part are done."""
+        return self._covered(part.start, part.stop)
+
+    def missing(self, parts: Sequence[Part]) -> list[Part]:
+        """Those of some parts, in order of rows, that are not done."""
+        spans = sorted(self._spans)
+        starts = [start for start, _ in spans]
+
+        def done(part: Part) -> bool:
+            place = bisect.bisect_right(starts, part.start) - 1
+            return place >= 0 and part.stop <= spans[place][1]
+
+        return [part for part in parts if not done(part)]
+
+    def commit(
+        self, part: Part, failures: Sequence[Failure], moments: Mapping[str, Moments]
+    ) -> Sequence[Failure]:
+        """Keep the moments of a part, durably when this returns, as `MomentsTree.commit` does."""
+        assert self._surveyed, "what is there already was not looked for"
+        if self.has(part):
+            return [f for f in self.failures if part.start <= f.row < part.stop]
+        there = self.tree.commit(part, failures, moments)
+        self.committed(part, there)
+        return there
+
+    def committed(self, part: Part, failures: Sequence[Failure]) -> None:
+        """A part is durable, by this process or by a worker; its failures are noted."""
+        start, stop = part.start, part.stop
+        found = tuple(failures)
+        while is_aligned(start, stop):  # as the files merge, so that few spans stay
+            size = stop - start
+            other = (start ^ size, (start ^ size) + size)
+            if other not in self._spans:
+                break
+            before = self._spans.pop(other)
+            found = before + found if other[0] < start else found + before
+            start, stop = min(start, other[0]), max(stop, other[1])
+        self._spans[start, stop] = found
+
+    def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
+        """Those of some parts that other processes have committed, with their failures.
+
+        Raises:
+            DamagedError: a file is not what was written.
+        """
+        left = list(parts)
+        for start, stop in spans_in(self.folder):
+            inside = [part for part in left if start <= part.start and part.stop <= stop]
+            path = self.tree.file(start, stop)
+            if not inside:
+                continue
+            try:
+                failures = self.tree.failures_in(path)
+            except DamagedError:
+                if path.exists():
+                    raise
+                continue  # merged meanwhile: the next look finds the larger one
+            for part in inside:
+                yield part, [f for f in failures if part.start <= f.row < part.stop]
+            left = [part for part in left if part not in inside]
+
+    def finish(self) -> None:
+        """Merge all parts into the one file, and remove them.
+
+        Raises:
+            StoreError: rows are missing, or a file is damaged; `survey` sets it aside.
+            RunError: the disk is full or fails; the same call goes on.
+        """
+        assert self._surveyed, "what is there already was not looked for"
+        if not self.complete:
+            nodes = sorted(self._spans)
+            edges = [0, *(stop for _, stop in nodes)]
+            if [start for start, _ in nodes] + [self._num_rows] != edges:
+                raise StoreError(
+                    f"{self.folder} does not hold all {self._num_rows} rows yet; give the same "
+                    "command again."
+                )
+            self._spans = {(0, self._num_rows): self.tree.merge_all()}
+            self.complete = True
+        self.disk.remove(self.folder)
+
+    def _covered(self, start: int, stop: int) -> bool:
+        return any(first <= start and stop <= last for first, last in self._spans)
+
+    def _accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...] | None:
+        """The images that a file of this run left out; None where it was damaged and set aside."""
+        try:
+            return self.tree.accepted(path, start, stop)
+        except (DamagedError, LayerError) as error:  # a run's own file has all its layers
+            target = self.disk.set_aside(path, self.path.parent / layout.QUARANTINE)
+            logger.warning("%s Moved to %s; its rows are done again.", error, target)
+            return None

@@ -1,0 +1,337 @@
+"""Forward hooks that take tensors out of a running module and leave it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.errors import LayerError, RunError
+from featx.taps.attention import weight_hooks
+from featx.taps.nested import elements, path_to, pick, with_element
+from featx.taps.operations import Watch, unwatched
+from featx.taps.traces import Tap
+
+Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
+
+
+class StopForward(BaseException):
+    """Ends a forward pass after the last tap; no `except Exception` in a model swallows it."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a pass does, as an earlier one has shown; a pass that does anything else is an error.
+
+    Attributes:
+        fired: names of the taps in the order in which they fire; None where it is not known yet.
+        operations: what `Trace.operations_up_to` says of the taps; None where any may run.
+        stop: end the pass by an exception after the last of `fired`; not under torch.compile, which
+            drops what nobody reads by itself, and not where gradients are taken, which come after
+            the pass.
+    """
+
+    fired: Sequence[str] | None = None
+    operations: Sequence[str] | None = None
+    stop: bool = False
+
+    def ends_after(self, fired: Sequence[str]) -> bool:
+        """Whether the pass is to be ended now that these have fired."""
+        return self.stop and self.fired is not None and len(fired) >= len(self.fired)
+
+    def check(self, fired: Sequence[str], done: Sequence[str], num_done: int) -> None:
+        """Compare a pass with what was expected.
+
+        Args:
+            fired: names of taps, in order.
+            done: operations of the modules that have one tapped, in order.
+            num_done: how many of them there were when the last tapped one had run.
+
+        Raises:
+            RunError: it has done something else.
+        """
+        missing = [name for name in self.fired or () if name not in fired]
+        if not missing:
+            self._check_operations(done, num_done)
+        if self.fired is not None and list(fired) != list(self.fired):
+            raise RunError(
+                f"the forward pass differs from the probe's: {missing or list(fired)} "
+                f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
+                "does different things for different batches; featx cannot vouch for its rows."
+            )
+
+    def _check_operations(self, done: Sequence[str], num_done: int) -> None:
+        if self.operations is None or list(done[:num_done]) == list(self.operations):
+            return
+        done = done[: max(num_done, len(self.operations))]
+        pairs = itertools.zip_longest(done, self.operations, fillvalue="nothing")
+        instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
+        raise RunError(
+            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
+            "The model does different things for different batches, so a name means different "
+            "operations; featx cannot vouch for its rows."
+        )
+
+
+ANYTHING = Expected()
+"""Of a pass that nobody has seen yet."""
+
+
+class TapHooks:
+    """Forward hooks for some taps of one module; they go with the `with` block.
+
+    Args:
+        module: the model.
+        taps: what to take.
+        keep: what becomes of a tensor at once, while it is as the layer made it: (tap, tensor)
+            -> tensor, such as a reduction and a cast.
+        expected: what each pass of `forward` has to do, and whether it is ended early.
+        score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
+            `forward` where a tap is a gradient.
+        optional: names of taps that stay silent where a module's output lacks their element.
+
+    Attributes:
+        values: tap name -> what `keep` returned, of the last pass.
+        fired: names in the order in which they fired in the last pass.
+        numbers: (B,) what `score` gave in the last pass.
+        done: operations of the modules that have one tapped, in the last pass.
+        watch: sees operations where a tap is one; entered around the pass, by `forward` as well.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        taps: Sequence[Tap],
+        keep: Keep = lambda tap, x: x,
+        expected: Expected = ANYTHING,
+        score: Callable[[Any], torch.Tensor] | None = None,
+        optional: Sequence[str] = (),
+    ) -> None:
+        self._module = module
+        self._score = score
+        self._keep = keep
+        self._expected = expected
+        self._handles: list[Any] = []
+        self.values: dict[str, torch.Tensor] = {}
+        self.fired: list[str] = []
+        self.numbers: torch.Tensor | None = None
+        self._calls: dict[tuple[int, str], int] = {}
+        self._taps: dict[tuple[int, str], list[Tap]] = {}
+        self._operations: dict[str, list[Tap]] = {}
+        self._optional = set(optional)
+        self.done: list[str] = []
+        self._num_done = 0
+        modules = dict(module.named_modules(remove_duplicate=False))
+        for tap in taps:
+            if tap.operation:
+                self._operations.setdefault(tap.operation, []).append(tap)
+            else:
+                self._taps.setdefault((id(modules[tap.module]), tap.capture), []).append(tap)
+        self._by_id = {id(m): m for m in modules.values()}
+        self._watched = {tap.module for tap in taps if tap.operation}
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def __enter__(self) -> TapHooks:
+        if self._operations:
+            _refuse_compiled(self._module, next(iter(self._operations)))
+            self.watch = self._watch = Watch(self._module, self._operation)
+            self._handles += self._watch.attach()
+        # Attention first: the other hooks see what the layers around see.
+        for (identity, capture), taps in sorted(
+            self._taps.items(), key=lambda item: item[0][1] != "attention"
+        ):
+            target = self._by_id[identity]
+            key = identity, capture
+            if capture == "attention":
+                take = functools.partial(self._take, key, taps)
+                self._handles += weight_hooks(taps[0].module, target, take)
+                continue
+            if capture == "input":
+                hook: Any = self._input_hook(key, taps)
+                handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+            elif capture == "grad_input":
+                hook = self._grad_input_hook(key, taps)
+                handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+            elif capture == "grad_output":
+                hook = self._grad_output_hook(key, taps)
+                handle = target.register_forward_hook(hook)
+            else:
+                hook = self._output_hook(key, taps)
+                handle = target.register_forward_hook(hook)
+            self._handles.append(handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self.values = {}
+        self.fired = []
+        self._calls = {}
+        self.done = []
+        self._num_done = 0
+        if self._operations:
+            self._watch.reset()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One pass; returns what the taps gave.
+
+        Raises:
+            RunError: it does other things than expected.
+        """
+        self.reset()
+        if self._score is None:
+            with contextlib.suppress(StopForward), self.watch:
+                self._module(x)
+        else:
+            self._backward(x)
+        self._expected.check(self.fired, self.done, self._num_done)
+        return self.values
+
+    def _backward(self, x: torch.Tensor) -> None:
+        """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
+        assert self._score is not None
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            # A copy: a model may write to its input, which a leaf does not allow.
+            given = leaf.clone()
+            with self.watch:
+                output = self._module(given)
+            numbers = self._score(output)
+            total = numbers.sum()
+        self.numbers = numbers.detach()
+        torch.autograd.grad(total, leaf, allow_unused=True)
+
+    def _output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._keep_all(self._present(self._meant(key, taps), output), output)
+
+        return hook
+
+    def _input_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._take(key, taps, [*args, *kwargs.values()])
+
+        return hook
+
+    def _grad_output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            for tap in self._present(self._meant(key, taps), output):
+                self._await_gradient(tap, pick(output, tap))
+
+        return hook
+
+    def _grad_input_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+        """The layer gets a copy of its input, for other layers that read it have other gradients.
+
+        A view would do, but its hook is lost where the layer writes to it.
+        """
+
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            given = [*args, *kwargs.values()]
+            for tap in self._meant(key, taps):
+                path = path_to(given, tap)
+                with unwatched():
+                    own = elements(given)[path].clone()
+                self._await_gradient(tap, own)
+                given = with_element(given, path, own)
+            return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+        return hook
+
+    def _await_gradient(self, tap: Tap, tensor: torch.Tensor) -> None:
+        if not tensor.requires_grad:
+            raise LayerError(
+                f"{tap.name}: no gradient passes there. It is under torch.no_grad(), or depends "
+                "neither on an input nor on a parameter that requires gradients."
+            )
+
+        def arrived(gradient: torch.Tensor) -> None:
+            with unwatched():
+                self.values[tap.name] = self._keep(tap, gradient)
+            self.fired.append(tap.name)
+
+        tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
+
+    def _meant(self, key: tuple[int, str], taps: list[Tap]) -> list[Tap]:
+        """Count a call of a module, and tell which taps mean this one."""
+        number = self._calls.get(key, 0) + 1
+        self._calls[key] = number
+        return [tap for tap in taps if tap.call is None or tap.call == number]
+
+    def _present(self, taps: list[Tap], output: Any) -> list[Tap]:
+        """Those whose element is there, where it need not be."""
+        if not self._optional:
+            return taps
+        there = elements(output)
+        return [tap for tap in taps if tap.name not in self._optional or tap.path in there]
+
+    def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
+        self._keep_all(self._meant(key, taps), value)
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
+        """The watch saw an operation."""
+        if module not in self._watched:
+            return
+        self.done.append(name)
+        taps = self._operations.get(name, [])
+        if taps:
+            self._num_done = len(self.done)
+        for tap in taps:
+            if tap.is_gradient:
+                self._await_gradient(tap, pick(result, tap))
+        self._keep_all([tap for tap in taps if not tap.is_gradient], result)
+
+    def _keep_all(self, taps: list[Tap], value: Any) -> None:
+        for tap in taps:
+            with unwatched():
+                self.values[tap.name] = self._keep(tap, pick(value, tap))
+            self.fired.append(tap.name)
+        if taps and self._expected.ends_after(self.fired):
+            raise StopForward
+
+
+def _refuse_compiled(module: nn.Module, operation: str) -> None:
+    compiled = (
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
+        for m in module.modules()
+    )
+    if any(compiled):
+        raise LayerError(
+            f"{operation!r}: operations cannot be seen in a model that is compiled. Capture them "
+            "in the model as it was before torch.compile, or name a module."
+        )
+
+
+def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:
+    """The taps whose storage is written again later in the pass, found by comparing values.
+
+    `nn.ReLU(inplace=True)` after a layer, or `out += identity`, changes a tensor that a hook has
+    already seen; only these need a copy.
+    """
+    copies: dict[str, torch.Tensor] = {}
+
+    def keep(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+        copies[tap.name] = tensor.clone()
+        return tensor
+
+    with torch.no_grad(), TapHooks(module, taps, keep) as hooks:
+        values = hooks.forward(x)
+        return frozenset(
+            name for name, value in values.items() if not _same_values(value, copies[name])
+        )
+
+
+def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in every element, NaN to NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())

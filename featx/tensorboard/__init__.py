@@ -1,0 +1,1 @@
+"""What TensorBoard shows of a run: events, histograms, the projector."""

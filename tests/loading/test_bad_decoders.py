@@ -1,0 +1,198 @@
+"""Whole runs over pictures that crash and hang their decoder: their rows fail, no other."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import broken_decoders
+import numpy as np
+import pytest
+from broken_decoders import ABORT, CRASH, HANG, SLOW, gif
+from conftest import with_path
+from PIL import Image
+from tiny_model import COMMAND, extract, run_job
+
+import featx
+
+BAD = {
+    "dog/005.gif": (CRASH, "crashes decoder", "SIGSEGV"),
+    "dog/007.gif": (HANG, "timeout", "TimeoutError"),
+    "cat/012.gif": (ABORT, "crashes decoder", "SIGABRT"),
+    "dog/044.gif": (CRASH, "crashes decoder", "SIGSEGV"),
+}
+SLOWLY = "cat/020.gif"
+
+
+FEW = ("dog/005.gif", "dog/007.gif")
+"""One that crashes and one that hangs: a start of the command takes seconds."""
+
+
+def write_gifs(root: Path, names: Iterable[str] = (*BAD, SLOWLY)) -> None:
+    for seed, name in enumerate(names):
+        squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        picture = Image.fromarray(squares.repeat(12, 0).repeat(12, 1))
+        comment = SLOW if name == SLOWLY else BAD[name][0]
+        (root / name).write_bytes(gif(picture, comment))
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return with_path(broken_decoders.install(folder / "broken"), Path(__file__).parents[1])
+
+
+def assert_only_the_bad_ones_failed(
+    photos: Path, out: Path, bad: Collection[str] = tuple(BAD)
+) -> None:
+    """The others as in a run whose decoder does them no harm, where the bad ones are pictures."""
+    store = featx.open(out)
+    harmless = extract(photos, out=out.with_name("harmless"))
+    keys = list(harmless.keys)
+    good = [row for row, key in enumerate(keys) if key not in bad]
+    assert harmless.ok.all()
+    assert np.array_equal(store["conv"][good], harmless["conv"][good])
+    assert np.isnan(store["conv"][:][~store.ok]).all()
+    assert np.flatnonzero(store.ok).tolist() == good
+    with (out / "failures.csv").open(newline="") as file:
+        rows = {row["key"]: (row["status"], row["error"]) for row in csv.DictReader(file)}
+    assert rows == {name: BAD[name][1:] for name in bad}
+
+
+@pytest.mark.slow
+def test_the_same_call_goes_on_after_each_crash(photos: Path, tmp_path: Path) -> None:
+    """From Python nobody starts the process again; every start gets further."""
+    write_gifs(photos)
+    program = (
+        "from tiny_model import extract\n"
+        "data = {'name': 'folder', 'root': 'photos', 'timeout_s': 2}\n"
+        "extract(data, max_failures=9)"
+    )
+    codes = []
+    while not codes or codes[-1] != 0:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        codes.append(done.returncode)
+        assert len(codes) < 6, done.stderr
+    assert set(codes[:-1]) <= {-signal.SIGSEGV, -signal.SIGABRT}
+    assert codes[:-1]
+    assert_only_the_bad_ones_failed(photos, tmp_path / "store")
+    assert not list((tmp_path / "store").glob(".decoding-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("names", [FEW, (*BAD, SLOWLY)])
+def test_the_command_goes_on_by_itself(
+    photos: Path, tmp_path: Path, names: Collection[str]
+) -> None:
+    write_gifs(photos, names)
+    bad = [name for name in names if name in BAD]
+    num_crashes = sum(BAD[name][2].startswith("SIG") for name in bad)
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos",
+         "data.timeout_s=1", "max_failures=9"],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= num_crashes
+    assert f"{num_crashes} crashes decoder, such as" in done.stderr
+    assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
+    assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".suspects"}
+    assert not list(Path("store").glob(".decoding-*"))
+
+
+@pytest.fixture
+def probed(photos: Path) -> Path:
+    """A store of sound pictures with a head; now two of them are dangerous, the first one too."""
+    extract(photos)
+    assert run_job("probe", out="store", device="cpu") == 0
+    for name in ("cat/000.png", "cat/006.png"):
+        (photos / name).unlink()
+    write_gifs(photos, ("cat/012.gif", "dog/005.gif"))
+    return photos
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("job", ["layers", "plan", "predict"])
+def test_jobs_that_write_to_no_store_go_on_as_well(
+    probed: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    options = [*COMMAND[:-1], "out=planned"]
+    if job == "predict":
+        options = [*COMMAND[:2], "store=store", "out=predicted", "max_failures=9"]
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", f"job={job}", "data=folder", f"data.root={probed}",
+         *options],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= 2
+    if job == "predict":
+        with Path("predicted/predictions.csv").open(newline="") as file:
+            rows = {row["key"]: row["status"] for row in csv.DictReader(file)}
+        failed = {key: status for key, status in rows.items() if status != "ok"}
+        assert failed == dict.fromkeys(("cat/012.gif", "dog/005.gif"), "crashes decoder")
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
+    photos: Path, tmp_path: Path
+) -> None:
+    write_gifs(photos, ("dog/005.gif",))
+    extract(photos)  # whose decoder it does no harm
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", "job=verify", "store=store", "verify.sample=50",
+         *COMMAND[:5]],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("The decoder of a picture ended the process") == 1
+    assert "1 different" in done.stdout
+    assert "dog/005.gif" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_report_is_finished_without_the_thumbnails_that_crash_and_hang(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("plotly", reason="the extra report is not installed")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    write_gifs(photos)
+    # Whose decoder they do no harm.
+    extract({"name": "folder", "root": str(photos), "timeout_s": 2})
+    files = sorted(os.listdir("store"))
+    done = subprocess.run(
+        [sys.executable, "-m", "featx", "job=report", "store=store", "report.tsne=false",
+         "device=cpu"],
+        env=environment(tmp_path), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    crashing = [name for name in BAD if BAD[name][0] in (CRASH, ABORT)]
+    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= len(crashing)
+    assert f"{len(BAD)} pictures cannot be decoded now, such as" in done.stderr
+    assert f"; {len(BAD)} cannot be decoded now" in done.stdout
+    text = Path("store/report.html").read_text("utf-8")
+    data = json.loads(text.split('<script type="application/json" id="data">')[1].split("<")[0])
+    bad = {str(data["keys"].index(name)) for name in BAD}
+    assert data["unread"] == dict.fromkeys(bad, "cannot be decoded")
+    assert data["pictures"].keys() == {str(row) for row in data["rows"]} - bad
+    assert sorted(os.listdir("store")) == sorted([*files, "report.html"])
+    assert not list((tmp_path / "temporary").iterdir())

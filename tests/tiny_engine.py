@@ -1,0 +1,98 @@
+"""Engines on tiny modules, and how quick one says it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from featx.engine import Compute, Engine
+from featx.loading.preprocess import Preprocess
+from featx.models.base import Backbone
+from featx.options import ReduceConfig
+from featx.taps.select import select
+
+CPU = torch.device("cpu")
+FP32 = Compute("fp32", False, False, 4)
+
+
+def backbone_of(module: nn.Module, side: int = 8, num_prefix_tokens: int = 0) -> Backbone:
+    """A module that takes (B, 3, side, side), with a transform that nobody calls."""
+    preprocess = Preprocess(
+        reference=lambda image: torch.zeros(3, side, side),
+        crop=(side, side),
+        resize=side,
+        interpolation="bilinear",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+    torch.manual_seed(0)
+    return Backbone(module, "test", "random", preprocess, num_prefix_tokens)
+
+
+@contextlib.contextmanager
+def bound(
+    backbone: Backbone, *layers: str | tuple[str, str], dtype: str = "float32"
+) -> Iterator[Engine]:
+    """An engine with taps on `layers`: names, or (name, reduction)."""
+    pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
+    with Engine(backbone, CPU, dtype) as engine:
+        traced = engine.trace()
+        requests = [(name, ReduceConfig(reduce)) for name, reduce in pairs]
+        found = select(requests, traced, backbone.classifier, backbone.stages)
+        engine.bind(found.chosen)
+        engine.settle(FP32)
+        engine.chosen = found.chosen  # type: ignore[attr-defined]
+        yield engine
+
+
+def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> torch.Tensor:
+    """What a layer gave, by a hook of our own that copies at once."""
+    seen: list[torch.Tensor] = []
+    handle = module.get_submodule(layer).register_forward_hook(
+        lambda m, args, out: seen.append(out.clone())
+    )
+    with torch.no_grad():
+        module(x.clone())
+    handle.remove()
+    return seen[call - 1]
+
+
+def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:
+    return torch.randn(batch_size, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+class Residual(nn.Module):
+    """conv -> bn -> in-place relu -> conv -> += identity -> in-place relu -> fc."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.bn = nn.BatchNorm2d(3)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.AdaptiveAvgPool2d(2)
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.bn(self.conv1(x)))
+        out = self.conv2(out)
+        out += x
+        return self.fc(self.pool(self.relu(out)).flatten(1))
+
+
+class Clamped(nn.Module):
+    """An in-place ReLU6 behind values that noise keeps in [0, 6] and pictures do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.clamp = nn.ReLU(), nn.ReLU6(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.clamp(self.layer(x))
+
+
+def of_speed(monkeypatch: pytest.MonkeyPatch, seconds_per_image: float) -> None:
+    monkeypatch.setattr("featx.engine.Engine.seconds_per_image", lambda *_, **__: seconds_per_image)

@@ -24,30 +24,53 @@ def parts(arguments: argparse.Namespace) -> None:
     """Parts a minute of one process and of workers, from the first that is ready to the end."""
     import h5py
 
-    found: dict[str, list[float]] = {workers: [] for workers in arguments.devices}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         pixels = np.random.default_rng(0).integers(0, 256, (arguments.parts, 8, 8, 3), np.uint8)
         with h5py.File(folder / "images.h5", "w") as file:
             file["x"] = pixels
-        for _ in range(arguments.runs):
-            for workers, figures in found.items():
-                keys = [
-                    "model=custom", "model.target=featx.bench.nothing:Nothing",
-                    "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
-                    "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
-                    "part_rows=1", "pack=false", "overwrite=true", "data=hdf5",
-                    f"data.root={folder / 'images.h5'}", "data.dataset=/x",
-                    f"out={folder / 'store'}", f"devices={workers}",
-                ]  # fmt: skip
-                command = [sys.executable, "-m", "featx", *keys]
-                subprocess.run(command, capture_output=True, text=True, check=True)
-                summary = json.loads((folder / "store" / "summary.json").read_text())
-                figures.append(60 * summary["images_per_second"])
-                print(f"  devices={workers}: {figures[-1]:.0f} parts a minute", flush=True)
+        keys = [
+            "model=custom", "model.target=featx.bench.nothing:Nothing",
+            "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
+            "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
+            "part_rows=1", "pack=false", "data=hdf5",
+            f"data.root={folder / 'images.h5'}", "data.dataset=/x",
+        ]  # fmt: skip
+        compare_workers(arguments, folder, keys, 60, "parts a minute")
+
+
+def spread(arguments: argparse.Namespace) -> None:
+    """Images a second of a real model, by one process and by workers, from the first batch on."""
+    keys = [
+        "data=textiles", f"data.limit={arguments.images}", "precision=fp32", "compile=false",
+        "pack=false", *arguments.keys,
+    ]  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        compare_workers(arguments, Path(name), keys, 1, "images a second")
+
+
+def compare_workers(
+    arguments: argparse.Namespace, folder: Path, keys: list[str], times: float, unit: str
+) -> None:
+    """The command with `keys` on each of `arguments.devices`, once a round in turn."""
+    found: dict[str, list[float]] = {workers: [] for workers in arguments.devices}
+    for _ in range(arguments.runs):
+        for workers, figures in found.items():
+            out = folder / "store"
+            ends = [f"out={out}", "overwrite=true", f"devices={workers}"]
+            command = [sys.executable, "-m", "featx", *keys, *ends]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+            summary = json.loads((out / "summary.json").read_text())
+            figures.append(times * summary["images_per_second"])
+            print(f"  devices={workers}: {figures[-1]:.1f} {unit}", flush=True)
+    first = next(iter(found.values()))
     for workers, figures in found.items():
-        middle = statistics.median(figures)
-        print(f"devices={workers:5} {middle:6.0f} ({min(figures):.0f} to {max(figures):.0f})")
+        ratios = [one / base for one, base in zip(figures, first, strict=True)]
+        print(
+            f"devices={workers:5} {statistics.median(figures):7.1f} {unit}, "
+            f"{statistics.median(ratios):.3f} times the first "
+            f"({min(ratios):.3f} to {max(ratios):.3f})"
+        )
 
 
 def made_names(root: Path, count: int) -> Any:
@@ -180,6 +203,12 @@ def add_commands(add: Add) -> None:
     """The commands of scripts/benchmark that are measured here."""
     one = add("parts", parts)
     one.add_argument("--parts", type=int, default=2000, help="of one row each")
+    one.add_argument("--devices", nargs="+", default=["null", "1", "2"], help="worker processes")
+    one.add_argument("--runs", type=int, default=3)
+    one.add_argument("--folder", help="where the store lies")
+    one = add("spread", spread)
+    one.add_argument("keys", nargs="*", help="of the command, such as model=resnet50")
+    one.add_argument("--images", type=int, default=1024)
     one.add_argument("--devices", nargs="+", default=["null", "1", "2"], help="worker processes")
     one.add_argument("--runs", type=int, default=3)
     one.add_argument("--folder", help="where the store lies")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import platform
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -105,22 +103,6 @@ def may_have_bf16() -> bool:
     """Whether this CPU may compute in bf16 faster than in fp32: no x86 below AVX-512 does."""
     below = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT", "NO AVX")
     return not (below and platform.machine().lower() in ("x86_64", "amd64"))
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
-
-    Above 32 MiB, the size of one activation of a batch, malloc maps and unmaps memory each time,
-    and the page faults cost half the speed of a light model (docs/performance.md). Other C
-    libraries have no such call, and are left alone.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mmap_threshold, trim_threshold = -3, -1  # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of malloc.h
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(mmap_threshold, 1 << 30)
-        mallopt(trim_threshold, (1 << 31) - 1)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,9 @@ is, `bind` fixes what is taken and proves it on a second pass, `settle` fixes ho
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.devices import exact_cuda, keep_freed_memory, synchronise, to_cpu
+from featx.allocator import keep_freed_memory
+from featx.devices import exact_cuda, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
 from featx.models.base import Backbone
@@ -100,6 +103,7 @@ class Engine:
         self._traced: Trace | None = None
         self._operations: list[str] | None = None
         self._plain: list[str] = []
+        self._is_shared = False
         self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
         self.compute = Compute("fp32", False, False, 1)
@@ -301,6 +305,40 @@ class Engine:
         return self._pairs
 
     @property
+    def replicable(self) -> bool:
+        """Whether `replicas` may be asked for: the pass is the same in any thread of a CPU."""
+        plain = all(tap.capture in ("input", "output") and not tap.operation for tap in self._taps)
+        eager_on_cpu = self.device.type == "cpu" and not self.compute.compile
+        return self.backbone.reentrant and plain and eager_on_cpu
+
+    @contextlib.contextmanager
+    def replicas(self, count: int) -> Iterator[list[Engine]]:
+        """Engines of the same module that compute the same, each for one thread at a time.
+
+        They share all but their hooks, and this one is not to be settled anew meanwhile.
+        """
+        assert self.replicable
+        self._is_shared = True
+        self._hooks.thread = threading.get_ident()
+        try:
+            with contextlib.ExitStack() as stack:
+                yield [stack.enter_context(self._replica()) for _ in range(count)]
+        finally:
+            self._hooks.thread = None
+            self._is_shared = False
+
+    @contextlib.contextmanager
+    def _replica(self) -> Iterator[Engine]:
+        twin = copy.copy(self)
+        twin.model_seconds = twin.copy_seconds = 0.0
+        twin._keeper = self._keeper.twin()
+        twin._hooks = twin._tap_hooks(twin._keeper.keep, self._order, stop=True)
+        twin._hooks.thread = 0  # of no thread, until one begins a pass
+        with twin._hooks:
+            twin._forward = twin._hooks.forward
+            yield twin
+
+    @property
     def takes_gradients(self) -> bool:
         """Whether any tap is a gradient: no early stop then, and no compilation."""
         return any(tap.is_gradient for tap in self._taps)
@@ -405,6 +443,8 @@ class Engine:
         return fastest / len(images)
 
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self._is_shared:
+            self._hooks.thread = threading.get_ident()
         with torch.no_grad(), self._autocast():
             values = dict(self._forward(self._memory_format(x)))
             while self._keeper.copy_from_now_on():

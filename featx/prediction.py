@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from featx.options import DataConfig, ModelConfig
 from featx.probe.data import as_vectors
 from featx.probe.heads import Head, read_head
 from featx.recheck import refuse_unnamed_code, request_of
-from featx.run.features import compute_rows
+from featx.run.features import Rows, compute_rows
 from featx.run.loop import Figures, run_parts
 from featx.run.prepare import Prepared, prepare
 from featx.run.purpose import PART_SECONDS, list_images
@@ -295,10 +294,14 @@ class _PredictWork:
         grid = Grid(self.rows_asked, self._prepared.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
+    def compute(self, engine: Any, batch: Batch) -> Rows:
+        return compute_rows(self._prepared, engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
         import torch
 
-        features, failures = compute_rows(self._prepared, batch, Counter())
+        rows = computed()
+        features, failures = rows.features, rows.failures
         # As stored and read back: what the head was fitted on went through the store's dtype.
         stored = from_raw(features[self._spec.name], self._spec.dtype).astype(np.float32)
         width = self._head.weight.shape[1]

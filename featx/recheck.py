@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -233,10 +232,10 @@ def _extracted(
 def _rows_of(
     prepared: Prepared, batch: Batch, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
-    features, failures = compute_rows(prepared, batch, Counter())
-    status = {failure.row: int(failure.status) for failure in failures}
+    computed = compute_rows(prepared, prepared.engine, batch)
+    status = {failure.row: int(failure.status) for failure in computed.failures}
     for row in rows:
-        values = {name: value[row - batch.start] for name, value in features.items()}
+        values = {name: value[row - batch.start] for name, value in computed.features.items()}
         yield row, values, status.get(row, int(Status.OK))
 
 

@@ -101,10 +101,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
     seen: list[tuple[frozenset[str], int]] = []
     compute = features.compute_rows
 
-    def noted(prepared: Any, batch: Any, faint: Any) -> Any:
-        features, failures = compute(prepared, batch, faint)
-        seen.append((frozenset(features), batch.start))
-        return features, failures
+    def noted(prepared: Any, engine: Any, batch: Any) -> Any:
+        rows = compute(prepared, engine, batch)
+        seen.append((frozenset(rows.features), batch.start))
+        return rows
 
     monkeypatch.setattr(features, "compute_rows", noted)
     monkeypatch.setattr("featx.run.retry.compute_rows", noted)

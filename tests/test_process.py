@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 
 import torch
+from tiny_engine import backbone_of
 from torch import nn
 
 from featx.engine import Engine
 from featx.process import ProcessSetting
-from tests.test_engine import backbone_of
 
 
 class Dial:

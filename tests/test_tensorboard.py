@@ -143,10 +143,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_step(
 ) -> None:
     compute = features.compute_rows
 
-    def interrupted(prepared: Any, batch: Any, faint: Any) -> Any:
+    def interrupted(prepared: Any, engine: Any, batch: Any) -> Any:
         if batch.start == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        return compute(prepared, batch, faint)
+        return compute(prepared, engine, batch)
 
     monkeypatch.setattr(features, "compute_rows", interrupted)
     with pytest.raises(Interrupted):

@@ -59,6 +59,7 @@ class Attributor(Engine):
     """
 
     settles_for_fp32 = True
+    replicable = False
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from featx.config import Config
 from featx.machine import num_cpus
-from featx.types import Listing, Part
+from featx.types import Batch, Listing, Part
 
 T = TypeVar("T")
 
@@ -95,6 +95,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Images per second of reading, decoding and the model, each with nothing beside it."""
+    from featx.run.loop import Passes
     from featx.run.prepare import prepare
 
     with prepare(config, config_yaml) as prepared:
@@ -113,9 +114,12 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
         assert images is not None
         passes = max(3, num_rows // len(images))
         engine.run(images)
-        begun = time.perf_counter()
-        for _ in range(passes):  # all of them, as a run has them: the fastest would flatter it
-            engine.run(images)
+        # All of some passes, as a run has them: the fastest would flatter it.
+        batches = [(Part(0, 0, num_rows), Batch(images, 0, len(images), []))] * passes
+        with Passes(prepared, lambda engine, batch: engine.run(batch.images)) as at_once:
+            begun = time.perf_counter()
+            for _, _, computed in at_once.each(batches):
+                computed()
         model = (time.perf_counter() - begun) / (passes * len(images))
     return {"read": num_rows / reading, "decode": num_rows / decoding, "model": 1 / model}
 

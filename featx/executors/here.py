@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from featx.executors.harvest import Outcome
 from featx.executors.orders import Maker, Session
@@ -38,7 +38,8 @@ class _WorkHere:
     """What the session lacks, computed by the maker."""
 
     def __init__(self, session: Session, maker: Maker) -> None:
-        self.take: Callable[[Part, Batch], list[Failure]] = maker.take
+        self.compute: Callable[[Any, Batch], Any] = maker.compute
+        self.take: Callable[[Part, Batch, Callable[[], Any]], list[Failure]] = maker.take
         self.hand_over: Callable[[], Callable[[], object]] = maker.hand_over
         self._session = session
         self._maker = maker

@@ -40,8 +40,11 @@ class Maker(Protocol):
     faint: Counter[str]
     seconds: dict[str, float]
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        """Compute the next batch of a part; returns its rows that failed."""
+    def compute(self, engine: Any, batch: Batch) -> Any:
+        """What becomes of a batch by itself; in any thread, several at once."""
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
+        """Take the next batch of a part, computed as soon as that is done; its failed rows."""
 
     def hand_over(self) -> Callable[[], Sequence[Failure]]:
         """The part whose last batch was taken; calling what is returned makes it durable.

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from featx.errors import FeatxError, RunError
 from featx.executors.harvest import Done, Labour
@@ -73,13 +74,16 @@ class PartWork:
     def missing(self) -> Iterable[Part]:
         return self._parts
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
+    def compute(self, engine: Any, batch: Batch) -> Any:
+        return self._maker.compute(engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
         if self._stopping.is_set():
             raise Interrupted(signal.SIGTERM)
         if batch.start == part.start:
             self._at = part, time.perf_counter()
         self.part = part
-        failures = self._maker.take(part, batch)
+        failures = self._maker.take(part, batch, computed)
         self.part = None
         return failures
 

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from featx.allocator import keep_freed_memory
+
 if TYPE_CHECKING:
     from featx.types import Part
 
@@ -86,6 +88,8 @@ def main(descriptor: int, parent: int) -> int:
     connection = Connection(descriptor)
     sys.path[:] = connection.recv()
     order, device = connection.recv()
+    if device == "cpu":
+        keep_freed_memory()  # before any thread allocates
     link = Link(connection)
     # Only now: what the order names may lie in folders that this process did not know.
     from featx.executors.harvest import Labour

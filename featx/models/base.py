@@ -33,6 +33,7 @@ class Backbone:
         stages: names of the stages where the library says them; None: found from the shapes.
         classes: names of the logits in order, where the library says them.
         is_users: the module is the user's own and may live on after the run.
+        reentrant: a pass keeps nothing in the module, so several threads may be in it at once.
     """
 
     module: nn.Module
@@ -44,6 +45,7 @@ class Backbone:
     stages: tuple[str, ...] | None = None
     classes: tuple[str, ...] = ()
     is_users: bool = False
+    reentrant: bool = False
 
     def __post_init__(self) -> None:
         self._modes = [(module, module.training) for module in self.module.modules()]

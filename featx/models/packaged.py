@@ -81,6 +81,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         classifier="classifier",
         stages=timm_stages(module),
         classes=timm_classes(module) if config.weights == "default" else (),
+        reentrant=True,
     )
 
 

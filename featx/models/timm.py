@@ -72,6 +72,7 @@ def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
         classifier=_classifier(module),
         stages=timm_stages(module),
+        reentrant=True,
     )
 
 

@@ -68,6 +68,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         preprocess=preprocess,
         num_prefix_tokens=1 if name.startswith("vit_") else 0,
         classes=tuple(entry.meta.get("categories", ())) if entry is not None else (),
+        reentrant=True,
     )
 
 

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from featx.allocator import keep_freed_memory
 from featx.config import Config
-from featx.devices import choose_device, exact_cuda, keep_freed_memory
+from featx.devices import choose_device, exact_cuda
 from featx.errors import ConfigError, RunError
 from featx.probe import methods, splits
 from featx.probe.data import Features, LayerRows, layer_rows, output_folder

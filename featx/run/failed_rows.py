@@ -17,11 +17,14 @@ EARLY_STOP_S = 60.0
 """A run with too many failures ends early where at least this much work is left."""
 
 
-def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> list[Failure]:
+def failures_of(
+    prepared: Prepared, engine: Any, batch: Batch, values: Mapping[str, Any]
+) -> list[Failure]:
     """The rows of a batch that failed: in reading, or because a feature is not finite.
 
     Args:
         prepared: the run.
+        engine: that computed it.
         batch: n rows of it, and padding.
         values: dataset name -> (B, ...), of any device.
 
@@ -38,15 +41,15 @@ def failures_of(prepared: Prepared, batch: Batch, values: Mapping[str, Any]) -> 
             if finite[i] or row in failed:
                 continue
             failed.add(row)
-            failures.append(_non_finite(prepared, batch, row, name))
+            failures.append(_non_finite(prepared, engine, batch, row, name))
     return failures
 
 
-def _non_finite(prepared: Prepared, batch: Batch, row: int, layer: str) -> Failure:
+def _non_finite(prepared: Prepared, engine: Any, batch: Batch, row: int, layer: str) -> Failure:
     """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
     key = bytes(prepared.listing.keys[row])
     labels = prepared.labels_of(batch)
-    reason = prepared.engine.explain(batch.images, labels, row - batch.start, layer)
+    reason = engine.explain(batch.images, labels, row - batch.start, layer)
     if prepared.config.nonfinite == "error":
         wide = prepared.specs[0].dtype == "float32"
         wider = "" if wide else "store larger values: dtype=float32; to "

@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from featx.tensorboard.events import RunEvents
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Features of the n rows of a batch.
+
+    Attributes:
+        features: dataset name -> (n, ...) as stored.
+        failures: the rows that failed.
+        faint: layer -> rows that float16 hardly holds.
+    """
+
+    features: dict[str, Any]
+    failures: list[Failure]
+    faint: Counter[str]
+
+
 class FeatureWork:
     """What becomes of the batches of a run whose features are stored.
 
@@ -54,16 +69,21 @@ class FeatureWork:
         self._prepared = prepared
         self._builder: PartBuilder | None = None
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        """Compute the next batch of a part; returns its rows that failed."""
+    def compute(self, engine: Any, batch: Batch) -> Rows:
+        """The features of a batch."""
+        return compute_rows(self._prepared, engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        """Put the next batch of a part in its place; returns its rows that failed."""
         if self._builder is None:
             self._builder = PartBuilder(part, self._prepared.specs)
             self._heart.begin(part)
-        features, failures = compute_rows(self._prepared, batch, self.faint)
-        self._builder.add(batch.start, features, failures)
+        rows = computed()
+        self._builder.add(batch.start, rows.features, rows.failures)
+        self.faint += rows.faint
         if self._events is not None:
-            self._events.batch(batch, features, failures)
-        return failures
+            self._events.batch(batch, rows.features, rows.failures)
+        return rows.failures
 
     def hand_over(self) -> Callable[[], Sequence[Failure]]:
         """The part whose last batch was taken; calling what is returned makes it durable."""
@@ -117,28 +137,23 @@ class StoreProduct:
         return FeatureWork(prepared, publish, heart)
 
 
-def compute_rows(
-    prepared: Prepared, batch: Batch, faint: Counter[str]
-) -> tuple[dict[str, Any], list[Failure]]:
+def compute_rows(prepared: Prepared, engine: Any, batch: Batch) -> Rows:
     """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
 
     Args:
         prepared: the run.
+        engine: of it, or a replica of that.
         batch: n rows of it, and padding.
-        faint: layer -> rows that float16 hardly holds; added to.
-
-    Returns:
-        dataset name -> (n, ...) as stored, and the rows that failed.
 
     Raises:
         NonFiniteError: a feature is not finite, and nonfinite=error.
     """
     from featx.rows import stored_bits
 
-    values = prepared.engine.run(batch.images, prepared.labels_of(batch))
-    failures = failures_of(prepared, batch, values)
+    values = engine.run(batch.images, prepared.labels_of(batch))
+    failures = failures_of(prepared, engine, batch, values)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    for name, rows in prepared.engine.faint_rows().items():
-        faint[name] += int(rows[ok].sum())
-    return {name: stored_bits(value[: batch.count]) for name, value in values.items()}, failures
+    faint = Counter({name: int(rows[ok].sum()) for name, rows in engine.faint_rows().items()})
+    features = {name: stored_bits(value[: batch.count]) for name, value in values.items()}
+    return Rows(features, failures, faint)

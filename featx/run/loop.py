@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 import sys
 import time
@@ -20,6 +21,7 @@ from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
     from featx.loading.loader import Loader
+    from featx.run.side_by_side import SideBySide
     from featx.run.timeline import Timeline
     from featx.store.commit import Disk
     from featx.tensorboard.events import RunEvents
@@ -73,8 +75,16 @@ class Work(Protocol):
     def missing(self) -> Iterable[Part]:
         """The parts that are still to be done; taken one by one as they are begun."""
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        """Compute the next batch of a part; returns its rows that failed."""
+    def compute(self, engine: Any, batch: Batch) -> Any:
+        """What becomes of a batch by itself; in any thread, several at once."""
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
+        """Take the next batch of a part, in order; returns its rows that failed.
+
+        Args:
+            part, batch: n rows of a part, and padding.
+            computed: gives what `compute` made of it, when that is done.
+        """
 
     def hand_over(self) -> Callable[[], object]:
         """The part whose last batch was taken; calling what is returned makes it durable.
@@ -106,8 +116,7 @@ def run_parts(
     from featx.run.timeline import span  # which imports torch
 
     engine = prepared.engine
-    engine.model_seconds = engine.copy_seconds = 0.0
-    computed = 0
+    num_computed = 0
     done_before = work.rows_done
     missing = work.missing()
     loader = prepared.loader(engine.compute.batch_size)
@@ -119,22 +128,23 @@ def run_parts(
         _Commits() as commits,
         _timeline(prepared, disk) as timeline,
         progress,
+        Passes(prepared, work.compute) as passes,
     ):
-        batches = _Awaited(loader.batches(missing))
-        for part, batch in batches:
+        batches = _Awaited(loader.batches(missing), passes.idle_share)
+        for part, batch, computed in passes.each(batches):
             if stop:
                 raise Interrupted(stop[0])
             commits.check()
             with span("batch"):
-                failures = work.take(part, batch)
-            computed += batch.count
+                failures = work.take(part, batch, computed)
+            num_computed += batch.count
             if batch.start + batch.count == part.stop:
                 commits.begin(work.hand_over())
                 if events is not None:
                     commits.finish()  # they tell of committed parts only
-                    events.part(part, _seconds(loader, engine, batches.waited, commits.seconds))
-                done, took = done_before + computed, time.perf_counter() - begun
-                left_s = (work.rows_asked - done) * took / computed
+                    events.part(part, _seconds(loader, passes, batches.waited, commits.seconds))
+                done, took = done_before + num_computed, time.perf_counter() - begun
+                left_s = (work.rows_asked - done) * took / num_computed
                 refuse_failures(prepared.config, work.rows_failed, done, work.rows_asked, left_s)
             progress.step(batch.count, len(failures), batches.last_wait)
             if timeline is not None:
@@ -144,33 +154,97 @@ def run_parts(
             raise Interrupted(stop[0])
     took = time.perf_counter() - begun
     rows = work.rows_done - done_before
-    seconds = {**_seconds(loader, engine, batches.waited, commits.seconds), **work.seconds}
+    seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **work.seconds}
     if not rows:
         return Figures(seconds, None, loader.times.bytes, None)
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
 
 
+class Passes:
+    """The passes of a run: one after the other, or several side by side; a context manager.
+
+    Args:
+        prepared: the run.
+        compute: (engine, batch) -> what becomes of it.
+    """
+
+    def __init__(self, prepared: Prepared, compute: Callable[[Any, Batch], Any]) -> None:
+        self._prepared = prepared
+        self._compute = compute
+        self._engines: list[Any] = [prepared.engine]
+        self._beside: SideBySide | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Passes:
+        engine, count = self._prepared.engine, self._prepared.replicas
+        engine.model_seconds = engine.copy_seconds = 0.0
+        if count > 1:
+            from featx.run.side_by_side import SideBySide  # which imports torch
+
+            self._engines = self._stack.enter_context(engine.replicas(count))
+            threads = self._prepared.threads
+            assert threads is not None, "replicas compute on a CPU"
+            beside = SideBySide(self._engines, threads, self._compute)
+            self._beside = self._stack.enter_context(beside)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def each(
+        self, batches: Iterable[tuple[Part, Batch]]
+    ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
+        """The batches in their order, each with what computes it, or waits for that."""
+        if self._beside is not None:
+            yield from self._beside.each(batches)
+            return
+        for part, batch in batches:
+            yield part, batch, functools.partial(self._compute, self._engines[0], batch)
+
+    def idle_share(self) -> float:
+        """Of the engines, those that have nothing to compute now; 0 to 1."""
+        return 1.0 if self._beside is None else self._beside.idle_share
+
+    @property
+    def model_seconds(self) -> float:
+        """Busy ones of the model so far; the mean of the replicas'."""
+        return float(sum(e.model_seconds for e in self._engines)) / len(self._engines)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Busy ones of copying from the device so far; the mean of the replicas'."""
+        return float(sum(e.copy_seconds for e in self._engines)) / len(self._engines)
+
+
 class _Awaited:
     """The batches of a run as they come.
 
+    Args:
+        batches: of the loader.
+        idle_share: of the engines, those that have nothing to compute now.
+
     Attributes:
-        waited: seconds for all of them so far.
+        waited: seconds that engines waited for all of them so far.
         last_wait: seconds for the last one.
     """
 
-    def __init__(self, batches: Iterator[tuple[Part, Batch]]) -> None:
+    def __init__(
+        self, batches: Iterator[tuple[Part, Batch]], idle_share: Callable[[], float]
+    ) -> None:
         self.waited = self.last_wait = 0.0
         self._batches = batches
+        self._idle_share = idle_share
 
     def __iter__(self) -> Iterator[tuple[Part, Batch]]:
         from featx.run.timeline import span
 
         while True:
-            begun = time.perf_counter()
+            begun, idle = time.perf_counter(), self._idle_share()
             with span("wait for images"):
                 following = next(self._batches, None)
-            self.last_wait = time.perf_counter() - begun
+            idle = (idle + self._idle_share()) / 2
+            self.last_wait = idle * (time.perf_counter() - begun)
             self.waited += self.last_wait
             if following is None:
                 return
@@ -233,14 +307,14 @@ def _timeline(
     return Timeline(disk, prepared.engine.device)
 
 
-def _seconds(loader: Loader, engine: Any, waited: float, written: float) -> dict[str, float]:
+def _seconds(loader: Loader, passes: Passes, waited: float, written: float) -> dict[str, float]:
     """Stage -> its busy seconds so far."""
     return {
         "read": loader.times.read,
         "decode": loader.times.decode,
         "wait": waited,
-        "model": engine.model_seconds,
-        "copy": engine.copy_seconds,
+        "model": passes.model_seconds,
+        "copy": passes.copy_seconds,
         "write": written,
     }
 

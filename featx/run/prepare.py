@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from featx.allocator import is_kept_in_threads, keep_freed_memory
 from featx.config import Config, layer_requests
 from featx.loading.decode import ImagePolicy
 from featx.loading.suspects import Suspects
@@ -23,6 +24,9 @@ from featx.store import codecs
 from featx.store.layout import Grid
 from featx.store.manifest import Run
 from featx.types import Batch, Begun, LayerSpec, Listing, Source, StoreHeader
+
+MAX_REPLICAS = 4
+"""Batches that are computed side by side on a CPU, at the most: each takes memory of its own."""
 
 if TYPE_CHECKING:
     from featx.loading.loader import Decoding, Loader
@@ -36,7 +40,8 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
-        threads: of the CPU that computes, in each process; None where another device does.
+        threads: of the CPU that compute a batch; None where another device does.
+        replicas: of the engine, that compute batches side by side in each process.
         devices: of the processes that compute, torch.device.
     """
 
@@ -50,6 +55,7 @@ class Prepared:
     part_rows: int
     seconds_per_image: float
     threads: int | None
+    replicas: int
     devices: list[Any]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -121,6 +127,8 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.statistics.projected import with_statistics
 
     devices = choose_devices(config.device, config.devices)
+    if devices[0].type == "cpu":
+        keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
     with contextlib.ExitStack() as stack:
@@ -130,15 +138,17 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
-        threads, why_threads = _threads(config, devices[0], begun)
-        stack.enter_context(cpu_threads(threads))
+        cpus = _cpus(config, devices[0])
+        stack.enter_context(cpu_threads(cpus))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images = _probe_images(source, listing, decoding)
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
+        threads, replicas, why_threads = _threads(cpus, engine, begun)
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
+        stack.enter_context(cpu_threads(threads))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
         yield Prepared(
             config=config,
@@ -151,6 +161,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
             threads=threads,
+            replicas=replicas,
             devices=devices,
             choices={**resolver.choices, **why_threads},
             left_out=selection.left_out,
@@ -171,26 +182,39 @@ def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> Any:
         return loader.load(rows.tolist())
 
 
-def _threads(config: Config, device: Any, begun: Begun | None) -> tuple[int | None, dict[str, str]]:
-    """Threads that compute on a CPU, and a line on the choice.
-
-    The last bits of a row depend on them, so a store that is gone on with keeps its number.
-
-    Returns:
-        None where another device computes.
-    """
+def _cpus(config: Config, device: Any) -> int | None:
+    """CPUs that this process computes on; None where another device computes."""
     import torch
 
     if device.type != "cpu":
-        return None, {}
+        return None
     cpus = config.cpus_of_worker(num_cpus())
-    here = cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
-    before = begun.resolved.get("threads", here) if begun else here
-    if before == here:
-        return here, {}
-    assert begun is not None
-    text = f"{before} (as {begun.what} begun; here it would be {here}, and other last bits)"
-    return int(before), {"threads": text}
+    return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
+
+
+def _threads(
+    cpus: int | None, engine: Any, begun: Begun | None
+) -> tuple[int | None, int, dict[str, str]]:
+    """Threads that compute a batch, how many batches side by side, and a line on the choice.
+
+    Two threads that share a batch wait for each other after every operation, above all while others
+    decode; two that have a batch each do not. The last bits of a row depend on the threads of its
+    batch, so a store that is gone on with keeps their number.
+
+    Returns:
+        None for the threads where another device computes.
+    """
+    if cpus is None:
+        return None, 1, {}
+    several = engine.replicable and is_kept_in_threads()
+    here = -(-cpus // MAX_REPLICAS) if several else cpus
+    threads = int(begun.resolved.get("threads", here)) if begun else here
+    replicas = max(1, cpus // threads) if engine.replicable else 1
+    text = f"{threads}" + (f", and {replicas} batches side by side" if replicas > 1 else "")
+    if threads != here:
+        assert begun is not None
+        text += f" (as {begun.what} begun; here it would be {here}, and other last bits)"
+    return threads, replicas, {"threads": text}
 
 
 def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
 
-from featx.run.features import compute_rows
+from featx.run.features import Rows, compute_rows
 from featx.run.prepare import Prepared
 from featx.store.session import StoreSession
 from featx.store.writer import PartBuilder
@@ -65,12 +64,15 @@ class RetryWork:
         """The batches with such rows; each has the number of its part."""
         return self._spans
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        features, failures = compute_rows(self._prepared, batch, Counter())
+    def compute(self, engine: Any, batch: Batch) -> Rows:
+        return compute_rows(self._prepared, engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        rows = computed()
         for row in self._rows.intersection(range(batch.start, batch.start + batch.count)):
             place = row - batch.start
-            self._features[row] = {name: values[place] for name, values in features.items()}
-        failed = [failure for failure in failures if failure.row in self._rows]
+            self._features[row] = {name: values[place] for name, values in rows.features.items()}
+        failed = [failure for failure in rows.failures if failure.row in self._rows]
         self._failures += failed
         return failed
 

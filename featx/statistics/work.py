@@ -25,6 +25,9 @@ from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
 from featx.types import Batch, Failure, Listing, Part
 
+Values = tuple[Mapping[str, Any], list[Failure]]
+"""Of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
+
 Commit = Callable[[Part, Sequence[Failure], Mapping[str, Moments]], Sequence[Failure]]
 """Makes the moments of a part durable; returns the failures of the part that is there then."""
 
@@ -63,15 +66,18 @@ class StatsWork:
         self._moments: dict[str, PartMoments] = {}
         self._failures: list[Failure] = []
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
+    def compute(self, engine: Any, batch: Batch) -> Values:
+        """The values of a batch, on the device."""
+        values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
+        return values, failures_of(self._prepared, engine, batch, values)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
         """Add the next batch of a part; returns its rows that failed."""
         if self._part is None:
             self._part, self._failures = part, []
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
             self._heart.begin(part)
-        engine = self._prepared.engine
-        values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
-        failures = failures_of(self._prepared, batch, values)
+        values, failures = computed()
         begun = time.perf_counter()
         failed = [failure.row for failure in failures]
         for name, moments in self._moments.items():
@@ -79,7 +85,7 @@ class StatsWork:
             axis = self._axes.get(name)
             rows = rows if axis is None else positions_last(rows, axis)
             moments.add(batch.start, rows, failed)
-        synchronise(engine.device)
+        synchronise(self._prepared.engine.device)
         self.seconds["statistics"] += time.perf_counter() - begun
         self._failures += failures
         return failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +103,8 @@ class TapHooks:
         numbers: (B,) what `score` gave in the last pass.
         done: operations of the modules that have one tapped, in the last pass.
         watch: sees operations where a tap is one; entered around the pass, by `forward` as well.
+        thread: the one whose passes are seen, as `threading.get_ident` names it; None for all. Of
+            modules only: operations, gradients and attention weights are seen of any thread.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class TapHooks:
         self.values: dict[str, torch.Tensor] = {}
         self.fired: list[str] = []
         self.numbers: torch.Tensor | None = None
+        self.thread: int | None = None
         self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
         self._operations: dict[str, list[Tap]] = {}
@@ -265,6 +269,8 @@ class TapHooks:
 
     def _meant(self, key: tuple[int, str], taps: list[Tap]) -> list[Tap]:
         """Count a call of a module, and tell which taps mean this one."""
+        if self.thread is not None and self.thread != threading.get_ident():
+            return []
         number = self._calls.get(key, 0) + 1
         self._calls[key] = number
         return [tap for tap in taps if tap.call is None or tap.call == number]

@@ -18,7 +18,7 @@ def measure_model(model: str, batch_size: int, kept: bool, seconds: float) -> fl
     import timm
     import torch
 
-    from featx.devices import keep_freed_memory
+    from featx.allocator import keep_freed_memory
 
     if kept:
         keep_freed_memory()
@@ -115,7 +115,7 @@ def fold(arguments: argparse.Namespace) -> None:
     import timm
     import torch
 
-    from featx.devices import keep_freed_memory
+    from featx.allocator import keep_freed_memory
     from featx.folding import foldable_pairs, folded
 
     keep_freed_memory()

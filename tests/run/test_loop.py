@@ -58,8 +58,11 @@ class Work:
     def missing(self) -> list[Part]:
         return PARTS
 
-    def take(self, part: Part, batch: Batch) -> list[Failure]:
-        self.taken.append(batch.start)
+    def compute(self, engine: Any, batch: Batch) -> int:
+        return batch.start
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+        self.taken.append(computed())
         return []
 
     def hand_over(self) -> Callable[[], None]:
@@ -78,7 +81,9 @@ def prepared() -> Any:
         copy_seconds=0.0,
     )  # fmt: skip
     config = Config()
-    return SimpleNamespace(engine=engine, loader=lambda size: Images(), config=config)
+    return SimpleNamespace(
+        engine=engine, loader=lambda size: Images(), config=config, replicas=1, threads=1
+    )
 
 
 def test_parts_are_committed_in_order() -> None:
@@ -93,10 +98,10 @@ def test_the_next_part_is_computed_meanwhile() -> None:
     work = Work(lambda index: None if index else _wait(computing))
     take = work.take
 
-    def noticed(part: Part, batch: Batch) -> list[Failure]:
+    def noticed(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
         if batch.start >= 4:
             computing.set()  # the first commit goes on only now
-        return take(part, batch)
+        return take(part, batch, computed)
 
     work.take = noticed  # type: ignore[method-assign]
     run_parts(prepared(), work, DISK)
@@ -128,12 +133,12 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
     work = Work(fail)
     take = work.take
 
-    def slowly(part: Part, batch: Batch) -> list[Failure]:
+    def slowly(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
         if batch.start >= 4:
             computing.set()
             _wait(failed)
             time.sleep(0.05)
-        return take(part, batch)
+        return take(part, batch, computed)
 
     work.take = slowly  # type: ignore[method-assign]
     with pytest.raises(RunError, match="disk is full"):
@@ -162,11 +167,11 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
     work = Work(commit)
     take = work.take
 
-    def interrupted(part: Part, batch: Batch) -> list[Failure]:
+    def interrupted(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
         if batch.start == 4:
             _wait(begun)
             os.kill(os.getpid(), signal.SIGTERM)
-        return take(part, batch)
+        return take(part, batch, computed)
 
     work.take = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted):

@@ -115,7 +115,7 @@ class Config:
     device: str = "auto"
     """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
     compile: Any = "auto"
-    """torch.compile; auto where the run is long enough to earn the compilation back."""
+    """torch.compile; auto where the run is long enough to earn it back, and it pays."""
     fold: bool = True
     """Fold BatchNorm into the convolution before it, where that changes values by rounding alone;
     false computes every layer as it stands."""

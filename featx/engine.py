@@ -42,7 +42,8 @@ MIN_COSINE = 0.999
 """precision=auto and compile=auto keep every row of every layer at least this near to fp32."""
 
 MIN_SPEEDUP = 1.1
-"""Below this gain precision=auto stays with the more exact one."""
+"""Below this gain precision=auto stays with the more exact one, and compile=auto with the eager
+model, which may compute batches side by side on a CPU."""
 
 _TRACE_BATCH, _BIND_BATCH = 2, 3
 

@@ -230,9 +230,10 @@ class Resolver:
         return False
 
     def _compile(self, eager: Compute) -> None:
-        """Compile, and keep it only if the values agree with the eager model's."""
+        """Compile; kept where values agree with the eager ones, and it was asked for or pays."""
         images = self._filled(eager.batch_size)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
+        eager_s = self.seconds_per_image
         self._engine.settle(replace(eager, compile=True))
         try:
             cosine = row_cosines(self._engine.run(images), expected)
@@ -241,9 +242,14 @@ class Resolver:
             failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"
         if failed is None:
             self._time()
-            return
-        if self._config.compile is True:
-            raise RunError(f"compile=true failed ({failed}). Use compile=false.")
-        logger.warning("torch.compile failed, going on without it: %s", failed)
-        self.choices["compile"] = f"false ({failed})"
+            gain = eager_s / self.seconds_per_image
+            if self._config.compile is True or "compile" in self._stored or gain >= MIN_SPEEDUP:
+                return
+            self.choices["compile"] = f"false ({gain:.2f} times as fast is too little)"
+        else:
+            if self._config.compile is True:
+                raise RunError(f"compile=true failed ({failed}). Use compile=false.")
+            logger.warning("torch.compile failed, going on without it: %s", failed)
+            self.choices["compile"] = f"false ({failed})"
+        self.seconds_per_image = eager_s
         self._engine.settle(eager)

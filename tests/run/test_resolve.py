@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from featx.engine import Compute, Engine
+from featx.errors import RunError
 from featx.keys import from_keywords, from_omegaconf
 from featx.run.resolve import Resolver
 
@@ -46,3 +47,58 @@ def test_a_slow_pass_is_repeated_where_it_may_have_been_a_warm_up(
     resolver._time()
     assert engine.passes == passes
     assert resolver.seconds_per_image == pytest.approx(seconds)
+
+
+class Compiled:
+    """An engine whose passes take a second an image, and another time when it is compiled."""
+
+    def __init__(self, compiled_s: float, value: float) -> None:
+        self.device = types.SimpleNamespace(type="cpu")
+        self.compute = Compute("fp32", False, False, 4)
+        self._compiled_s = compiled_s
+        self._value = value
+
+    def settle(self, compute: Compute) -> None:
+        self.compute = compute
+
+    def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        second = self._value if self.compute.compile else 1.0
+        return {"layer": torch.tensor([[1.0, second]] * len(images))}
+
+    def seconds_per_image(self, *_: object, **__: object) -> float:
+        return self._compiled_s if self.compute.compile else 1.0
+
+
+def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[Resolver, Compiled]:
+    """What comes of compiling an engine."""
+    engine: Any = Compiled(compiled_s, value)
+    config = from_omegaconf(from_keywords({"out": "store", **keys}))
+    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    resolver._time()
+    resolver._compile(engine.compute)
+    return resolver, engine
+
+
+@pytest.mark.parametrize(
+    ("compiled_s", "keys", "kept", "said"),
+    [
+        (0.5, {}, True, None),
+        (0.95, {}, False, "false (1.05 times as fast is too little)"),
+        (0.95, {"compile": True}, True, None),
+    ],
+)
+def test_compile_auto_has_to_pay(
+    compiled_s: float, keys: dict[str, Any], kept: bool, said: str | None
+) -> None:
+    resolver, engine = compiled(compiled_s, **keys)
+    assert engine.compute.compile is kept
+    assert resolver.choices.get("compile") == said
+    assert resolver.seconds_per_image == (compiled_s if kept else 1.0)
+
+
+def test_other_values_are_not_kept_however_fast() -> None:
+    resolver, engine = compiled(0.1, value=-1.0)
+    assert not engine.compute.compile
+    assert resolver.choices["compile"].startswith("false (cosine to eager is")
+    with pytest.raises(RunError, match="compile=true failed"):
+        compiled(0.1, value=-1.0, compile=True)

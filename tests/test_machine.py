@@ -1,14 +1,15 @@
-"""CPUs that this process may use: affinity, quotas of control groups, its share of a run."""
+"""What this process may use: CPUs by affinity, quota and its share of a run, and memory."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from featx import machine
-from featx.machine import cpu_quota, num_cpus, take_cpus
+from featx.machine import cpu_quota, free_memory, num_cpus, resident_memory, take_cpus
 
 
 def made(root: Path, files: dict[str, str]) -> Path:
@@ -92,3 +93,53 @@ def test_a_container_with_two_of_64_cores_uses_two(monkeypatch: pytest.MonkeyPat
     assert num_cpus() == 16
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3})
     assert num_cpus() == 1
+
+
+MEMINFO = "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\n"
+V2_LIMIT = {
+    "proc/self/cgroup": "0::/job\n",
+    "sys/fs/cgroup/job/memory.max": "500000\n",
+    "sys/fs/cgroup/job/memory.current": "300000\n",
+    "sys/fs/cgroup/job/memory.stat": "anon 200000\ninactive_file 50000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 1024000),
+        ({"proc/meminfo": MEMINFO, **V2_LIMIT}, 250000),
+        (
+            {"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.max": "max\n"},
+            1024000,
+        ),
+        # The group took more than it may for a moment.
+        ({"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.max": "9\n"}, 0),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "400000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7\n",
+            },
+            100007,
+        ),
+    ],
+)
+def test_memory_that_made_up_control_groups_leave(
+    tmp_path: Path, files: dict[str, str], expected: float | None
+) -> None:
+    assert free_memory(made(tmp_path, files)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="as Linux tells it")
+def test_memory_of_this_process() -> None:
+    before = resident_memory()
+    block = mmap.mmap(-1, 64 << 20)  # not of memory that was freed and kept
+    block.write(b"x" * len(block))
+    after = resident_memory()
+    assert before is not None
+    assert after is not None
+    assert after - before == pytest.approx(len(block), rel=0.3)

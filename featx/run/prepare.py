@@ -16,7 +16,7 @@ from featx.allocator import is_kept_in_threads, keep_freed_memory
 from featx.config import Config, layer_requests
 from featx.loading.decode import ImagePolicy
 from featx.loading.suspects import Suspects
-from featx.machine import num_cpus
+from featx.machine import free_memory, num_cpus, resident_memory
 from featx.models import build_backbone, resolve_library
 from featx.run.provenance import fingerprint, header
 from featx.run.purpose import Purpose, StorePurpose
@@ -26,7 +26,7 @@ from featx.store.manifest import Run
 from featx.types import Batch, Begun, LayerSpec, Listing, Source, StoreHeader
 
 MAX_REPLICAS = 4
-"""Batches that are computed side by side on a CPU, at the most: each takes memory of its own."""
+"""Batches that are computed side by side on a CPU, at the most."""
 
 if TYPE_CHECKING:
     from featx.loading.loader import Decoding, Loader
@@ -131,6 +131,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
     check_reference(backbone.preprocess)
+    before = resident_memory()
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(_engine(config, backbone, devices[0], purpose.dtype))
         selection = _selection(config, engine)
@@ -144,7 +145,8 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         images = _probe_images(source, listing, decoding)
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
-        threads, replicas, why_threads = _threads(cpus, engine, begun)
+        room = _room_for_batches(before, resident_memory())
+        threads, replicas, why_threads = _threads(cpus, engine, room, begun)
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
@@ -192,8 +194,20 @@ def _cpus(config: Config, device: Any) -> int | None:
     return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
 
 
+def _room_for_batches(before: int | None, after: int | None) -> int:
+    """How many batches may be computed at once, by what the passes of the probe left in memory.
+
+    Freed memory is kept, so that is about what a pass needs. Half of what is free stays free.
+    """
+    free = free_memory()
+    if before is None or after is None or free is None:
+        return MAX_REPLICAS
+    each = max(1, after - before)
+    return int(min(MAX_REPLICAS, 1 + free / (2 * each)))
+
+
 def _threads(
-    cpus: int | None, engine: Any, begun: Begun | None
+    cpus: int | None, engine: Any, room: int, begun: Begun | None
 ) -> tuple[int | None, int, dict[str, str]]:
     """Threads that compute a batch, how many batches side by side, and a line on the choice.
 
@@ -201,15 +215,22 @@ def _threads(
     decode; two that have a batch each do not. The last bits of a row depend on the threads of its
     batch, so a store that is gone on with keeps their number.
 
+    Args:
+        cpus: that compute; None where another device does.
+        engine: settled.
+        room: batches at once, at the most.
+        begun: what is gone on with.
+
     Returns:
         None for the threads where another device computes.
     """
     if cpus is None:
         return None, 1, {}
-    several = engine.replicable and is_kept_in_threads()
-    here = -(-cpus // MAX_REPLICAS) if several else cpus
+    if not engine.replicable:
+        room = 1
+    here = -(-cpus // room) if is_kept_in_threads() else cpus
     threads = int(begun.resolved.get("threads", here)) if begun else here
-    replicas = max(1, cpus // threads) if engine.replicable else 1
+    replicas = max(1, min(room, cpus // threads))
     text = f"{threads}" + (f", and {replicas} batches side by side" if replicas > 1 else "")
     if threads != here:
         assert begun is not None

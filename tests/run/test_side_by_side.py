@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +24,7 @@ from featx.engine import Compute, Engine
 from featx.machine import num_cpus
 from featx.models import build_backbone
 from featx.options import ModelConfig, ReduceConfig
+from featx.run.prepare import _room_for_batches, _threads
 from featx.run.side_by_side import SideBySide
 from featx.taps.select import select
 from featx.types import Batch, Part
@@ -221,6 +223,60 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
             assert_same(run_beside(engine, inputs), expected)
     finally:
         torch.set_num_threads(before)
+
+
+# How many
+
+GIB = float(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "batches"),
+    [(None, 1, 4), (100 * GIB, GIB, 4), (5 * GIB, GIB, 3), (0.5 * GIB, GIB, 1), (GIB, -5, 4)],
+)
+def test_half_of_what_is_free_is_left(
+    monkeypatch: pytest.MonkeyPatch, free: float | None, each: float, batches: int
+) -> None:
+    monkeypatch.setattr("featx.run.prepare.free_memory", lambda: free)
+    assert _room_for_batches(int(GIB), int(GIB + each)) == batches
+
+
+@pytest.mark.parametrize(
+    ("cpus", "room", "replicable", "kept", "threads", "replicas"),
+    [
+        (1, 4, True, True, 1, 1),
+        (2, 4, True, True, 1, 2),
+        (6, 4, True, True, 2, 3),
+        (16, 4, True, True, 4, 4),
+        (8, 2, True, True, 4, 2),
+        (8, 4, False, True, 8, 1),  # a user's own model
+        (8, 4, True, False, 8, 1),  # in a notebook
+    ],
+)
+def test_threads_of_a_batch_and_batches_at_once(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, replicable: bool, kept: bool,
+    threads: int, replicas: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("featx.run.prepare.is_kept_in_threads", lambda: kept)
+    engine = types.SimpleNamespace(replicable=replicable)
+    found = _threads(cpus, engine, room, None)
+    beside = f", and {replicas} batches side by side" if replicas > 1 else ""
+    assert found == (threads, replicas, {"threads": f"{threads}{beside}"})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "stored", "replicas", "here"),
+    [(8, 8, 1, 2), (8, 2, 4, None), (8, 1, 4, 2), (2, 4, 1, 1)],
+)
+def test_a_store_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
+) -> None:
+    monkeypatch.setattr("featx.run.prepare.is_kept_in_threads", lambda: True)
+    engine = types.SimpleNamespace(replicable=True)
+    begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
+    found = _threads(cpus, engine, 4, begun)
+    assert found[:2] == (stored, replicas)
+    assert (f"here it would be {here}" in found[2]["threads"]) == (here is not None)
 
 
 # The command

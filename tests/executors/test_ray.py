@@ -180,10 +180,10 @@ def test_an_exception_in_an_actor_names_its_part(
 ) -> None:
     take = ray_executor.PartWork.take
 
-    def raising(self: Any, part: Any, batch: Any) -> Any:
+    def raising(self: Any, part: Any, batch: Any, computed: Any) -> Any:
         if part.index == 2:
             raise ValueError("a bug in the model")
-        return take(self, part, batch)
+        return take(self, part, batch, computed)
 
     monkeypatch.setattr(ray_executor.PartWork, "take", raising)
     with pytest.raises(RunError) as failed:

@@ -182,11 +182,11 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
 ) -> None:
     take = slurm.PartWork.take
 
-    def raising(self: Any, part: Part, batch: Any) -> Any:
+    def raising(self: Any, part: Part, batch: Any, computed: Any) -> Any:
         if part.index == 4:
             self.part = part
             raise ValueError("a bug in the model")
-        return take(self, part, batch)
+        return take(self, part, batch, computed)
 
     monkeypatch.setattr(slurm.PartWork, "take", raising)
     with pytest.raises(RunError) as failed:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _LEAVE_S = 5.0
-"""How long the end of the pool waits for a thread that is at work."""
+"""How long the end of a pool waits for threads that are at work, where nothing else is said."""
 
 _LOOK_S = 1.0
 
@@ -53,10 +53,14 @@ class Threads:
         count: of threads.
         limit_s: in seconds, None for no limit.
         name: of the threads begins with it.
+        leave_s: how long the end of the pool waits for threads that are at work, in seconds.
     """
 
-    def __init__(self, count: int, limit_s: float | None, name: str) -> None:
+    def __init__(
+        self, count: int, limit_s: float | None, name: str, leave_s: float | None = None
+    ) -> None:
         self._count, self._limit_s, self._name = count, limit_s, name
+        self._leave_s = _LEAVE_S if leave_s is None else leave_s
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running: set[_Task] = set()
@@ -82,7 +86,7 @@ class Threads:
                     task.future.cancel()
         for _ in self._threads:
             self._queue.put(None)
-        until = time.monotonic() + _LEAVE_S
+        until = time.monotonic() + self._leave_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
 

@@ -7,14 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from featx.loading.threads import Threads
 from featx.types import Batch, Part
 
-T = TypeVar("T")
+_LEAVE_S = 1.0
+"""A run that is cut short does not wait longer for passes whose values nobody wants."""
 
 
 class SideBySide:
@@ -38,7 +39,7 @@ class SideBySide:
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for engine in engines:
             self._free.put(engine)
-        self._pool = Threads(self._count, None, "featx-model")
+        self._pool = Threads(self._count, None, "featx-model", _LEAVE_S)
         self._waiting: deque[tuple[Part, Batch, Future[Any]]] = deque()
 
     def __enter__(self) -> SideBySide:

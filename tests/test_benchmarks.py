@@ -1,0 +1,63 @@
+"""Every command of scripts/benchmark runs to its end, at a size that says nothing of speed.
+
+What they measure is not asserted anywhere; that they still measure is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SMALL = {
+    "bucket": "--parts 3 --wait-ms 0 --runs 1",
+    "codecs": "--images 8 --megabytes 1 --codecs none zstd --runs 1",
+    "copies": "--models resnet18 --runs 1",
+    "decode": "--images 4 --runs 1",
+    "depth": "--model resnet18 --images 16 --runs 1",
+    "first-row": "--images 64 --runs 1",
+    "fold": "--models resnet18 --batch-size 2 --runs 1",
+    "listing": "--files 100 --classes 10 --runs 1",
+    "loader": "--gigabytes 0.01 --workers 0 1 --runs 1",
+    "malloc": "--batch-size 2 --runs 1 --seconds 0.2",
+    "nearest": "--rows 3000 --features 16 --queries 64 --runs 1",
+    "parts": "--parts 6 --devices null 1 --runs 1",
+    "peers": "--model resnet18 --images 16 --runs 1",
+    "probe": "--rows 400 --features 16 --runs 1",
+    "read": "--gigabytes 0.2 --runs 1",
+    "roof": "--models resnet18 --batch-size 2 --runs 1",
+    "scale": "--rows 1000 2000",
+    "spread": "--images 32 --devices null 1 --runs 1",
+    "table": "--rows 1000 --runs 1",
+}
+
+
+def benchmark(*arguments: str) -> str:
+    """What a command of scripts/benchmark prints."""
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "benchmark"), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_none_is_left_out() -> None:
+    commands = re.search(r"\{([a-z,-]+)\}", benchmark("--help"))
+    assert commands is not None
+    assert set(commands[1].split(",")) == set(SMALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMALL)
+def test_a_command_gives_figures(name: str) -> None:
+    assert re.search(r"\d", benchmark(name, *SMALL[name].split()))

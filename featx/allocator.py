@@ -32,9 +32,11 @@ def is_kept_in_threads() -> bool:
     goes to one of the next threads. Of C libraries other than glibc nothing is known, and it is
     taken for granted.
     """
+    if not sys.platform.startswith("linux"):
+        return True
     libc = ctypes.CDLL(None)
     malloc_info = getattr(libc, "malloc_info", None)
-    if malloc_info is None or not sys.platform.startswith("linux"):
+    if malloc_info is None:
         return True
     descriptor = os.memfd_create("malloc_info")
     libc.fdopen.restype = ctypes.c_void_p

@@ -330,14 +330,14 @@ class Engine:
 
     @contextlib.contextmanager
     def _replica(self) -> Iterator[Engine]:
-        twin = copy.copy(self)
-        twin.model_seconds = twin.copy_seconds = 0.0
-        twin._keeper = self._keeper.twin()
-        twin._hooks = twin._tap_hooks(twin._keeper.keep, self._order, stop=True)
-        twin._hooks.thread = 0  # of no thread, until one begins a pass
-        with twin._hooks:
-            twin._forward = twin._hooks.forward
-            yield twin
+        replica = copy.copy(self)
+        replica.model_seconds = replica.copy_seconds = 0.0
+        replica._keeper = self._keeper.replica()
+        replica._hooks = replica._tap_hooks(replica._keeper.keep, self._order, stop=True)
+        replica._hooks.thread = 0  # of no thread, until one begins a pass
+        with replica._hooks:
+            replica._forward = replica._hooks.forward
+            yield replica
 
     @property
     def takes_gradients(self) -> bool:

@@ -39,7 +39,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def free_memory(root: Path = Path("/")) -> float | None:
-    """Bytes that this process may still take; None where that is not known, as it is on Linux.
+    """Bytes that this process may still take; None off Linux, where it is not known.
 
     What the machine has available, as far as the limits of the control groups of this process go.
 

@@ -95,7 +95,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Images per second of reading, decoding and the model, each with nothing beside it."""
-    from featx.run.loop import Passes
+    from featx.run.passes import Passes
     from featx.run.prepare import prepare
 
     with prepare(config, config_yaml) as prepared:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import resource
 import sys
 import time
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from featx.machine import num_cpus
 from featx.progress import Progress, Unseen, bottleneck
 from featx.run.failed_rows import refuse_failures
+from featx.run.passes import Passes
 from featx.run.prepare import Prepared
 from featx.run.stopping import Interrupted, stop_signals
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
     from featx.loading.loader import Loader
-    from featx.run.side_by_side import SideBySide
     from featx.run.timeline import Timeline
     from featx.store.commit import Disk
     from featx.tensorboard.events import RunEvents
@@ -159,62 +158,6 @@ def run_parts(
         return Figures(seconds, None, loader.times.bytes, None)
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
-
-
-class Passes:
-    """The passes of a run: one after the other, or several side by side; a context manager.
-
-    Args:
-        prepared: the run.
-        compute: (engine, batch) -> what becomes of it.
-    """
-
-    def __init__(self, prepared: Prepared, compute: Callable[[Any, Batch], Any]) -> None:
-        self._prepared = prepared
-        self._compute = compute
-        self._engines: list[Any] = [prepared.engine]
-        self._beside: SideBySide | None = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Passes:
-        engine, count = self._prepared.engine, self._prepared.replicas
-        engine.model_seconds = engine.copy_seconds = 0.0
-        if count > 1:
-            from featx.run.side_by_side import SideBySide  # which imports torch
-
-            self._engines = self._stack.enter_context(engine.replicas(count))
-            threads = self._prepared.threads
-            assert threads is not None, "replicas compute on a CPU"
-            beside = SideBySide(self._engines, threads, self._compute)
-            self._beside = self._stack.enter_context(beside)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def each(
-        self, batches: Iterable[tuple[Part, Batch]]
-    ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
-        """The batches in their order, each with what computes it, or waits for that."""
-        if self._beside is not None:
-            yield from self._beside.each(batches)
-            return
-        for part, batch in batches:
-            yield part, batch, functools.partial(self._compute, self._engines[0], batch)
-
-    def idle_share(self) -> float:
-        """Of the engines, those that have nothing to compute now; 0 to 1."""
-        return 1.0 if self._beside is None else self._beside.idle_share
-
-    @property
-    def model_seconds(self) -> float:
-        """Busy ones of the model so far; the mean of the replicas'."""
-        return float(sum(e.model_seconds for e in self._engines)) / len(self._engines)
-
-    @property
-    def copy_seconds(self) -> float:
-        """Busy ones of copying from the device so far; the mean of the replicas'."""
-        return float(sum(e.copy_seconds for e in self._engines)) / len(self._engines)
 
 
 class _Awaited:

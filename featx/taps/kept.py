@@ -37,13 +37,13 @@ class Keeper:
         self._watched: dict[str, tuple[torch.Tensor, int]] = {}
         self._largest: dict[str, torch.Tensor] = {}
 
-    def twin(self) -> Keeper:
+    def replica(self) -> Keeper:
         """Another one that expects the same, for passes of another thread."""
-        twin = Keeper(self._dtype, self._copied)
-        twin.compiled = self.compiled
-        twin._reductions, twin._row_shapes = self._reductions, self._row_shapes
-        twin._views = self._views
-        return twin
+        replica = Keeper(self._dtype, self._copied)
+        replica.compiled = self.compiled
+        replica._reductions, replica._row_shapes = self._reductions, self._row_shapes
+        replica._views = self._views
+        return replica
 
     def expect(self, tap: Tap, row_shape: tuple[int, ...], kind: str, reduction: Reduction) -> None:
         """What a tap gives, and how it is reduced.

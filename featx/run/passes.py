@@ -1,7 +1,9 @@
-"""Several batches computed at once, in threads of one process, and taken in their order."""
+"""The passes of a run: batches computed one after the other, or several at once, in their order."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import queue
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,13 +11,66 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from featx.loading.threads import Threads
+from featx.run.prepare import Prepared
 from featx.types import Batch, Part
 
 _LEAVE_S = 1.0
 """A run that is cut short does not wait longer for passes whose values nobody wants."""
+
+
+class Passes:
+    """The passes of a run: one after the other, or several side by side; a context manager.
+
+    Args:
+        prepared: the run.
+        compute: (engine, batch) -> what becomes of it.
+    """
+
+    def __init__(self, prepared: Prepared, compute: Callable[[Any, Batch], Any]) -> None:
+        self._prepared = prepared
+        self._compute = compute
+        self._engines: list[Any] = [prepared.engine]
+        self._beside: SideBySide | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Passes:
+        engine, count = self._prepared.engine, self._prepared.replicas
+        engine.model_seconds = engine.copy_seconds = 0.0
+        if count > 1:
+            threads = self._prepared.threads
+            assert threads is not None, "replicas compute on a CPU"
+            self._engines = self._stack.enter_context(engine.replicas(count))
+            beside = SideBySide(self._engines, threads, self._compute)
+            self._beside = self._stack.enter_context(beside)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def each(
+        self, batches: Iterable[tuple[Part, Batch]]
+    ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
+        """The batches in their order, each with what computes it, or waits for that."""
+        if self._beside is not None:
+            yield from self._beside.each(batches)
+            return
+        for part, batch in batches:
+            yield part, batch, functools.partial(self._compute, self._engines[0], batch)
+
+    def idle_share(self) -> float:
+        """Of the engines, those that have nothing to compute now; 0 to 1."""
+        return 1.0 if self._beside is None else self._beside.idle_share
+
+    @property
+    def model_seconds(self) -> float:
+        """Busy ones of the model so far; the mean of the replicas'."""
+        return float(sum(e.model_seconds for e in self._engines)) / len(self._engines)
+
+    @property
+    def copy_seconds(self) -> float:
+        """Busy ones of copying from the device so far; the mean of the replicas'."""
+        return float(sum(e.copy_seconds for e in self._engines)) / len(self._engines)
 
 
 class SideBySide:
@@ -80,6 +135,8 @@ class SideBySide:
         return part, batch, future.result
 
     def _computed(self, batch: Batch) -> Any:
+        import torch
+
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         engine = self._free.get()

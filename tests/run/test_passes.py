@@ -25,8 +25,8 @@ from featx.engine import Compute, Engine
 from featx.machine import num_cpus
 from featx.models import build_backbone
 from featx.options import ModelConfig, ReduceConfig
+from featx.run.passes import SideBySide
 from featx.run.prepare import _room_for_batches, _threads
-from featx.run.side_by_side import SideBySide
 from featx.taps.select import select
 from featx.types import Batch, Part
 

@@ -140,7 +140,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         engine.bind(chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
         cpus = _cpus(config, devices[0])
-        stack.enter_context(cpu_threads(cpus))
+        stack.enter_context(cpu_threads(_threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images = _probe_images(source, listing, decoding)
         resolver = Resolver(config, engine, images, len(listing), begun)
@@ -192,6 +192,16 @@ def _cpus(config: Config, device: Any) -> int | None:
         return None
     cpus = config.cpus_of_worker(num_cpus())
     return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
+
+
+def _threads_of_probe(cpus: int | None, begun: Begun | None) -> int | None:
+    """Threads for what is tried and compiled: all; a compiled pass keeps those it was made with.
+
+    So one that a store was begun with is compiled for the threads of that store.
+    """
+    if cpus is None or begun is None or not begun.resolved.get("compile"):
+        return cpus
+    return int(begun.resolved.get("threads", cpus))
 
 
 def _room_for_batches(before: int | None, after: int | None) -> int:

@@ -26,7 +26,7 @@ from featx.machine import num_cpus
 from featx.models import build_backbone
 from featx.options import ModelConfig, ReduceConfig
 from featx.run.passes import SideBySide
-from featx.run.prepare import _room_for_batches, _threads
+from featx.run.prepare import _room_for_batches, _threads, _threads_of_probe
 from featx.taps.select import select
 from featx.types import Batch, Part
 
@@ -283,6 +283,23 @@ def test_a_store_keeps_its_threads(
     found = _threads(cpus, engine, 4, begun)
     assert found[:2] == (stored, replicas)
     assert (f"here it would be {here}" in found[2]["threads"]) == (here is not None)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "resolved", "threads"),
+    [
+        (None, {"compile": True, "threads": 2}, None),  # a GPU computes
+        (8, None, 8),
+        (8, {"compile": False, "threads": 2}, 8),
+        (8, {"compile": True, "threads": 2}, 2),  # the code is made for so many
+        (8, {"compile": True}, 8),  # of before threads were kept
+    ],
+)
+def test_a_store_is_compiled_for_its_own_threads(
+    cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
+) -> None:
+    begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
+    assert _threads_of_probe(cpus, begun) == threads
 
 
 # The command

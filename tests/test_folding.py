@@ -129,6 +129,19 @@ def test_an_output_that_is_read_twice_shows_in_the_values(read_twice: bool, fold
         assert engine.supports_folding() == folds
 
 
+def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
+    """Two neighbours of float16 lie further apart than folding moves a value."""
+    module = with_statistics(nn.Sequential(Block(), nn.Conv2d(3, 64, 1)))
+    with bound(backbone_of(module, side=64), "1", dtype="float16") as engine:
+        x = engine._noise(3)
+        values = []
+        for fold in (False, True):
+            engine.settle(Compute("fp32", False, False, 3, fold))
+            values.append(engine.run(x)["1"])
+        assert not torch.equal(*values)
+        assert engine.supports_folding()
+
+
 def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
     module = nn.Sequential(Block(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     with bound(backbone_of(with_statistics(module), side=16), "0.relu:grad_output") as engine:

@@ -32,7 +32,7 @@ _TIMING_S = 0.4
 """A pass on a CPU that takes longer is not repeated: what the first one costs beside is little
 then. On other devices it may have loaded all kernels, so there is always another."""
 
-CPU_BATCH = 16
+CPU_BATCH = 32
 CUDA_BATCH = 256
 
 COMPILE_PAYS_S = 600.0

@@ -178,6 +178,8 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         layers={spec.name: request_of(spec, before)},
         capture="output",  # the dataset's name says what is captured
         precision=about["resolved"].get("precision", before.precision),
+        # As near to each other as decoders are; here there may be no GPU, and pictures are few.
+        decode="fast" if before.decode == "gpu" else before.decode,
         max_failures=config.max_failures,
         nonfinite="record",
     )

@@ -306,11 +306,12 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
     waited = seconds["wait"] / took
     if waited > _WAITING_SHARE:
         stage = max(("read", "decode"), key=lambda stage: seconds[stage])
+        gpu = ", or decode=gpu" if device == "cuda" and "decode_on_device" not in seconds else ""
         busy = f"{seconds[stage] / took:.1f} of {threads} threads busy, {waited:.0%} of the time "
         return {
             "read": f"reading images: {busy}waited for; a faster disk or network would help",
             "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
-            'pip install "featx[jpeg]" where it is missing',
+            'pip install "featx[jpeg]" where it is missing' + gpu,
         }[stage]
     known = ("model", "copy", "write", "statistics")
     stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])

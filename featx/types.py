@@ -160,8 +160,8 @@ class Batch:
     """Consecutive rows on their way to the device; the shape never changes within a run.
 
     Attributes:
-        images: (B, 3, H, W), uint8 in [0, 255] for decode=fast, else normalised float32;
-            rows past count and failed rows are zero.
+        images: (B, 3, H, W), normalised float32 for decode=reference, else uint8 in [0, 255]; rows
+            past count and failed rows are zero. For decode=gpu they are on that device.
         start: the first row of the listing in this batch.
         count: how many rows of the listing it holds, at most B.
         failures: the failed ones among them.

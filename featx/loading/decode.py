@@ -1,9 +1,10 @@
 """Encoded bytes -> one upright RGB picture, or an ImageFault that says why not.
 
-The only file that names a decoder. Pillow opens everything and decodes whatever is odd; sound JPEGs
-are decoded by simplejpeg where it is installed, to the same pixels in less time. For decode=fast,
-JPEGs far larger than needed are decoded at a half, a quarter or an eighth of their size, which
-libjpeg does while it decodes. HEIC is decoded by pillow-heif where it is installed.
+The only file that names a decoder of this machine's CPU; another device's is in on_device. Pillow
+opens everything and decodes whatever is odd; sound JPEGs are decoded by simplejpeg where it is
+installed, to the same pixels in less time. For decode=fast, JPEGs far larger than needed are
+decoded at a half, a quarter or an eighth of their size, which libjpeg does while it decodes. HEIC
+is decoded by pillow-heif where it is installed.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ _CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read f
 
 PILLOW, SIMPLEJPEG = "pillow", "simplejpeg"
 """Who decodes JPEGs."""
+
+MAX_CODED_PIXELS = 1 << 22
+"""Larger pictures are never decoded on another device, where many are decoded at a time."""
 
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -87,6 +91,24 @@ class ImagePolicy:
                 "or '#rrggbb'."
             ) from error
         return cls(config.exif, (colour[0], colour[1], colour[2]), config.max_pixels)
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A JPEG that libjpeg takes without a word, for another device to decode.
+
+    Attributes:
+        data: the encoded bytes.
+        size: (width, height) in pixels, before it is turned.
+        turn: its EXIF orientation; 1 for none, or where the policy ignores it.
+        eighth: (ceil(height / 8), ceil(width / 8), 3), the same picture as libjpeg decodes it at an
+            eighth of its size.
+    """
+
+    data: bytes
+    size: tuple[int, int]
+    turn: int
+    eighth: npt.NDArray[np.uint8]
 
 
 def _pillow_now() -> tuple[int | None, bool, int]:
@@ -151,6 +173,25 @@ def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> 
     return version_of("pillow_heif") if begun is not None or named else None
 
 
+def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> Coded | None:
+    """A JPEG in colour that another device may decode, None for everything else.
+
+    All of it is read, at an eighth of its size: that takes a third of the time, and says whether
+    its bytes are sound, which decoders elsewhere may not say.
+
+    Args:
+        data, policy: as for `decode`.
+        at_least: a JPEG that `decode` would make smaller for it is None.
+    """
+    try:
+        with _pillow_settings:
+            return _coded(data, policy, at_least)
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - what it is, `decode` says
+        return None
+
+
 def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[np.uint8]:
     """Decode an image whole, as `decode` does.
 
@@ -210,7 +251,7 @@ def _decode(
         _mend_transparency(image)
     # Of HEIC, `draft` would take a thumbnail.
     scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-    if at_least is not None and min(width, height) >= 4 * at_least and scalable:
+    if at_least is not None and _far_larger(image.size, at_least) and scalable:
         scale = 2 * at_least / min(width, height)
         image.draft("RGB", (int(width * scale), int(height * scale)))
     if policy.jpeg == SIMPLEJPEG and image.format == "JPEG" and image.mode == "RGB":
@@ -223,6 +264,26 @@ def _decode(
     turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
     rgb = to_rgb(image, policy.background)
     return rgb if turn == 1 else rgb.transpose(_TRANSPOSE[turn])
+
+
+def _far_larger(size: tuple[int, int], at_least: int) -> bool:
+    """Whether a JPEG is decoded at less than its size."""
+    return min(size) >= 4 * at_least
+
+
+def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> Coded | None:
+    image = _open(data)
+    width, height = size = image.size
+    if image.format != "JPEG" or image.mode != "RGB" or min(size) < 8:
+        return None
+    if width * height > min(policy.max_pixels, MAX_CODED_PIXELS) or _far_larger(size, at_least):
+        return None
+    turn = _orientation(image) if policy.exif == "apply" else 1
+    image.draft("RGB", (width // 8, height // 8))
+    eighth = _sound_jpeg(data, image.size) if policy.jpeg == SIMPLEJPEG else np.array(image)
+    if eighth is None or eighth.shape != (-(-height // 8), -(-width // 8), 3):
+        return None
+    return Coded(data, size, turn, eighth)
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

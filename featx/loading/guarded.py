@@ -19,7 +19,7 @@ from PIL import Image
 
 from featx.errors import RunError
 from featx.loading.alone import decode_alone
-from featx.loading.decode import ImagePolicy, decode, decode_pixels
+from featx.loading.decode import Coded, ImagePolicy, coded_jpeg, decode, decode_pixels
 from featx.loading.suspects import Suspects
 from featx.loading.threads import Threads
 from featx.machine import num_cpus
@@ -137,6 +137,14 @@ class GuardedDecoder:
             return self._decoded_alone(picture, data)
         with self._noted(picture):
             return decode_pixels(data, self._policy, self._at_least)
+
+    def coded(self, key: bytes, data: bytes) -> Coded | None:
+        """The picture of a row for another device, as `coded_jpeg` has it; else as `image`."""
+        picture = self.picture_of(key)
+        if self._at_least is None or self._to_be_alone(picture):
+            return None
+        with self._noted(picture):
+            return coded_jpeg(data, self._policy, self._at_least)
 
     def _to_be_alone(self, picture: bytes) -> bool:
         return self._threads.again or picture in self._suspects

@@ -6,12 +6,14 @@ the batch. Nothing is substituted, nothing moves up.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
+import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -22,11 +24,13 @@ from PIL import Image
 from torch.profiler import record_function
 
 from featx.config import Config
-from featx.errors import RunError
-from featx.loading.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
+from featx.errors import ConfigError, RunError
+from featx.loading.decode import PILLOW, Coded, ImagePolicy, heif_version, jpeg_decoder
 from featx.loading.guarded import GuardedDecoder
+from featx.loading.on_device import DeviceDecoder
 from featx.loading.preprocess import Preprocess, cut_out
 from featx.loading.suspects import Suspects
+from featx.loading.threads import Threads
 from featx.types import (
     Batch,
     Begun,
@@ -45,6 +49,9 @@ PREFETCH_BATCHES = 3
 AHEAD_ROWS = 64
 """Images being read ahead where they are asked for one by one."""
 
+SHARES = 16
+"""A device decodes so many sixteenths of the pictures."""
+
 PICTURES = 2
 """Decoded pictures that are kept while regions are cut from them; one takes up to 256 MiB."""
 
@@ -54,18 +61,22 @@ Picture = Image.Image | npt.NDArray[np.uint8]
 
 @dataclass
 class LoaderTimes:
-    """Busy seconds of the loader's threads together."""
+    """Busy seconds of the loader's threads together, and of the device that decodes."""
 
     read: float = 0.0
     decode: float = 0.0
     bytes: int = 0
+    on_device: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def add(self, read: float, decode: float, num_bytes: int) -> None:
+    def add(
+        self, read: float = 0, decode: float = 0, num_bytes: int = 0, on_device: float = 0
+    ) -> None:
         with self._lock:
             self.read += read
             self.decode += decode
             self.bytes += num_bytes
+            self.on_device += on_device
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ class Decoding:
             own, and fails where that takes as long; None waits for ever.
         suspects: which images are decoded each in a process of its own, and where is noted what is
             being decoded.
+        device_share: sixteenths of the pictures that the device decodes; None where it is not to
+            decode any. A picture's key decides, so it is decoded alike in every run.
     """
 
     preprocess: Preprocess
@@ -88,6 +101,7 @@ class Decoding:
     reference: bool = False
     timeout_s: float | None = None
     suspects: Suspects = field(default_factory=lambda: Suspects(None))
+    device_share: int | None = None
 
     def __post_init__(self) -> None:
         assert self.reference or self.preprocess.has_fast_path, "its pixels would be others"
@@ -104,16 +118,27 @@ class Decoding:
         """What a config asks for, with the decoders that the run was begun with.
 
         Raises:
-            ConfigError: the background is no colour, or such a decoder is not installed.
+            ConfigError: the background is no colour, such a decoder is not installed, or the device
+                is to decode for a transform that only its library can do.
         """
         reference = config.decode == "reference" or not preprocess.has_fast_path
+        if config.decode == "gpu" and reference:
+            raise ConfigError(
+                "decode=gpu: the transform of these weights is done by its library alone, on the "
+                "CPU. Use decode=fast."
+            )
         before = begun.resolved if begun else {"jpeg": None}
         policy = replace(
             ImagePolicy.from_config(config.data),
             jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
             heif=heif_version(listing.keys, before.get("heif"), new=begun is None),
         )
-        return cls(preprocess, policy, reference, config.data.timeout_s, suspects)
+        share = before.get("gpu_share") if config.decode == "gpu" else None
+        return cls(preprocess, policy, reference, config.data.timeout_s, suspects, share)
+
+    def is_for_device(self, key: bytes) -> bool:
+        """Whether the device decodes the picture of a key, where it can."""
+        return self.device_share is not None and zlib.crc32(key) % SHARES < self.device_share
 
 
 class Loader:
@@ -121,7 +146,8 @@ class Loader:
 
     Args:
         batch_size: images of a Batch.
-        pinned: batches lie in page-locked memory, from where CUDA takes them without a copy.
+        device: that computes. For CUDA batches lie in page-locked memory, from where it takes them
+            without a copy; where it decodes as well, they are there already.
     """
 
     def __init__(
@@ -130,7 +156,7 @@ class Loader:
         listing: Listing,
         decoding: Decoding,
         batch_size: int,
-        pinned: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.times = LoaderTimes()
         self._listing = listing
@@ -147,14 +173,21 @@ class Loader:
         self._pictures: deque[tuple[bytes, Picture]] = deque(maxlen=PICTURES)
         self._pictures_lock = threading.Lock()
         self._batch_size = batch_size
-        self._pinned = pinned
+        self._pinned = device is not None and device.type == "cuda"
+        self._on_device: DeviceDecoder | None = None
+        if decoding.device_share is not None and device is not None:
+            self._on_device = DeviceDecoder(decoding.preprocess, device)
+        self._finisher = Threads(1, None, "featx-on-device")
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        self._decoder.__enter__()
+        if self._on_device is not None:
+            self._stack.enter_context(self._finisher)
+        self._stack.enter_context(self._decoder)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._decoder.__exit__(*error)
+        self._stack.close()
 
     def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
         """The batches of some parts, in order; no batch crosses a part.
@@ -162,18 +195,20 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        waiting: deque[tuple[Part, Batch, list[Future[Failure | None]]]] = deque()
+        waiting: deque[tuple[Part, Callable[[], Batch]]] = deque()
         spans = (
             (part, start, min(self._batch_size, part.stop - start))
             for part in parts
             for start in range(part.start, part.stop, self._batch_size)
         )
         for part, start, count in spans:
-            waiting.append((part, *self._begin(start, count)))
+            waiting.append((part, self._begin(start, count)))
             if len(waiting) > PREFETCH_BATCHES:
-                yield self._finish(*waiting.popleft())
+                part, finished = waiting.popleft()
+                yield part, finished()
         while waiting:
-            yield self._finish(*waiting.popleft())
+            part, finished = waiting.popleft()
+            yield part, finished()
 
     def load(self, rows: Iterable[int]) -> torch.Tensor:
         """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
@@ -187,7 +222,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        waiting: deque[tuple[torch.Tensor, Future[Failure | None]]] = deque()
+        waiting: deque[tuple[torch.Tensor, Future[Coded | Failure | None]]] = deque()
         for row in rows:
             place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
             waiting.append((place, self._decoder.submit(self._fill, row, place)))
@@ -208,21 +243,58 @@ class Loader:
     def _dtype(self) -> torch.dtype:
         return torch.float32 if self._decoding.reference else torch.uint8
 
-    def _begin(self, start: int, count: int) -> tuple[Batch, list[Future[Failure | None]]]:
+    def _begin(self, start: int, count: int) -> Callable[[], Batch]:
+        """Have a batch read and decoded; what is returned waits for it."""
         shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
-        futures = [self._decoder.submit(self._fill, start + i, images[i]) for i in range(count)]
-        return Batch(images, start, count, []), futures
+        batch = Batch(images, start, count, [])
+        if self._on_device is None:
+            filled = [self._decoder.submit(self._fill, start + i, images[i]) for i in range(count)]
+            return functools.partial(_filled, batch, filled)
+        taken = [
+            self._decoder.submit(self._fill, row, images[row - start], self._is_for_device(row))
+            for row in range(start, start + count)
+        ]
+        return self._finisher.submit(self._on_to_device, batch, taken, self._on_device).result
 
-    def _finish(
-        self, part: Part, batch: Batch, futures: list[Future[Failure | None]]
-    ) -> tuple[Part, Batch]:
-        results = [future.result() for future in futures]
-        batch.failures = [failure for failure in results if failure is not None]
-        return part, batch
+    def _is_for_device(self, row: int) -> bool:
+        return self._regions is None and self._decoding.is_for_device(self._listing.keys[row])
 
-    def _fill(self, row: int, place: torch.Tensor) -> Failure | None:
-        """Put one image in its place, or say why there is none."""
+    def _on_to_device(
+        self, batch: Batch, taken: list[Future[Coded | Failure | None]], device: DeviceDecoder
+    ) -> Batch:
+        """Decode what is left to the device, and put the whole batch there."""
+        results = [future.result() for future in taken]
+        coded = {i: result for i, result in enumerate(results) if isinstance(result, Coded)}
+        begun = time.perf_counter()
+        with device.own_stream(), record_function("decode on the device"):
+            crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
+        took = time.perf_counter() - begun
+        here = {
+            i: self._decoder.submit(self._fill, batch.start + i, batch.images[i])
+            for i, crop in crops.items()
+            if crop is None
+        }
+        results += [future.result() for future in here.values()]
+        failures = [result for result in results if isinstance(result, Failure)]
+        batch.failures = sorted(failures, key=lambda failure: failure.row)
+        begun = time.perf_counter()
+        taken_there = {i: crop for i, crop in crops.items() if crop is not None}
+        with device.own_stream():
+            batch.images = batch.images.to(device.device, non_blocking=True)
+            if taken_there:
+                places = torch.tensor(list(taken_there), device=device.device)
+                batch.images.index_copy_(0, places, torch.stack(list(taken_there.values())))
+        self.times.add(on_device=took + time.perf_counter() - begun)
+        return batch
+
+    def _fill(
+        self, row: int, place: torch.Tensor, for_device: bool = False
+    ) -> Coded | Failure | None:
+        """Put one image in its place, or say why there is none.
+
+        What the device is to decode comes back instead.
+        """
         key = bytes(self._listing.keys[row])
         begun = time.perf_counter()
         try:
@@ -231,9 +303,11 @@ class Loader:
                 data = b"" if picture is not None else self._decoder.read(key)
             read = time.perf_counter()
             with record_function("decode"):
-                if picture is None:
-                    picture = self._decoded(key, data)
-                place.copy_(self._prepare(key, picture))
+                coded = self._decoder.coded(key, data) if for_device else None
+                if coded is None:
+                    if picture is None:
+                        picture = self._decoded(key, data)
+                    place.copy_(self._prepare(key, picture))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -245,7 +319,7 @@ class Loader:
                 "data.max_pixels."
             ) from error
         self.times.add(read - begun, time.perf_counter() - read, len(data))
-        return None
+        return coded
 
     def _prepare(self, key: bytes, picture: Picture) -> torch.Tensor:
         resize = self._decoding.preprocess.resize
@@ -297,5 +371,14 @@ class Loader:
         return self._decoder.pixels(key, data)
 
 
-def _unless_failed(image: torch.Tensor, result: Future[Failure | None]) -> torch.Tensor | None:
+def _filled(batch: Batch, futures: list[Future[Coded | Failure | None]]) -> Batch:
+    """The batch, when all its images are in their places."""
+    results = [future.result() for future in futures]
+    batch.failures = [result for result in results if isinstance(result, Failure)]
+    return batch
+
+
+def _unless_failed(
+    image: torch.Tensor, result: Future[Coded | Failure | None]
+) -> torch.Tensor | None:
     return image if result.result() is None else None

@@ -61,16 +61,31 @@ class Preprocess:
         Returns:
             (3, H, W) uint8. torch's antialiased uint8 resize stays within 1 of Pillow's.
         """
+        x = torch.from_numpy(image).permute(2, 0, 1)[None]
+        return centre_crop(self._resized(x)[0], self.crop)
+
+    def crops_on_device(self, images: torch.Tensor) -> torch.Tensor:
+        """The same where only floats can be resized, as on CUDA; rounded at the end.
+
+        Args:
+            images: (N, 3, H, W) uint8.
+
+        Returns:
+            (N, 3, *crop) uint8, within 2 of what `crop_uint8` gives.
+        """
+        return centre_crop(self._resized(images.float()), self.crop).round_().clamp_(0, 255).byte()
+
+    def _resized(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, 3, H, W) with its shorter side brought to `resize`."""
         assert self.resize is not None
-        x = torch.from_numpy(image).permute(2, 0, 1)
-        height, width = x.shape[1:]
+        height, width = x.shape[2:]
         short = min(height, width)
-        if short != self.resize:
-            size = [max(1, self.resize * side // short) for side in (height, width)]
-            x = F.interpolate(
-                x[None], size=size, mode=self.interpolation, antialias=True, align_corners=False
-            )[0]
-        return centre_crop(x, self.crop)
+        if short == self.resize:
+            return x
+        size = [max(1, self.resize * side // short) for side in (height, width)]
+        return F.interpolate(
+            x, size=size, mode=self.interpolation, antialias=True, align_corners=False
+        )
 
     def normalise(self, x: torch.Tensor) -> torch.Tensor:
         """(B, 3, H, W) uint8 in [0, 255] -> float32 as the backbone wants it, on x's device."""
@@ -118,14 +133,14 @@ def cut_out(
 
 
 def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
-    """(C, H, W) -> (C, *crop), as torchvision's CenterCrop: rounded offsets, zeros outside."""
-    height, width = x.shape[1:]
+    """(..., H, W) -> (..., *crop), as torchvision's CenterCrop: rounded offsets, zeros outside."""
+    height, width = x.shape[-2:]
     pad_h, pad_w = max(0, crop[0] - height), max(0, crop[1] - width)
     if pad_h or pad_w:
         x = F.pad(x, (pad_w // 2, (pad_w + 1) // 2, pad_h // 2, (pad_h + 1) // 2))
-        height, width = x.shape[1:]
+        height, width = x.shape[-2:]
     top, left = round((height - crop[0]) / 2), round((width - crop[1]) / 2)
-    return x[:, top : top + crop[0], left : left + crop[1]]
+    return x[..., top : top + crop[0], left : left + crop[1]]
 
 
 def check_reference(preprocess: Preprocess) -> None:

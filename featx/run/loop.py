@@ -252,9 +252,11 @@ def _timeline(
 
 def _seconds(loader: Loader, passes: Passes, waited: float, written: float) -> dict[str, float]:
     """Stage -> its busy seconds so far."""
+    on_device = loader.times.on_device
     return {
         "read": loader.times.read,
         "decode": loader.times.decode,
+        **({"decode_on_device": on_device} if on_device else {}),
         "wait": waited,
         "model": passes.model_seconds,
         "copy": passes.copy_seconds,

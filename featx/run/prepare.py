@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,7 +67,7 @@ class Prepared:
 
     def as_run(self) -> Run:
         """All rows and the layers that are asked for, as a run of a store."""
-        policy = self.decoding.policy
+        policy, share = self.decoding.policy, self.decoding.device_share
         return Run(
             header=self.header,
             layers=tuple(self.specs),
@@ -76,6 +76,7 @@ class Prepared:
             resolved={
                 **self.engine.compute.as_dict(),
                 "jpeg": policy.jpeg,
+                **({} if share is None else {"gpu_share": share}),
                 **({} if policy.heif is None else {"heif": policy.heif}),
                 **({} if self.threads is None else {"threads": self.threads}),
             },
@@ -96,8 +97,8 @@ class Prepared:
         """A Loader of the run's images; a context manager."""
         from featx.loading.loader import Loader  # which imports torch
 
-        pinned = self.engine.device.type == "cuda"
-        return Loader(self.source, self.listing, self.decoding, batch_size, pinned)
+        device = self.engine.device
+        return Loader(self.source, self.listing, self.decoding, batch_size, device)
 
 
 @contextlib.contextmanager
@@ -123,10 +124,12 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.devices import choose_devices, cpu_threads
     from featx.loading.loader import Decoding
     from featx.loading.preprocess import check_reference
+    from featx.run.decode_share import check_device, decode_share
     from featx.run.resolve import Resolver
     from featx.statistics.projected import with_statistics
 
     devices = choose_devices(config.device, config.devices)
+    check_device(config.decode, devices[0])
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
@@ -143,6 +146,10 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         stack.enter_context(cpu_threads(_threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images = _probe_images(source, listing, decoding)
+        why_share = {}
+        if config.decode == "gpu" and decoding.device_share is None:
+            share, why_share["decode"] = decode_share(source, listing, decoding, devices[0])
+            decoding = replace(decoding, device_share=share)
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
         room = _room_for_batches(before, resident_memory())
@@ -165,7 +172,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             threads=threads,
             replicas=replicas,
             devices=devices,
-            choices={**resolver.choices, **why_threads},
+            choices={**resolver.choices, **why_threads, **why_share},
             left_out=selection.left_out,
         )
 

@@ -41,6 +41,7 @@ def fingerprint(
         "layers": [spec.name for spec in specs],
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if decoding.reference else "fast",
+        **_of_device_decoder(decoding),
         # Stores of early runs knew Pillow only, whose version stands below.
         **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
         **({} if policy.heif is None else {"version.pillow_heif": policy.heif}),
@@ -56,6 +57,15 @@ def fingerprint(
         "nonfinite": config.nonfinite,
         **{f"version.{name}": version for name, version in _versions().items()},
     }
+
+
+def _of_device_decoder(decoding: Decoding) -> dict[str, Any]:
+    """What is said where a device decodes: of how many pictures, and with what."""
+    if decoding.device_share is None:
+        return {}
+    import torch
+
+    return {"decode": "gpu", "gpu_share": decoding.device_share, "version.cuda": torch.version.cuda}
 
 
 def layer_line(spec: LayerSpec, config: Config) -> str:

@@ -28,7 +28,7 @@ def decode(arguments: argparse.Namespace) -> None:
     from torchvision.transforms import v2
 
     from featx.bench.photos import make_photos
-    from featx.loading.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
+    from featx.loading.decode import SIMPLEJPEG, ImagePolicy, coded_jpeg, decode_pixels
     from featx.loading.preprocess import Preprocess
 
     torch.set_num_threads(1)
@@ -48,6 +48,7 @@ def decode(arguments: argparse.Namespace) -> None:
         "Pillow and v2 transforms": lambda data: usual(Image.open(io.BytesIO(data)).convert("RGB")),
         "featx, Pillow": lambda data: fast.crop_uint8(decode_pixels(data, policy, 256)),
         "featx, simplejpeg": lambda data: fast.crop_uint8(decode_pixels(data, quick, 256)),
+        "check for decode=gpu": lambda data: coded_jpeg(data, quick, 256),
     }
     with tempfile.TemporaryDirectory() as name:
         make_photos(Path(name) / "photos", arguments.images)

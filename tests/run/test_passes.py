@@ -339,3 +339,16 @@ def test_rows_are_the_same_beside_others(
     one, other = (json.loads(Path(out, "featx.json").read_bytes()) for out in ("one", "other"))
     assert one["resolved"] == other["resolved"]
     assert one["resolved"]["threads"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(num_cpus() < 2, reason="one CPU computes one batch")
+def test_statistics_are_the_same_beside_others(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = ("job=stats", "layers=[avgpool]")
+    assert "threads     1\n" in printed(photos, "out=one", *keys, cpus=1)
+    assert "1, and 2 batches side by side" in printed(photos, "out=other", *keys)
+    one, other = (dataset_digests(Path(out, "stats.h5")) for out in ("one", "other"))
+    assert one == other

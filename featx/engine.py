@@ -268,7 +268,7 @@ class Engine:
         # Without autograd the flag costs nothing, and torch multiplies a batch of sequences by a
         # weight that has it in one product; else, of some layouts, by a copy of it for each image.
         for parameter in self._module.parameters():
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and not parameter.is_inference():
                 parameter.requires_grad_(not self.takes_gradients)
 
     def supports_channels_last(self) -> bool:

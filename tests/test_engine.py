@@ -563,6 +563,14 @@ def test_a_weight_is_not_copied_for_each_image() -> None:
     assert "aten::bmm" not in {event.key for event in profile.key_averages()}
 
 
+def test_a_model_that_was_made_in_inference_mode_is_taken_as_it_is() -> None:
+    with torch.inference_mode():
+        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    with bound(backbone_of(module), "0") as engine:
+        assert engine.run(noise())["0"].shape[1] == 4
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
 def test_weights_want_no_gradient_where_gradients_are_taken() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(4))
     module(noise())

@@ -76,7 +76,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
-    module = backbone.module.to(device)
+    module = backbone.module.to(device).requires_grad_(True)  # as it comes from its library
     traced = trace(module, torch.zeros(2, 3, *backbone.preprocess.crop, device=device))
     chosen = select(layer_requests(config), traced, backbone.classifier, backbone.stages).chosen
     tap, _ = chosen[0]

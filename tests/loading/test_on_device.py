@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -277,6 +279,16 @@ def test_odd_pictures_of_the_shared_data_have_the_verdicts_of_the_cpu(shared_dat
     for one, other in zip(here, there, strict=True):
         assert one.failures == other.failures
         assert all(near(a, b) for a, b in zip(other.images, one.images, strict=True))
+
+
+def test_a_loader_that_is_left_early_ends_at_once() -> None:
+    source = Pictures([picture(seed % 4) for seed in range(200)])
+    decoding = Decoding(PREPROCESS, POLICY, device_share=SHARES)
+    begun = time.monotonic()
+    with Loader(source, source.listing(), decoding, 4, CPU) as loader:
+        next(loader.batches([Part(0, 0, 200)]))
+    assert time.monotonic() - begun < 4
+    assert not [t for t in threading.enumerate() if t.name.startswith("featx-on-device")]
 
 
 @pytest.mark.parametrize("share", [1, 5, 16])

@@ -35,6 +35,9 @@ then. On other devices it may have loaded all kernels, so there is always anothe
 CPU_BATCH = 32
 CUDA_BATCH = 256
 
+_MANY_BATCHES = 8
+"""A run of fewer has them half as large on a CPU: in the end some threads have nothing to do."""
+
 COMPILE_PAYS_S = 600.0
 """Compiling costs a minute or so; compile=auto waits for a run of at least this length."""
 
@@ -141,7 +144,9 @@ class Resolver:
             return int(self._config.batch_size)
         if (stored := self._stored_choice("batch_size")) is not None:
             return int(stored)
-        largest = CUDA_BATCH if self._engine.device.type == "cuda" else CPU_BATCH
+        largest = CUDA_BATCH
+        if self._engine.device.type != "cuda":
+            largest = CPU_BATCH // (1 if self._num_rows >= _MANY_BATCHES * CPU_BATCH else 2)
         if self._config.part_rows != "auto":
             largest = min(largest, int(self._config.part_rows))
         size = min(largest, layout.power_of_two_at_least(self._num_rows))

@@ -102,3 +102,15 @@ def test_other_values_are_not_kept_however_fast() -> None:
     assert resolver.choices["compile"].startswith("false (cosine to eager is")
     with pytest.raises(RunError, match="compile=true failed"):
         compiled(0.1, value=-1.0, compile=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "size"),
+    [("cpu", 5, 8), ("cpu", 255, 16), ("cpu", 256, 32), ("cuda", 255, 256), ("cuda", 10**6, 256)],
+)
+def test_a_small_run_on_a_cpu_has_small_batches(device: str, rows: int, size: int) -> None:
+    """Else one thread computes the last batch and the others look on."""
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    engine: Any = Timed(device, 0.1)
+    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
+    assert resolver._batch_size() == size

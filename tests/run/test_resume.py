@@ -42,7 +42,6 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The machine is a thousand times slower now, and a new probe would like bf16 and compiling."""
-    monkeypatch.setattr("featx.run.resolve.CPU_BATCH", 16)
     of_speed(monkeypatch, 3.0)
     whole = extract(photos, out="whole", **AUTO)
     extract(photos, pack=False, **AUTO)

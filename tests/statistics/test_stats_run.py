@@ -234,7 +234,6 @@ def test_every_choice_is_taken_from_what_is_there(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The machine is a thousand times slower now, and a new probe would like bf16."""
-    monkeypatch.setattr("featx.run.resolve.CPU_BATCH", 16)
     of_speed(monkeypatch, 3.0)
     whole = take(photos, out="whole", **AUTO)
     assert (whole.settings["batch_size"], whole.settings["part_rows"]) == (16, 16)

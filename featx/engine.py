@@ -47,6 +47,9 @@ model, which may compute batches side by side on a CPU."""
 
 _TRACE_BATCH, _BIND_BATCH = 2, 3
 
+_NO_THREAD = 0
+"""Of hooks that see no pass now; no thread is identified so."""
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -326,7 +329,7 @@ class Engine:
         """
         assert self.replicable
         self._is_shared = True
-        self._hooks.thread = threading.get_ident()
+        self._hooks.thread = _NO_THREAD
         try:
             with contextlib.ExitStack() as stack:
                 yield [stack.enter_context(self._replica()) for _ in range(count)]
@@ -340,7 +343,7 @@ class Engine:
         replica.model_seconds = replica.copy_seconds = 0.0
         replica._keeper = self._keeper.replica()
         replica._hooks = replica._tap_hooks(replica._keeper.keep, self._order, stop=True)
-        replica._hooks.thread = 0  # of no thread, until one begins a pass
+        replica._hooks.thread = _NO_THREAD
         with replica._hooks:
             replica._forward = replica._hooks.forward
             yield replica
@@ -450,9 +453,7 @@ class Engine:
         return fastest / len(images)
 
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self._is_shared:
-            self._hooks.thread = threading.get_ident()
-        with torch.no_grad(), self._autocast():
+        with torch.no_grad(), self._autocast(), self._alone():
             values = dict(self._forward(self._memory_format(x)))
             while self._keeper.copy_from_now_on():
                 values = dict(self._forward(self._memory_format(x)))
@@ -460,6 +461,21 @@ class Engine:
             if len(value) != len(x):
                 raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")
         return values
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where the module is shared, this engine's hooks see this thread's pass and no other.
+
+        Not even a later one of this thread, which may be another replica's.
+        """
+        if not self._is_shared:
+            yield
+            return
+        self._hooks.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._hooks.thread = _NO_THREAD
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
         x = images.to(self.device, non_blocking=True)

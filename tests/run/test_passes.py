@@ -169,6 +169,19 @@ def test_replicas_compute_what_the_engine_computes(
         )
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_thread_may_go_from_one_replica_to_another(order: tuple[int, int]) -> None:
+    """The hooks of the first see nothing of the second's pass, and do not end it."""
+    backbone = backbone_of(Residual())
+    backbone.reentrant = True
+    with bound(backbone, "conv1") as engine:
+        expected = digests_of(engine, noise())
+        with engine.replicas(2) as replicas:
+            assert [digests_of(replicas[i], noise()) for i in order] == [expected] * 2
+            assert replicas[order[0]]._hooks.fired == ["conv1"]
+            assert digests_of(engine, noise()) == expected
+
+
 def test_what_replicas_are_not_for() -> None:
     backbone = backbone_of(Residual())
     with bound(backbone, "fc") as engine:

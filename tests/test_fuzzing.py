@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 from featx.loading.decode import ImagePolicy
-from featx.loading.loader import Decoding, Loader
+from featx.loading.decoding import Decoding
+from featx.loading.loader import Loader
 from featx.loading.preprocess import Preprocess
 from featx.types import ImageFault, Listing, Part, Status
 

@@ -98,7 +98,8 @@ def _first_picture(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
     """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
-    from featx.loading.loader import Decoding, Loader
+    from featx.loading.decoding import Decoding
+    from featx.loading.loader import Loader
 
     decoding = Decoding.of_run(config, backbone.preprocess, listing, Suspects(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:

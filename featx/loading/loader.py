@@ -11,11 +11,10 @@ import functools
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,17 +22,15 @@ import torch
 from PIL import Image
 from torch.profiler import record_function
 
-from featx.config import Config
-from featx.errors import ConfigError, RunError
-from featx.loading.decode import PILLOW, Coded, ImagePolicy, heif_version, jpeg_decoder
+from featx.errors import RunError
+from featx.loading.decode import Coded
+from featx.loading.decoding import Decoding
 from featx.loading.guarded import GuardedDecoder
 from featx.loading.on_device import DeviceDecoder
-from featx.loading.preprocess import Preprocess, cut_out
-from featx.loading.suspects import Suspects
+from featx.loading.preprocess import cut_out
 from featx.loading.threads import Threads
 from featx.types import (
     Batch,
-    Begun,
     Failure,
     ImageFault,
     Listing,
@@ -48,9 +45,6 @@ PREFETCH_BATCHES = 3
 
 AHEAD_ROWS = 64
 """Images being read ahead where they are asked for one by one."""
-
-SHARES = 16
-"""A device decodes so many sixteenths of the pictures."""
 
 PICTURES = 2
 """Decoded pictures that are kept while regions are cut from them; one takes up to 256 MiB."""
@@ -77,68 +71,6 @@ class LoaderTimes:
             self.decode += decode
             self.bytes += num_bytes
             self.on_device += on_device
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """How bytes become the images of a run.
-
-    Attributes:
-        preprocess: of the backbone.
-        policy: for orientation, transparency and size.
-        reference: by the weights' own transform, instead of on uint8; also of a transform that the
-            fast path cannot follow.
-        timeout_s: an image that takes longer to be decoded is decoded again in a process of its
-            own, and fails where that takes as long; None waits for ever.
-        suspects: which images are decoded each in a process of its own, and where is noted what is
-            being decoded.
-        device_share: sixteenths of the pictures that the device decodes; None where it is not to
-            decode any. A picture's key decides, so it is decoded alike in every run.
-    """
-
-    preprocess: Preprocess
-    policy: ImagePolicy
-    reference: bool = False
-    timeout_s: float | None = None
-    suspects: Suspects = field(default_factory=lambda: Suspects(None))
-    device_share: int | None = None
-
-    def __post_init__(self) -> None:
-        assert self.reference or self.preprocess.has_fast_path, "its pixels would be others"
-
-    @classmethod
-    def of_run(
-        cls,
-        config: Config,
-        preprocess: Preprocess,
-        listing: Listing,
-        suspects: Suspects,
-        begun: Begun | None = None,
-    ) -> Decoding:
-        """What a config asks for, with the decoders that the run was begun with.
-
-        Raises:
-            ConfigError: the background is no colour, such a decoder is not installed, or the device
-                is to decode for a transform that only its library can do.
-        """
-        reference = config.decode == "reference" or not preprocess.has_fast_path
-        if config.decode == "gpu" and reference:
-            raise ConfigError(
-                "decode=gpu: the transform of these weights is done by its library alone, on the "
-                "CPU. Use decode=fast."
-            )
-        before = begun.resolved if begun else {"jpeg": None}
-        policy = replace(
-            ImagePolicy.from_config(config.data),
-            jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
-            heif=heif_version(listing.keys, before.get("heif"), new=begun is None),
-        )
-        share = before.get("gpu_share") if config.decode == "gpu" else None
-        return cls(preprocess, policy, reference, config.data.timeout_s, suspects, share)
-
-    def is_for_device(self, key: bytes) -> bool:
-        """Whether the device decodes the picture of a key, where it can."""
-        return self.device_share is not None and zlib.crc32(key) % SHARES < self.device_share
 
 
 class Loader:
@@ -174,15 +106,15 @@ class Loader:
         self._pictures_lock = threading.Lock()
         self._batch_size = batch_size
         self._pinned = device is not None and device.type == "cuda"
-        self._on_device: DeviceDecoder | None = None
+        self._device_decoder: DeviceDecoder | None = None
         if decoding.device_share is not None and device is not None:
-            self._on_device = DeviceDecoder(decoding.preprocess, device)
-        self._finisher = Threads(1, None, "featx-on-device")
+            self._device_decoder = DeviceDecoder(decoding.preprocess, device)
+        self._device_thread = Threads(1, None, "featx-on-device")
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
-        if self._on_device is not None:
-            self._stack.enter_context(self._finisher)
+        if self._device_decoder is not None:
+            self._stack.enter_context(self._device_thread)
         self._stack.enter_context(self._decoder)
         return self
 
@@ -248,22 +180,22 @@ class Loader:
         shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
         batch = Batch(images, start, count, [])
-        if self._on_device is None:
+        if self._device_decoder is None:
             filled = [self._decoder.submit(self._fill, start + i, images[i]) for i in range(count)]
             return functools.partial(_filled, batch, filled)
         taken = [
             self._decoder.submit(self._fill, row, images[row - start], self._is_for_device(row))
             for row in range(start, start + count)
         ]
-        return self._finisher.submit(self._on_to_device, batch, taken, self._on_device).result
+        return self._device_thread.submit(self._on_to_device, batch, taken).result
 
     def _is_for_device(self, row: int) -> bool:
         return self._regions is None and self._decoding.is_for_device(self._listing.keys[row])
 
-    def _on_to_device(
-        self, batch: Batch, taken: list[Future[Coded | Failure | None]], device: DeviceDecoder
-    ) -> Batch:
+    def _on_to_device(self, batch: Batch, taken: list[Future[Coded | Failure | None]]) -> Batch:
         """Decode what is left to the device, and put the whole batch there."""
+        device = self._device_decoder
+        assert device is not None, "it is begun with one"
         results = [future.result() for future in taken]
         coded = {i: result for i, result in enumerate(results) if isinstance(result, Coded)}
         begun = time.perf_counter()
@@ -279,12 +211,12 @@ class Loader:
         failures = [result for result in results if isinstance(result, Failure)]
         batch.failures = sorted(failures, key=lambda failure: failure.row)
         begun = time.perf_counter()
-        taken_there = {i: crop for i, crop in crops.items() if crop is not None}
+        decoded = {i: crop for i, crop in crops.items() if crop is not None}
         with device.own_stream():
             batch.images = batch.images.to(device.device, non_blocking=True)
-            if taken_there:
-                places = torch.tensor(list(taken_there), device=device.device)
-                batch.images.index_copy_(0, places, torch.stack(list(taken_there.values())))
+            if decoded:
+                places = torch.tensor(list(decoded), device=device.device)
+                batch.images.index_copy_(0, places, torch.stack(list(decoded.values())))
         self.times.add(on_device=took + time.perf_counter() - begun)
         return batch
 

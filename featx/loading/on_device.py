@@ -43,7 +43,7 @@ class DeviceDecoder:
     """
 
     def __init__(self, preprocess: Preprocess, device: torch.device) -> None:
-        jpeg_decoder()
+        _torchvision_decoder()
         self.device = device
         self._preprocess = preprocess
         self._stream: Any = None
@@ -143,11 +143,11 @@ def decode_jpegs(coded: list[torch.Tensor], device: torch.device) -> list[torch.
     """
     from torchvision.io import ImageReadMode
 
-    decoded: list[torch.Tensor] = jpeg_decoder()(coded, ImageReadMode.RGB, device)
+    decoded: list[torch.Tensor] = _torchvision_decoder()(coded, ImageReadMode.RGB, device)
     return decoded
 
 
-def jpeg_decoder() -> Any:
+def _torchvision_decoder() -> Any:
     """torchvision's, which torchvision 0.29 says it will do without some day.
 
     Raises:

@@ -11,8 +11,8 @@ import torch
 from featx.devices import cpu_threads
 from featx.errors import ConfigError
 from featx.loading.decode import Coded, coded_jpeg, decode_pixels
+from featx.loading.decoding import SHARES, Decoding
 from featx.loading.guarded import GuardedDecoder
-from featx.loading.loader import SHARES, Decoding
 from featx.loading.on_device import DeviceDecoder
 from featx.machine import num_cpus
 from featx.types import ImageFault, Listing, Source

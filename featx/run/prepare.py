@@ -29,7 +29,8 @@ MAX_REPLICAS = 4
 """Batches that are computed side by side on a CPU, at the most."""
 
 if TYPE_CHECKING:
-    from featx.loading.loader import Decoding, Loader
+    from featx.loading.decoding import Decoding
+    from featx.loading.loader import Loader
 
 
 @dataclass
@@ -122,7 +123,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
 
     # From here on torch is needed, which takes seconds to import.
     from featx.devices import choose_devices, cpu_threads
-    from featx.loading.loader import Decoding
+    from featx.loading.decoding import Decoding
     from featx.loading.preprocess import check_reference
     from featx.run.decode_share import check_device, decode_share
     from featx.run.resolve import Resolver

@@ -14,7 +14,7 @@ from featx.store.listing import listing_identity, marks_digest
 from featx.types import LayerSpec, Listing, StoreHeader
 
 if TYPE_CHECKING:
-    from featx.loading.loader import Decoding
+    from featx.loading.decoding import Decoding
     from featx.models.base import Backbone
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")

@@ -25,7 +25,8 @@ from featx.errors import RunError
 from featx.loading import guarded
 from featx.loading import loader as loader_module
 from featx.loading.decode import ImagePolicy, decode
-from featx.loading.loader import PREFETCH_BATCHES, Decoding, Loader
+from featx.loading.decoding import Decoding
+from featx.loading.loader import PREFETCH_BATCHES, Loader
 from featx.loading.preprocess import Preprocess
 from featx.types import Batch, ImageFault, Listing, Part, Status
 

@@ -32,7 +32,8 @@ from featx.loading.decode import (
     coded_jpeg,
     decode_pixels,
 )
-from featx.loading.loader import SHARES, Decoding, Loader
+from featx.loading.decoding import SHARES, Decoding
+from featx.loading.loader import Loader
 from featx.loading.on_device import DeviceDecoder, turned
 from featx.loading.preprocess import Preprocess
 from featx.run import decode_share as sharing

@@ -294,7 +294,9 @@ def _origin(spec: LayerSpec) -> str:
     return f"{spec.capture} of {spec.layer}" if spec.layer else spec.capture
 
 
-def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: str) -> str:
+def bottleneck(
+    seconds: Mapping[str, float], took: float, threads: int, device: str, precision: str
+) -> str:
     """The stage that the others waited for, its share of the time, and what would move it.
 
     Args:
@@ -302,6 +304,7 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
         took: seconds of the run, from its first batch to its last commit.
         threads: that read and decode.
         device: 'cpu', 'cuda', 'mps'.
+        precision: as the config has it; auto has tried the others.
     """
     waited = seconds["wait"] / took
     if waited > _WAITING_SHARE:
@@ -315,13 +318,11 @@ def bottleneck(seconds: Mapping[str, float], took: float, threads: int, device: 
         }[stage]
     known = ("model", "copy", "write", "statistics")
     stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])
-    model = (
-        "a GPU, an earlier layer, or precision=auto with a CPU that has bf16 units would help"
-        if device == "cpu"
-        else "compile=true, a lower precision or an earlier layer would help"
-    )
+    model = "a GPU or an earlier layer" if device == "cpu" else "compile=true or an earlier layer"
+    if precision == "fp32":
+        model += ", or precision=auto,"
     text = {
-        "model": f"the model: {{share:.0%}} of the time; {model}",
+        "model": f"the model: {{share:.0%}} of the time; {model} would help",
         "copy": "copying from the device: {share:.0%} of the time; a reduction moves less",
         "write": "writing: {share:.0%} of the time; a reduction leaves less to write",
         "statistics": "summing up: {share:.0%} of the time; a reduction or stats.kind=diagonal "

@@ -16,21 +16,43 @@ IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "wri
 
 
 @pytest.mark.parametrize(
-    ("busy", "device", "expected"),
+    ("busy", "computed", "expected"),
     [
-        ({"model": 8.5}, "cpu", "the model: 85% of the time; a GPU"),
-        ({"model": 8.5}, "cuda", "the model: 85% of the time; compile=true"),
-        ({"wait": 6.0, "decode": 19.0}, "cpu", "decoding: 1.9 of 2 threads busy, 60% of the time"),
-        ({"wait": 6.0, "read": 19.0}, "cuda", "reading images: 1.9 of 2 threads busy"),
-        ({"copy": 5.0}, "cuda", "copying from the device: 50% of the time"),
-        ({"write": 4.0}, "cpu", "writing: 40% of the time"),
-        ({"statistics": 7.0}, "cpu", "summing up: 70% of the time"),
+        (
+            {"model": 8.5},
+            ("cpu", "fp32"),
+            "the model: 85% of the time; a GPU or an earlier layer, or precision=auto, would help",
+        ),
+        (
+            {"model": 8.5},
+            ("cpu", "auto"),
+            "the model: 85% of the time; a GPU or an earlier layer would help",
+        ),
+        (
+            {"model": 8.5},
+            ("cuda", "fp32"),
+            "the model: 85% of the time; compile=true or an earlier layer, or precision=auto, ",
+        ),
+        ({"model": 8.5}, ("cuda", "fp16"), "the model: 85% of the time; compile=true or an"),
+        (
+            {"wait": 6.0, "decode": 19.0},
+            ("cpu", "fp32"),
+            "decoding: 1.9 of 2 threads busy, 60% of the time",
+        ),
+        (
+            {"wait": 6.0, "read": 19.0},
+            ("cuda", "fp16"),
+            "reading images: 1.9 of 2 threads busy",
+        ),
+        ({"copy": 5.0}, ("cuda", "fp16"), "copying from the device: 50% of the time"),
+        ({"write": 4.0}, ("cpu", "fp32"), "writing: 40% of the time"),
+        ({"statistics": 7.0}, ("cpu", "fp32"), "summing up: 70% of the time"),
     ],
 )
 def test_the_stage_that_the_others_wait_for(
-    busy: dict[str, float], device: str, expected: str
+    busy: dict[str, float], computed: tuple[str, str], expected: str
 ) -> None:
-    assert bottleneck({**IDLE, **busy}, 10.0, 2, device).startswith(expected)
+    assert bottleneck({**IDLE, **busy}, 10.0, 2, *computed).startswith(expected)
 
 
 @pytest.fixture

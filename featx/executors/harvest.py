@@ -116,7 +116,7 @@ class Harvest:
         took = self.ended - self.begun
         if not self.rows or took <= 0:
             return Outcome(Figures(seconds, None, 0, None), self.faint, 0)
-        device = str(order.fingerprint["device"])
-        sentence = bottleneck(seconds, took * num_workers, order.cpus, device)
+        device, precision = str(order.fingerprint["device"]), order.config.precision
+        sentence = bottleneck(seconds, took * num_workers, order.cpus, device, precision)
         figures = Figures(seconds, self.rows / took, self.labour.bytes_read, sentence)
         return Outcome(figures, self.faint, self.labour.peak_memory_mib)

@@ -202,12 +202,12 @@ class Loader:
         with device.own_stream(), record_function("decode on the device"):
             crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
         took = time.perf_counter() - begun
-        here = {
-            i: self._decoder.submit(self._fill, batch.start + i, batch.images[i])
+        here = [
+            self._decoder.submit(self._fill, batch.start + i, batch.images[i], False, coded[i].data)
             for i, crop in crops.items()
             if crop is None
-        }
-        results += [future.result() for future in here.values()]
+        ]
+        results += [future.result() for future in here]
         failures = [result for result in results if isinstance(result, Failure)]
         batch.failures = sorted(failures, key=lambda failure: failure.row)
         begun = time.perf_counter()
@@ -221,18 +221,23 @@ class Loader:
         return batch
 
     def _fill(
-        self, row: int, place: torch.Tensor, for_device: bool = False
+        self, row: int, place: torch.Tensor, for_device: bool = False, data: bytes | None = None
     ) -> Coded | Failure | None:
         """Put one image in its place, or say why there is none.
 
-        What the device is to decode comes back instead.
+        Args:
+            for_device: what the device is to decode comes back instead.
+            data: that has been read before.
         """
         key = bytes(self._listing.keys[row])
+        num_bytes = 0
         begun = time.perf_counter()
         try:
             picture = self._kept(key)
             with record_function("read"):
-                data = b"" if picture is not None else self._decoder.read(key)
+                if data is None:
+                    data = b"" if picture is not None else self._decoder.read(key)
+                    num_bytes = len(data)
             read = time.perf_counter()
             with record_function("decode"):
                 coded = self._decoder.coded(key, data) if for_device else None
@@ -250,7 +255,7 @@ class Loader:
                 "and give the same command again. Less is needed with a smaller batch_size or "
                 "data.max_pixels."
             ) from error
-        self.times.add(read - begun, time.perf_counter() - read, len(data))
+        self.times.add(read - begun, time.perf_counter() - read, num_bytes)
         return coded
 
     def _prepare(self, key: bytes, picture: Picture) -> torch.Tensor:

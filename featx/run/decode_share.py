@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,19 +16,40 @@ from featx.loading.decoding import SHARES, Decoding
 from featx.loading.guarded import GuardedDecoder
 from featx.loading.on_device import DeviceDecoder
 from featx.machine import num_cpus
-from featx.types import ImageFault, Listing, Source
+from featx.types import ImageFault, Listing, Regional, Source
 
 TRIED_PICTURES = 64
 """Pictures from all over the data set that both decode, and are timed."""
 
 
-def check_device(decode: str, device: torch.device) -> None:
-    """Raise ConfigError where decode=gpu has no GPU to decode on."""
-    if decode == "gpu" and device.type != "cuda":
+def check_device(decode: str, source: Source, device: torch.device) -> None:
+    """Raise ConfigError where decode=gpu has no GPU to decode on, or nothing that one could."""
+    if decode != "gpu":
+        return
+    if isinstance(source, Regional):
+        raise ConfigError(
+            "decode=gpu: a picture that regions are cut from (data.boxes) is decoded once for all "
+            "of them, on the CPU. Use decode=fast."
+        )
+    if device.type != "cuda":
         raise ConfigError(
             f"decode=gpu: the device here is {device.type}, and only CUDA devices decode JPEGs. "
             "Use decode=fast, or device=cuda on a machine that has one."
         )
+
+
+def with_share(
+    decode: str, source: Source, listing: Listing, decoding: Decoding, device: torch.device
+) -> tuple[Decoding, dict[str, str]]:
+    """The decoding of a run, with a share for the device where it is asked for and has none yet.
+
+    Returns:
+        decoding, and what was chosen as `Prepared.choices` has it.
+    """
+    if decode != "gpu" or decoding.device_share is not None:
+        return decoding, {}
+    share, why = decode_share(source, listing, decoding, device)
+    return replace(decoding, device_share=share), {"decode": why}
 
 
 def decode_share(

@@ -156,7 +156,8 @@ def run_parts(
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **work.seconds}
     if not rows:
         return Figures(seconds, None, loader.times.bytes, None)
-    sentence = bottleneck(seconds, took, num_cpus(), engine.device.type)
+    precision = prepared.config.precision
+    sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
     return Figures(seconds, rows / took, loader.times.bytes, sentence)
 
 

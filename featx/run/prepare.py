@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,12 +125,12 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.devices import choose_devices, cpu_threads
     from featx.loading.decoding import Decoding
     from featx.loading.preprocess import check_reference
-    from featx.run.decode_share import check_device, decode_share
+    from featx.run.decode_share import check_device, with_share
     from featx.run.resolve import Resolver
     from featx.statistics.projected import with_statistics
 
     devices = choose_devices(config.device, config.devices)
-    check_device(config.decode, devices[0])
+    check_device(config.decode, source, devices[0])
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
@@ -147,10 +147,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         stack.enter_context(cpu_threads(_threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images = _probe_images(source, listing, decoding)
-        why_share = {}
-        if config.decode == "gpu" and decoding.device_share is None:
-            share, why_share["decode"] = decode_share(source, listing, decoding, devices[0])
-            decoding = replace(decoding, device_share=share)
+        decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
         room = _room_for_batches(before, resident_memory())

@@ -263,11 +263,19 @@ def test_rows_and_failures_are_those_of_the_cpu() -> None:
 def test_rows_and_failures_are_those_of_the_cpu_where_nothing_is_understood(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Then the CPU decodes all of them, to its own bits."""
+    """Then the CPU decodes all of them, to its own bits; none is read from its disk again."""
     pictures = odd_pictures()
     here = loaded(pictures, None)
     monkeypatch.setattr(on_device, "decode_jpegs", smaller)
+    read: list[bytes] = []
+
+    def noted(self: Pictures, key: bytes) -> bytes:
+        read.append(key)
+        return self.pictures[int(key)]
+
+    monkeypatch.setattr(Pictures, "read", noted)
     there = loaded(pictures, SHARES)
+    assert len(read) == len(set(read)) == len(pictures)
     assert [batch.failures for batch in there] == [batch.failures for batch in here]
     assert all(torch.equal(a.images, b.images) for a, b in zip(there, here, strict=True))
 
@@ -331,10 +339,20 @@ def test_the_share_is_measured_on_pictures_of_the_data_set() -> None:
 
 
 def test_decoding_on_a_gpu_needs_one(tmp_path: Path) -> None:
-    check_device("gpu", torch.device("cuda", 0))
-    check_device("fast", CPU)
+    source = Pictures([])
+    check_device("gpu", source, torch.device("cuda", 0))
+    check_device("fast", source, CPU)
     with pytest.raises(ConfigError, match="decode=gpu: the device here is cpu"):
         featx.extract(data="sample", decode="gpu", device="cpu", out=tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_regions_are_cut_on_the_cpu(photo_folder: Path, tmp_path: Path) -> None:
+    boxes = tmp_path / "boxes.csv"
+    boxes.write_text("path,x,y,width,height\n000.jpg,0,0,64,48\n")
+    data = {"name": "folder", "root": str(photo_folder), "boxes": str(boxes)}
+    with pytest.raises(ConfigError, match=r"regions .* on the CPU\. Use decode=fast"):
+        featx.extract(data=data, decode="gpu", out=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
@@ -350,7 +368,7 @@ def test_a_transform_of_the_library_alone_is_refused() -> None:
 def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
     """Keys of a run that decodes on the device, which is the CPU here."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sharing, "check_device", lambda decode, device: None)
+    monkeypatch.setattr(sharing, "check_device", lambda decode, source, device: None)
     photos = tmp_path / "photos"
     photos.mkdir()
     for i, data in enumerate(odd_pictures()):

@@ -12,21 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.allocator import is_kept_in_threads, keep_freed_memory
+from featx.allocator import keep_freed_memory
 from featx.config import Config, layer_requests
 from featx.loading.decode import ImagePolicy
 from featx.loading.suspects import Suspects
-from featx.machine import free_memory, num_cpus, resident_memory
+from featx.machine import resident_memory
 from featx.models import build_backbone, resolve_library
 from featx.run.provenance import fingerprint, header
 from featx.run.purpose import Purpose, StorePurpose
 from featx.store import codecs
 from featx.store.layout import Grid
 from featx.store.manifest import Run
-from featx.types import Batch, Begun, LayerSpec, Listing, Source, StoreHeader
-
-MAX_REPLICAS = 4
-"""Batches that are computed side by side on a CPU, at the most."""
+from featx.types import Batch, LayerSpec, Listing, Source, StoreHeader
 
 if TYPE_CHECKING:
     from featx.loading.decoding import Decoding
@@ -125,6 +122,12 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.devices import choose_devices, cpu_threads
     from featx.loading.decoding import Decoding
     from featx.loading.preprocess import check_reference
+    from featx.run.beside import (
+        cpus_that_compute,
+        room_for_batches,
+        threads_and_replicas,
+        threads_of_probe,
+    )
     from featx.run.decode_share import check_device, with_share
     from featx.run.resolve import Resolver
     from featx.statistics.projected import with_statistics
@@ -143,15 +146,15 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
-        cpus = _cpus(config, devices[0])
-        stack.enter_context(cpu_threads(_threads_of_probe(cpus, begun)))
+        cpus = cpus_that_compute(config, devices[0])
+        stack.enter_context(cpu_threads(threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images = _probe_images(source, listing, decoding)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
-        room = _room_for_batches(before, resident_memory())
-        threads, replicas, why_threads = _threads(cpus, engine, room, begun)
+        room = room_for_batches(before, resident_memory())
+        threads, replicas, why_threads = threads_and_replicas(cpus, engine, room, begun)
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
@@ -187,70 +190,6 @@ def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> Any:
     with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.settle_suspects()
         return loader.load(rows.tolist())
-
-
-def _cpus(config: Config, device: Any) -> int | None:
-    """CPUs that this process computes on; None where another device computes."""
-    import torch
-
-    if device.type != "cpu":
-        return None
-    cpus = config.cpus_of_worker(num_cpus())
-    return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
-
-
-def _threads_of_probe(cpus: int | None, begun: Begun | None) -> int | None:
-    """Threads for what is tried and compiled: all; a compiled pass keeps those it was made with.
-
-    So one that a store was begun with is compiled for the threads of that store.
-    """
-    if cpus is None or begun is None or not begun.resolved.get("compile"):
-        return cpus
-    return int(begun.resolved.get("threads", cpus))
-
-
-def _room_for_batches(before: int | None, after: int | None) -> int:
-    """How many batches may be computed at once, by what the passes of the probe left in memory.
-
-    Freed memory is kept, so that is about what a pass needs. Half of what is free stays free.
-    """
-    free = free_memory()
-    if before is None or after is None or free is None:
-        return MAX_REPLICAS
-    each = max(1, after - before)
-    return int(min(MAX_REPLICAS, 1 + free / (2 * each)))
-
-
-def _threads(
-    cpus: int | None, engine: Any, room: int, begun: Begun | None
-) -> tuple[int | None, int, dict[str, str]]:
-    """Threads that compute a batch, how many batches side by side, and a line on the choice.
-
-    Two threads that share a batch wait for each other after every operation, above all while others
-    decode; two that have a batch each do not. The last bits of a row depend on the threads of its
-    batch, so a store that is gone on with keeps their number.
-
-    Args:
-        cpus: that compute; None where another device does.
-        engine: settled.
-        room: batches at once, at the most.
-        begun: what is gone on with.
-
-    Returns:
-        None for the threads where another device computes.
-    """
-    if cpus is None:
-        return None, 1, {}
-    if not engine.replicable:
-        room = 1
-    here = -(-cpus // room) if is_kept_in_threads() else cpus
-    threads = int(begun.resolved.get("threads", here)) if begun else here
-    replicas = max(1, min(room, cpus // threads))
-    text = f"{threads}" + (f", and {replicas} batches side by side" if replicas > 1 else "")
-    if threads != here:
-        assert begun is not None
-        text += f" (as {begun.what} begun; here it would be {here}, and other last bits)"
-    return threads, replicas, {"threads": text}
 
 
 def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:

@@ -25,8 +25,8 @@ from featx.engine import Compute, Engine
 from featx.machine import num_cpus
 from featx.models import build_backbone
 from featx.options import ModelConfig, ReduceConfig
+from featx.run.beside import room_for_batches, threads_and_replicas, threads_of_probe
 from featx.run.passes import SideBySide
-from featx.run.prepare import _room_for_batches, _threads, _threads_of_probe
 from featx.taps.select import select
 from featx.types import Batch, Part
 
@@ -256,8 +256,8 @@ GIB = float(1 << 30)
 def test_half_of_what_is_free_is_left(
     monkeypatch: pytest.MonkeyPatch, free: float | None, each: float, batches: int
 ) -> None:
-    monkeypatch.setattr("featx.run.prepare.free_memory", lambda: free)
-    assert _room_for_batches(int(GIB), int(GIB + each)) == batches
+    monkeypatch.setattr("featx.run.beside.free_memory", lambda: free)
+    assert room_for_batches(int(GIB), int(GIB + each)) == batches
 
 
 @pytest.mark.parametrize(
@@ -276,9 +276,9 @@ def test_threads_of_a_batch_and_batches_at_once(
     monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, replicable: bool, kept: bool,
     threads: int, replicas: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("featx.run.prepare.is_kept_in_threads", lambda: kept)
+    monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(replicable=replicable)
-    found = _threads(cpus, engine, room, None)
+    found = threads_and_replicas(cpus, engine, room, None)
     beside = f", and {replicas} batches side by side" if replicas > 1 else ""
     assert found == (threads, replicas, {"threads": f"{threads}{beside}"})
 
@@ -290,10 +290,10 @@ def test_threads_of_a_batch_and_batches_at_once(
 def test_a_store_keeps_its_threads(
     monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
 ) -> None:
-    monkeypatch.setattr("featx.run.prepare.is_kept_in_threads", lambda: True)
+    monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: True)
     engine = types.SimpleNamespace(replicable=True)
     begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = _threads(cpus, engine, 4, begun)
+    found = threads_and_replicas(cpus, engine, 4, begun)
     assert found[:2] == (stored, replicas)
     assert (f"here it would be {here}" in found[2]["threads"]) == (here is not None)
 
@@ -312,7 +312,7 @@ def test_a_store_is_compiled_for_its_own_threads(
     cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
 ) -> None:
     begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
-    assert _threads_of_probe(cpus, begun) == threads
+    assert threads_of_probe(cpus, begun) == threads
 
 
 # The command

@@ -77,10 +77,44 @@ def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
         module.to(device)
 
 
+class OwnStream:
+    """Work that a CUDA device does beside what others give it; other devices have one queue.
+
+    What is made on a stream is freed for that stream: who uses it on another one, and does not wait
+    until that is done before letting go of it, calls `used_here`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What this thread gives the device in the block has been done when the block ends."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+
+def used_here(values: Mapping[str, torch.Tensor]) -> None:
+    """Keep the memory of tensors of another stream until what this thread does with them is done.
+
+    Args:
+        values: that are there: whoever made them has waited.
+    """
+    for value in values.values():
+        if value.is_cuda:
+            value.record_stream(torch.cuda.current_stream(value.device))
+
+
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was given; a CPU has already."""
+    """Wait until the device has done what this thread gave it; a CPU has already."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
         torch.mps.synchronize()
 

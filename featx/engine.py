@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from featx.allocator import keep_freed_memory
-from featx.devices import exact_cuda, synchronise, to_cpu
+from featx.devices import OwnStream, exact_cuda, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
 from featx.models.base import Backbone
@@ -108,6 +108,7 @@ class Engine:
         self._operations: list[str] | None = None
         self._plain: list[str] = []
         self._is_shared = False
+        self._stream: OwnStream | None = None
         self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
         self.compute = Compute("fp32", False, False, 1)
@@ -316,10 +317,10 @@ class Engine:
 
     @property
     def replicable(self) -> bool:
-        """Whether `replicas` may be asked for: the pass is the same in any thread of a CPU."""
+        """Whether `replicas` may be asked for: the pass is the same in any thread."""
         plain = all(tap.capture in ("input", "output") and not tap.operation for tap in self._taps)
-        eager_on_cpu = self.device.type == "cpu" and not self.compute.compile
-        return self.backbone.reentrant and plain and eager_on_cpu
+        eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
+        return self.backbone.reentrant and plain and eager
 
     @contextlib.contextmanager
     def replicas(self, count: int) -> Iterator[list[Engine]]:
@@ -328,6 +329,7 @@ class Engine:
         They share all but their hooks, and this one is not to be settled anew meanwhile.
         """
         assert self.replicable
+        synchronise(self.device)  # weights may still be on their way, and streams do not wait
         self._is_shared = True
         self._hooks.thread = _NO_THREAD
         try:
@@ -341,12 +343,17 @@ class Engine:
     def _replica(self) -> Iterator[Engine]:
         replica = copy.copy(self)
         replica.model_seconds = replica.copy_seconds = 0.0
+        replica._stream = OwnStream(self.device)
         replica._keeper = self._keeper.replica()
         replica._hooks = replica._tap_hooks(replica._keeper.keep, self._order, stop=True)
         replica._hooks.thread = _NO_THREAD
         with replica._hooks:
             replica._forward = replica._hooks.forward
             yield replica
+
+    def own_stream(self) -> contextlib.AbstractContextManager[None]:
+        """On CUDA what a replica does in the block runs beside what others do; done at its end."""
+        return contextlib.nullcontext() if self._stream is None else self._stream.at_work()
 
     @property
     def takes_gradients(self) -> bool:

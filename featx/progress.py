@@ -258,6 +258,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         "batch_size": str(compute.batch_size),
         "part_rows": str(prepared.part_rows),
         **({} if prepared.threads is None else {"threads": str(prepared.threads)}),
+        **({"streams": str(prepared.replicas)} if "streams" in prepared.choices else {}),
     }
     rows = [
         ("data", data),

@@ -35,11 +35,14 @@ def backbone_of(module: nn.Module, side: int = 8, num_prefix_tokens: int = 0) ->
 
 @contextlib.contextmanager
 def bound(
-    backbone: Backbone, *layers: str | tuple[str, str], dtype: str = "float32"
+    backbone: Backbone,
+    *layers: str | tuple[str, str],
+    dtype: str = "float32",
+    device: torch.device = CPU,
 ) -> Iterator[Engine]:
     """An engine with taps on `layers`: names, or (name, reduction)."""
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
-    with Engine(backbone, CPU, dtype) as engine:
+    with Engine(backbone, device, dtype) as engine:
         traced = engine.trace()
         requests = [(name, ReduceConfig(reduce)) for name, reduce in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)

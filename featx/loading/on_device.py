@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from featx.devices import OwnStream
 from featx.errors import ConfigError, RunError
 from featx.loading.decode import Coded
 from featx.loading.preprocess import Preprocess
@@ -46,19 +47,11 @@ class DeviceDecoder:
         _torchvision_decoder()
         self.device = device
         self._preprocess = preprocess
-        self._stream: Any = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = OwnStream(device)
 
-    @contextlib.contextmanager
-    def own_stream(self) -> Iterator[None]:
+    def own_stream(self) -> contextlib.AbstractContextManager[None]:
         """What is done in the block runs beside the model, and has been done when it ends."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            yield
-        self._stream.synchronize()
+        return self._stream.at_work()
 
     def crops(self, pictures: Sequence[Coded]) -> list[torch.Tensor | None]:
         """What `Preprocess.crop_uint8` makes of each picture.

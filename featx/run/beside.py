@@ -1,7 +1,12 @@
-"""How many batches are computed side by side, and with how many threads each."""
+"""How many batches are computed side by side, and on a CPU with how many threads each.
+
+On CUDA a batch has a stream of its own, so it is copied to the device and back while another is
+computed, and what Python takes between two operations is not lost.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,6 +18,12 @@ from featx.types import Begun
 
 MAX_REPLICAS = 4
 """Batches that are computed side by side on a CPU, at the most."""
+
+CUDA_STREAMS = 2
+"""Batches that are on their way on a CUDA device, where memory and bits allow it."""
+
+_TRIES = 3
+"""Batches of each replica that are compared with those of the engine alone."""
 
 
 def cpus_that_compute(config: Config, device: torch.device) -> int | None:
@@ -75,3 +86,61 @@ def threads_and_replicas(
         assert begun is not None
         text += f" (as {begun.what} begun; here it would be {here}, and other last bits)"
     return threads, replicas, {"threads": text}
+
+
+def streams(engine: Any, batch: torch.Tensor) -> tuple[int, dict[str, str]]:
+    """How many batches are on their way at once on CUDA, and a line on the choice.
+
+    Args:
+        engine: settled.
+        batch: (B, 3, H, W), as large as those of the run.
+    """
+    device = engine.device
+    if device.type != "cuda":
+        return 1, {}
+    if not engine.replicable:
+        return 1, {"streams": "1"}
+    engine.run(batch)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    engine.run(batch)
+    each = torch.cuda.max_memory_allocated(device) - before
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
+    if 2 * CUDA_STREAMS * each > free:  # half of what is free stays free
+        return 1, {"streams": "1 (memory does not suffice for more batches at once)"}
+    if not same_beside(engine, batch, CUDA_STREAMS):
+        return 1, {"streams": "1 (beside each other batches come to other last bits here)"}
+    return CUDA_STREAMS, {"streams": f"{CUDA_STREAMS}, a batch in each"}
+
+
+def same_beside(engine: Any, batch: torch.Tensor, count: int) -> bool:
+    """Whether replicas that compute at the same time give the bits that the engine gives alone.
+
+    Args:
+        engine: settled, and replicable.
+        batch: (B, 3, H, W); each replica has its images in another order.
+        count: of the replicas.
+    """
+    batches = [batch.roll(i, 0) for i in range(count)]
+    expected = [engine.run(x) for x in batches]
+
+    def agrees(i: int) -> bool:
+        return all(
+            torch.equal(_bits(value), _bits(expected[i][name]))
+            for _ in range(_TRIES)
+            for name, value in _run_on_own_stream(replicas[i], batches[i]).items()
+        )
+
+    with engine.replicas(count) as replicas, ThreadPoolExecutor(count) as threads:
+        return all(threads.map(agrees, range(count)))
+
+
+def _run_on_own_stream(replica: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    with replica.own_stream():
+        values: dict[str, torch.Tensor] = replica.run(batch)
+    return values
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """As bytes, of which NaN is equal to NaN."""
+    return value.contiguous().view(torch.uint8)

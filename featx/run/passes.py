@@ -1,4 +1,8 @@
-"""The passes of a run: batches computed one after the other, or several at once, in their order."""
+"""The passes of a run: batches computed one after the other, or several at once, in their order.
+
+On CUDA they are computed in other threads: while one batch is taken the next is on its way. Not of
+a user's module, which may use the memory of what it gave again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Any
 
+from featx.errors import RunError
 from featx.loading.threads import Threads
 from featx.run.prepare import Prepared
 from featx.types import Batch, Part
@@ -38,10 +43,9 @@ class Passes:
         engine, count = self._prepared.engine, self._prepared.replicas
         engine.model_seconds = engine.copy_seconds = 0.0
         if count > 1:
-            threads = self._prepared.threads
-            assert threads is not None, "replicas compute on a CPU"
             self._engines = self._stack.enter_context(engine.replicas(count))
-            beside = SideBySide(self._engines, threads, self._compute)
+        if count > 1 or (engine.device.type == "cuda" and engine.backbone.reentrant):
+            beside = SideBySide(self._engines, self._prepared.threads, self._computed)
             self._beside = self._stack.enter_context(beside)
         return self
 
@@ -56,7 +60,20 @@ class Passes:
             yield from self._beside.each(batches)
             return
         for part, batch in batches:
-            yield part, batch, functools.partial(self._compute, self._engines[0], batch)
+            yield part, batch, functools.partial(self._computed, self._engines[0], batch)
+
+    def _computed(self, engine: Any, batch: Batch) -> Any:
+        from torch import OutOfMemoryError
+
+        try:
+            with engine.own_stream():
+                return self._compute(engine, batch)
+        except OutOfMemoryError as error:
+            raise RunError(
+                f"out of memory on {engine.device} in the middle of the run; there was enough when "
+                "it began. Nothing committed is lost: give the same command again when other "
+                "programs have left the device, or with a smaller batch_size into a new out."
+            ) from error
 
     def idle_share(self) -> float:
         """Of the engines, those that have nothing to compute now; 0 to 1."""
@@ -81,12 +98,15 @@ class SideBySide:
 
     Args:
         engines: replicas of one engine.
-        threads: that each computes with.
+        threads: that each computes with; None where a device computes.
         compute: (engine, batch) -> what becomes of it.
     """
 
     def __init__(
-        self, engines: Sequence[Any], threads: int, compute: Callable[[Any, Batch], Any]
+        self,
+        engines: Sequence[Any],
+        threads: int | None,
+        compute: Callable[[Any, Batch], Any],
     ) -> None:
         self._compute = compute
         self._num_threads = threads
@@ -137,7 +157,7 @@ class SideBySide:
     def _computed(self, batch: Batch) -> Any:
         import torch
 
-        if torch.get_num_threads() != self._num_threads:
+        if self._num_threads not in (None, torch.get_num_threads()):
             torch.set_num_threads(self._num_threads)
         engine = self._free.get()
         try:

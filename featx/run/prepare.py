@@ -125,6 +125,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.run.beside import (
         cpus_that_compute,
         room_for_batches,
+        streams,
         threads_and_replicas,
         threads_of_probe,
     )
@@ -155,6 +156,8 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         resolver.resolve()
         room = room_for_batches(before, resident_memory())
         threads, replicas, why_threads = threads_and_replicas(cpus, engine, room, begun)
+        if cpus is None:
+            replicas, why_threads = streams(engine, resolver.filled(engine.compute.batch_size))
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))

@@ -161,7 +161,7 @@ class Resolver:
             try:
                 if self._engine.device.type == "cuda":
                     self._engine.settle(replace(compute, batch_size=size))
-                    self._engine.run(self._filled(size))
+                    self._engine.run(self.filled(size))
                 return size
             except torch.cuda.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
@@ -173,7 +173,7 @@ class Resolver:
                 size //= 2
                 self.choices["batch_size"] = f"{size} (what fits)"
 
-    def _filled(self, size: int) -> torch.Tensor:
+    def filled(self, size: int) -> torch.Tensor:
         """A batch of the probe's images, repeated to `size`; grey where there is none."""
         if len(self._images) == 0:
             shape = (size, 3, *self._engine.backbone.preprocess.crop)
@@ -185,7 +185,7 @@ class Resolver:
         size = min(self._engine.compute.batch_size, PROBE_IMAGES)
         enough_s = _TIMING_S if self._engine.device.type == "cpu" else math.inf
         self.seconds_per_image = self._engine.seconds_per_image(
-            self._filled(size), repeats=2, enough_s=enough_s
+            self.filled(size), repeats=2, enough_s=enough_s
         )
 
     def _fastest(self, compute: Compute) -> str:
@@ -236,7 +236,7 @@ class Resolver:
 
     def _compile(self, eager: Compute) -> None:
         """Compile; kept where values agree with the eager ones, and it was asked for or pays."""
-        images = self._filled(eager.batch_size)
+        images = self.filled(eager.batch_size)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
         eager_s = self.seconds_per_image
         self._engine.settle(replace(eager, compile=True))

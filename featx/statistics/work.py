@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx.devices import synchronise
+from featx.devices import synchronise, used_here
 from featx.errors import RunError
 from featx.fingerprint import differences
 from featx.reduce import positions_last
@@ -78,6 +78,7 @@ class StatsWork:
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
             self._heart.begin(part)
         values, failures = computed()
+        used_here(values)
         begun = time.perf_counter()
         failed = [failure.row for failure in failures]
         for name, moments in self._moments.items():

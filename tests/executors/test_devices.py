@@ -173,7 +173,7 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 
     seen = []
     forward = nn.Conv2d.forward
-    monkeypatch.setattr("featx.run.prepare.num_cpus", lambda: 3)
+    monkeypatch.setattr("featx.run.beside.num_cpus", lambda: 3)
     torch.set_num_threads(3)
     extract(photos, pack=False)
     assert json.loads(Path("store/featx.json").read_text())["resolved"]["threads"] == 3

@@ -78,7 +78,7 @@ class Work:
 def prepared() -> Any:
     engine = SimpleNamespace(
         compute=SimpleNamespace(batch_size=2), device=torch.device("cpu"), model_seconds=0.0,
-        copy_seconds=0.0,
+        copy_seconds=0.0, own_stream=contextlib.nullcontext,
     )  # fmt: skip
     config = Config()
     return SimpleNamespace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -22,11 +23,11 @@ from made_store import dataset_digests
 from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, noise
 
 from featx.engine import Compute, Engine
+from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.models import build_backbone
 from featx.options import ModelConfig, ReduceConfig
-from featx.run.beside import room_for_batches, threads_and_replicas, threads_of_probe
-from featx.run.passes import SideBySide
+from featx.run.passes import Passes, SideBySide
 from featx.taps.select import select
 from featx.types import Batch, Part
 
@@ -114,6 +115,60 @@ def test_a_batch_has_the_threads_that_were_asked_for() -> None:
         assert taken(beside, 2) == [1, 1]
     finally:
         torch.set_num_threads(before)
+
+
+def passes(device: str, reentrant: bool, compute: Callable[[Any, Batch], Any]) -> Passes:
+    """Those of a run with one engine."""
+    engine = types.SimpleNamespace(
+        device=torch.device(device), backbone=types.SimpleNamespace(reentrant=reentrant),
+        own_stream=contextlib.nullcontext,
+    )  # fmt: skip
+    prepared: Any = types.SimpleNamespace(engine=engine, replicas=1, threads=None)
+    return Passes(prepared, compute)
+
+
+@pytest.mark.parametrize(
+    ("device", "reentrant", "elsewhere"),
+    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False), ("mps", True, False)],
+)
+def test_on_cuda_the_next_batch_is_on_its_way_while_one_is_taken(
+    device: str, reentrant: bool, elsewhere: bool
+) -> None:
+    begun = threading.Semaphore(0)
+
+    def compute(engine: Any, batch: Batch) -> tuple[int, int]:
+        begun.release()
+        return batch.start, threading.get_ident()
+
+    with passes(device, reentrant, compute) as several:
+        each = several.each(batches(3))
+        first = next(each)[2]()
+        if elsewhere:
+            assert all(begun.acquire(timeout=10) for _ in range(2))  # the second as well
+        found = [first, *(computed() for *_, computed in each)]
+    assert [start for start, _ in found] == [0, 1, 2]
+    assert {thread == threading.get_ident() for _, thread in found} == {not elsewhere}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_memory_that_is_gone_in_the_middle_of_a_run_is_said(device: str) -> None:
+    def compute(engine: Any, batch: Batch) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with passes(device, True, compute) as several:
+        _, _, computed = next(several.each(batches(1)))
+        with pytest.raises(RunError, match=f"out of memory on {device} in the middle .* new out"):
+            computed()
+
+
+@pytest.mark.slow
+def test_a_compiled_pass_is_not_compiled_again_in_another_thread() -> None:
+    with bound(backbone_of(Residual()), "fc") as engine:
+        engine.run(noise())  # as a run does, which times the eager model first
+        engine.settle(Compute("fp32", True, False, 4))
+        expected = digests_of(engine, noise())
+        with torch.compiler.set_stance("fail_on_recompile"), ThreadPoolExecutor(1) as thread:
+            assert thread.submit(digests_of, engine, noise()).result() == expected
 
 
 # Replicas of an engine
@@ -242,77 +297,6 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
             assert run_beside(engine, inputs) == expected
     finally:
         torch.set_num_threads(before)
-
-
-# How many
-
-GIB = float(1 << 30)
-
-
-@pytest.mark.parametrize(
-    ("free", "each", "batches"),
-    [(None, 1, 4), (100 * GIB, GIB, 4), (5 * GIB, GIB, 3), (0.5 * GIB, GIB, 1), (GIB, -5, 4)],
-)
-def test_half_of_what_is_free_is_left(
-    monkeypatch: pytest.MonkeyPatch, free: float | None, each: float, batches: int
-) -> None:
-    monkeypatch.setattr("featx.run.beside.free_memory", lambda: free)
-    assert room_for_batches(int(GIB), int(GIB + each)) == batches
-
-
-@pytest.mark.parametrize(
-    ("cpus", "room", "replicable", "kept", "threads", "replicas"),
-    [
-        (1, 4, True, True, 1, 1),
-        (2, 4, True, True, 1, 2),
-        (6, 4, True, True, 2, 3),
-        (16, 4, True, True, 4, 4),
-        (8, 2, True, True, 4, 2),
-        (8, 4, False, True, 8, 1),  # a user's own model
-        (8, 4, True, False, 8, 1),  # in a notebook
-    ],
-)
-def test_threads_of_a_batch_and_batches_at_once(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, replicable: bool, kept: bool,
-    threads: int, replicas: int,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: kept)
-    engine = types.SimpleNamespace(replicable=replicable)
-    found = threads_and_replicas(cpus, engine, room, None)
-    beside = f", and {replicas} batches side by side" if replicas > 1 else ""
-    assert found == (threads, replicas, {"threads": f"{threads}{beside}"})
-
-
-@pytest.mark.parametrize(
-    ("cpus", "stored", "replicas", "here"),
-    [(8, 8, 1, 2), (8, 2, 4, None), (8, 1, 4, 2), (2, 4, 1, 1)],
-)
-def test_a_store_keeps_its_threads(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
-) -> None:
-    monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: True)
-    engine = types.SimpleNamespace(replicable=True)
-    begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = threads_and_replicas(cpus, engine, 4, begun)
-    assert found[:2] == (stored, replicas)
-    assert (f"here it would be {here}" in found[2]["threads"]) == (here is not None)
-
-
-@pytest.mark.parametrize(
-    ("cpus", "resolved", "threads"),
-    [
-        (None, {"compile": True, "threads": 2}, None),  # a GPU computes
-        (8, None, 8),
-        (8, {"compile": False, "threads": 2}, 8),
-        (8, {"compile": True, "threads": 2}, 2),  # the code is made for so many
-        (8, {"compile": True}, 8),  # of before threads were kept
-    ],
-)
-def test_a_store_is_compiled_for_its_own_threads(
-    cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
-) -> None:
-    begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
-    assert threads_of_probe(cpus, begun) == threads
 
 
 # The command

@@ -255,7 +255,7 @@ def test_they_keep_the_number_of_threads_they_were_begun_with(
 ) -> None:
     import torch
 
-    monkeypatch.setattr("featx.run.prepare.num_cpus", lambda: 3)
+    monkeypatch.setattr("featx.run.beside.num_cpus", lambda: 3)
     torch.set_num_threads(3)
     with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
         take(photos)

@@ -1,0 +1,199 @@
+"""How many batches are computed side by side."""
+
+from __future__ import annotations
+
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_store import dataset_digests
+from tiny_engine import Residual, backbone_of, bound, noise
+
+import featx
+from featx.run import beside
+from featx.run.beside import (
+    room_for_batches,
+    same_beside,
+    streams,
+    threads_and_replicas,
+    threads_of_probe,
+)
+
+GIB = float(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "batches"),
+    [(None, 1, 4), (100 * GIB, GIB, 4), (5 * GIB, GIB, 3), (0.5 * GIB, GIB, 1), (GIB, -5, 4)],
+)
+def test_half_of_what_is_free_is_left(
+    monkeypatch: pytest.MonkeyPatch, free: float | None, each: float, batches: int
+) -> None:
+    monkeypatch.setattr("featx.run.beside.free_memory", lambda: free)
+    assert room_for_batches(int(GIB), int(GIB + each)) == batches
+
+
+@pytest.mark.parametrize(
+    ("cpus", "room", "replicable", "kept", "threads", "replicas"),
+    [
+        (1, 4, True, True, 1, 1),
+        (2, 4, True, True, 1, 2),
+        (6, 4, True, True, 2, 3),
+        (16, 4, True, True, 4, 4),
+        (8, 2, True, True, 4, 2),
+        (8, 4, False, True, 8, 1),  # a user's own model
+        (8, 4, True, False, 8, 1),  # in a notebook
+    ],
+)
+def test_threads_of_a_batch_and_batches_at_once(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, replicable: bool, kept: bool,
+    threads: int, replicas: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: kept)
+    engine = types.SimpleNamespace(replicable=replicable)
+    found = threads_and_replicas(cpus, engine, room, None)
+    beside = f", and {replicas} batches side by side" if replicas > 1 else ""
+    assert found == (threads, replicas, {"threads": f"{threads}{beside}"})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "stored", "replicas", "here"),
+    [(8, 8, 1, 2), (8, 2, 4, None), (8, 1, 4, 2), (2, 4, 1, 1)],
+)
+def test_a_store_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
+) -> None:
+    monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: True)
+    engine = types.SimpleNamespace(replicable=True)
+    begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
+    found = threads_and_replicas(cpus, engine, 4, begun)
+    assert found[:2] == (stored, replicas)
+    assert (f"here it would be {here}" in found[2]["threads"]) == (here is not None)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "resolved", "threads"),
+    [
+        (None, {"compile": True, "threads": 2}, None),  # a GPU computes
+        (8, None, 8),
+        (8, {"compile": False, "threads": 2}, 8),
+        (8, {"compile": True, "threads": 2}, 2),  # the code is made for so many
+        (8, {"compile": True}, 8),  # of before threads were kept
+    ],
+)
+def test_a_store_is_compiled_for_its_own_threads(
+    cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
+) -> None:
+    begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
+    assert threads_of_probe(cpus, begun) == threads
+
+
+# On CUDA
+
+CUDA = torch.device("cuda", 0)
+
+
+class Kept(torch.nn.Module):
+    """Keeps its map from one call to the next: two passes at once see each other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.last = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.conv(x)
+        time.sleep(0.05)
+        return self.last(self.kept)
+
+
+@pytest.mark.parametrize(
+    ("module", "layer", "same"), [(Residual, "fc", True), (Kept, "last", False)]
+)
+def test_replicas_are_tried_beside_each_other(module: Any, layer: str, same: bool) -> None:
+    backbone = backbone_of(module())
+    backbone.reentrant = True
+    with bound(backbone, layer) as engine:
+        assert same_beside(engine, noise(), 2) == same
+
+
+def test_a_value_that_is_none_is_the_same_as_itself() -> None:
+    backbone = backbone_of(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten()))
+    backbone.reentrant = True
+    with bound(backbone, "1") as engine:
+        assert same_beside(engine, torch.full((2, 3, 8, 8), torch.nan), 2)
+
+
+@pytest.mark.parametrize(
+    ("replicable", "free", "same", "expected"),
+    [
+        (True, 4 * GIB, True, (2, "2, a batch in each")),
+        (True, 3.9 * GIB, True, (1, "1 (memory does not suffice for more batches at once)")),
+        (True, 9 * GIB, False, (1, "1 (beside each other batches come to other last bits here)")),
+        (False, 9 * GIB, True, (1, "1")),
+    ],
+)
+def test_two_batches_where_memory_and_bits_allow_it(
+    monkeypatch: pytest.MonkeyPatch, replicable: bool, free: float, same: bool,
+    expected: tuple[int, str],
+) -> None:  # fmt: skip
+    """A batch takes 1 GiB here, beside 3 GiB of weights; 2 GiB are kept by torch and free."""
+    for name, value in {
+        "memory_allocated": 3 * GIB,
+        "max_memory_allocated": 4 * GIB,
+        "memory_reserved": 5 * GIB,
+        "reset_peak_memory_stats": None,
+        "mem_get_info": (free - 2 * GIB, 9 * GIB),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(beside, "same_beside", lambda engine, batch, count: same)
+    engine: Any = types.SimpleNamespace(device=CUDA, replicable=replicable, run=lambda batch: {})
+    assert streams(engine, noise()) == (expected[0], {"streams": expected[1]})
+
+
+def test_a_cpu_has_no_streams() -> None:
+    engine: Any = types.SimpleNamespace(device=torch.device("cpu"))
+    assert streams(engine, noise()) == (1, {})
+
+
+@pytest.mark.gpu
+def test_replicas_on_cuda_give_the_bits_of_one() -> None:
+    backbone = backbone_of(Residual(), side=64)
+    backbone.reentrant = True
+    with bound(backbone, "conv2", "fc", device=CUDA) as engine:
+        x = noise(64, 64)
+        assert streams(engine, x)[0] == beside.CUDA_STREAMS
+        assert same_beside(engine, x, 2)
+        with engine.replicas(2) as replicas:
+            found = set()
+            for replica in replicas:
+                with replica.own_stream():
+                    found.add(torch.cuda.current_stream(CUDA).cuda_stream)
+            assert len(found) == 2
+            assert torch.cuda.default_stream(CUDA).cuda_stream not in found
+
+
+@pytest.mark.gpu
+def test_a_run_on_cuda_gives_the_same_bits_in_one_stream_and_in_two(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, and sums that are made on the device of values that come from both streams."""
+    keys = {"model": {"name": "resnet18", "weights": None}, "data": photo_folder, "seed": 3}
+    keys |= {
+        "layers": ["layer2"],
+        "reduce": "avg",
+        "batch_size": 2,
+        "part_rows": 8,
+        "device": "cuda",
+    }
+    rows, sums = [], []
+    for count in (1, 2):
+        monkeypatch.setattr(beside, "CUDA_STREAMS", count)
+        rows.append(featx.extract(**keys, out=tmp_path / f"rows{count}")["layer2"][:].tobytes())
+        featx.stats(**keys, out=tmp_path / f"sums{count}")
+        sums.append(dataset_digests(tmp_path / f"sums{count}" / "stats.h5"))
+    assert rows[0] == rows[1]
+    assert sums[0] == sums[1]

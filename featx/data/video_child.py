@@ -133,13 +133,26 @@ def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any],
     return {}, frame
 
 
+def _decoder() -> Any:
+    """torchcodec's VideoDecoder.
+
+    Raises:
+        ImportError, RuntimeError, OSError: torchcodec, or FFmpeg, is not there.
+    """
+    decoder = importlib.import_module("torchcodec.decoders").VideoDecoder
+    # Since 0.17 it can be imported without FFmpeg, and fails at each video.
+    if getattr(sys.modules["torchcodec"], "ffmpeg_major_version", 0) is None:
+        raise ImportError("torchcodec finds none of them")
+    return decoder
+
+
 def main() -> None:
     """Answer requests until stdin ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # for the run, which ends its children
         signal.signal(signum, signal.SIG_IGN)
     answers = sys.stdout.buffer
     try:
-        decoder = importlib.import_module("torchcodec.decoders").VideoDecoder
+        decoder = _decoder()
     except (ImportError, RuntimeError, OSError) as error:
         answers.write(json.dumps({"lacks": str(error).strip()[:300]}).encode() + b"\n")
         return

@@ -17,12 +17,14 @@ from featx.errors import ConfigError, DataError, MissingExtraError, StoreMismatc
 from featx.options import DataConfig
 from featx.types import ImageFault, Status
 
-try:
-    from torchcodec.encoders import VideoEncoder
-except (ImportError, RuntimeError, OSError):
-    pytest.skip("torchcodec or FFmpeg is not installed", allow_module_level=True)
+pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError, OSError))
+import torchcodec
 
 FPS = 10
+
+needs_ffmpeg = pytest.mark.skipif(
+    getattr(torchcodec, "ffmpeg_major_version", 0) is None, reason="FFmpeg is not installed"
+)
 
 
 def write_video(path: Path, num_frames: int, first: int = 0) -> None:
@@ -30,7 +32,7 @@ def write_video(path: Path, num_frames: int, first: int = 0) -> None:
     grey = 6 * (first + torch.arange(num_frames))
     frames = grey.to(torch.uint8)[:, None, None, None].expand(-1, 3, 48, 64).contiguous()
     path.parent.mkdir(parents=True, exist_ok=True)
-    VideoEncoder(frames, frame_rate=FPS).to_file(path)
+    torchcodec.encoders.VideoEncoder(frames, frame_rate=FPS).to_file(path)
 
 
 def brightness(data: bytes) -> float:
@@ -39,6 +41,7 @@ def brightness(data: bytes) -> float:
         return float(np.asarray(image).mean())
 
 
+@needs_ffmpeg
 @pytest.mark.slow
 def test_frames_by_time_in_any_order_and_files_that_are_no_videos(tmp_path: Path) -> None:
     write_video(tmp_path / "b" / "long.mp4", 36)
@@ -123,11 +126,15 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
         open_source(
             DataConfig(name="video", root=str(tmp_path / "set" / "clip.mp4"), every_s=0.001)
         ).listing()
+    (fake / "__init__.py").write_text("ffmpeg_major_version = None")  # as 0.17 has it without
+    with pytest.raises(MissingExtraError, match="apt install ffmpeg: torchcodec finds none"):
+        open_source(DataConfig(name="video", root=str(tmp_path / "set"))).listing()
     (fake / "decoders.py").write_text("raise RuntimeError('Could not load libtorchcodec')")
     with pytest.raises(MissingExtraError, match="apt install ffmpeg: Could not load"):
         open_source(DataConfig(name="video", root=str(tmp_path / "set"))).listing()
 
 
+@needs_ffmpeg
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_a_resume_and_a_changed_video() -> None:

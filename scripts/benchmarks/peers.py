@@ -17,8 +17,9 @@ from featx.bench.photos import make_photos
 from featx.config import Config
 
 SCRIPT = "the user's script"
+FEATX, FEATX_FP32 = "featx", "featx precision=fp32"
 THINGSVISION = "thingsvision"
-CLIP_RETRIEVAL = "as clip-retrieval does"
+CLIP_RETRIEVAL = "a pipeline in clip-retrieval's manner"
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -26,15 +27,18 @@ def run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_photos(folder / "photos", arguments.images)
-        config, config_yaml = run_of(arguments.model, arguments.layer, folder / "photos")
-        contenders.alone(_save_weights, config, folder / "weights.pt")
+        runs = {
+            name: run_of(arguments.model, arguments.layer, folder / "photos", precision=precision)
+            for name, precision in ((FEATX, "auto"), (FEATX_FP32, "fp32"))
+        }
+        contenders.alone(_save_weights, runs[FEATX][0], folder / "weights.pt")
         rates: dict[str, list[float]] = {}
         places: dict[str, Path] = {}
         for number in range(arguments.runs):
             for which, contender in enumerate(_names(arguments)):
                 place = folder / f"{number}-{which}"
                 place.mkdir()
-                rate = _measure(contender, config, config_yaml, arguments, place)
+                rate = _measure(contender, runs, arguments, place)
                 rates.setdefault(contender, []).append(rate)
                 places.setdefault(contender, place)
                 print(f"  {contender}: {rate:.1f} images/s", flush=True)
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _names(arguments: argparse.Namespace) -> list[str]:
     peers = [THINGSVISION] if arguments.thingsvision else []
-    return [SCRIPT, "featx", *peers, CLIP_RETRIEVAL]
+    return [SCRIPT, FEATX, FEATX_FP32, *peers, CLIP_RETRIEVAL]
 
 
 def _save_weights(config: Config, path: Path) -> None:
@@ -56,12 +60,16 @@ def _save_weights(config: Config, path: Path) -> None:
 
 
 def _measure(
-    contender: str, config: Config, config_yaml: str, arguments: argparse.Namespace, place: Path
+    contender: str,
+    runs: dict[str, tuple[Config, str]],
+    arguments: argparse.Namespace,
+    place: Path,
 ) -> float:
     """Images a second of one contender, which leaves its rows in the folder."""
-    if contender == "featx":
-        measured = contenders.alone(contenders.run_featx, config, config_yaml, place)
+    if contender in runs:
+        measured = contenders.alone(contenders.run_featx, *runs[contender], place)
         return float(measured.images_per_second)
+    config, _ = runs[FEATX_FP32]
     if contender == SCRIPT:
         return float(contenders.alone(contenders.run_tutorial, config, place).images_per_second)
     if contender == CLIP_RETRIEVAL:
@@ -91,10 +99,15 @@ def _print(rates: dict[str, list[float]], places: dict[str, Path]) -> None:
         ratios = [mine / script for mine, script in zip(found, rates[SCRIPT], strict=True)]
         cosine = contenders.smallest_cosine(places[contender], places[SCRIPT])
         print(
-            f"{contender:24} {statistics.median(found):6.1f} images/s, ratio "
+            f"{contender:36} {statistics.median(found):6.1f} images/s, ratio "
             f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}), smallest "
             f"cosine to the script's rows {cosine:.5f}"
         )
+    for peer in (THINGSVISION, CLIP_RETRIEVAL):
+        for mine in (FEATX, FEATX_FP32) if peer in rates else ():
+            ratios = [a / b for a, b in zip(rates[mine], rates[peer], strict=True)]
+            spread = f"({min(ratios):.2f} to {max(ratios):.2f})"
+            print(f"{mine} is {statistics.median(ratios):.2f} {spread} times as fast as {peer}")
 
 
 def add_commands(add: Add) -> None:

@@ -9,13 +9,16 @@ from featx.keys import from_keywords, from_omegaconf, saved_yaml
 
 
 def run_of(model: str, layer: str, photos: Path, **keys: object) -> tuple[Config, str]:
-    """One layer of all photos in fp32: the config, and its YAML as a store keeps it.
+    """One layer of all photos, in fp32 unless `keys` say otherwise.
 
     Args:
         model: a name of torchvision or timm.
         layer: a name.
         photos: a folder.
         keys: others of the command.
+
+    Returns:
+        the config, and its YAML as a store keeps it.
     """
     weights = {"name": model, "weights": None}
     node = from_keywords(

@@ -81,6 +81,9 @@ class Harvest:
     Attributes:
         begun: when the first worker was ready, by time.perf_counter; 0 before that.
         ended: when the last part was committed.
+        rows: of the parts that are durable.
+        rows_before: of those, what was when the time began.
+        asked: when the run was spread.
         faint: layer -> rows that float16 hardly holds.
         labour: of workers that came to their end.
     """
@@ -89,6 +92,8 @@ class Harvest:
     begun: float = 0.0
     ended: float = 0.0
     rows: int = 0
+    rows_before: int = 0
+    asked: float = field(default_factory=time.perf_counter)
     faint: Counter[str] = field(default_factory=Counter)
     labour: Labour = field(default_factory=Labour)
 
@@ -96,27 +101,35 @@ class Harvest:
         """A worker is ready: from here on the time counts."""
         self.begun = self.begun or time.perf_counter()
 
-    def add(self, done: Done) -> None:
-        """One more part is durable."""
+    def add(self, done: Done, before: bool = False) -> None:
+        """One more part is durable.
+
+        Args:
+            before: nobody knows when its worker was ready, so it tells nothing of the speed.
+        """
         self.begin()
         self.ended = time.perf_counter()
         self.rows += len(done.part)
+        self.rows_before += len(done.part) if before else 0
         self.faint.update(done.faint)
 
     def refuse_failures(self, order: Order, session: Session) -> None:
         """Raise TooManyFailuresError where going on would only give more of the same."""
         left = self.rows_to_do - self.rows
-        left_s = left * (self.ended - self.begun) / max(1, self.rows)
+        left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
         rows = session.rows_asked
         refuse_failures(order.config, session.num_failed, rows - left, rows, left_s)
 
     def outcome(self, num_workers: int, order: Order) -> Outcome:
         """The figures of the run, when it is done."""
         seconds = dict.fromkeys(_STAGES, 0.0) | self.labour.seconds
-        took = self.ended - self.begun
-        if not self.rows or took <= 0:
+        timed, took = self.rows - self.rows_before, self.ended - self.begun
+        if not timed:  # all were there when the time began: what is known is when they were asked
+            timed, took = self.rows, self.ended - self.asked
+        if not timed or took <= 0:
             return Outcome(Figures(seconds, None, 0, None), self.faint, 0)
+        of_all = took * self.rows / timed * num_workers
         device, precision = str(order.fingerprint["device"]), order.config.precision
-        sentence = bottleneck(seconds, took * num_workers, order.cpus, device, precision)
-        figures = Figures(seconds, self.rows / took, self.labour.bytes_read, sentence)
+        sentence = bottleneck(seconds, of_all, order.cpus, device, precision)
+        figures = Figures(seconds, timed / took, self.labour.bytes_read, sentence)
         return Outcome(figures, self.faint, self.labour.peak_memory_mib)

@@ -160,12 +160,13 @@ class _Array:
 
     def _look_at_parts(self) -> None:
         """Note what is committed since the last look: the files say so, whoever wrote them."""
+        is_first = not self.harvest.begun
         for part, failures in self._session.arrived(list(self._missing.values())):
             del self._missing[part.index]
             self._session.committed(part, failures)
             if not self.harvest.begun:
                 self._progress.begin()
-            self.harvest.add(Done(part, failures, {}, 0.0, 0.0))
+            self.harvest.add(Done(part, failures, {}, 0.0, 0.0), before=is_first)
             self._progress.step(len(part), len(failures), 0.0)
             self.harvest.refuse_failures(self._order, self._session)
 

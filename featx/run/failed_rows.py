@@ -93,7 +93,7 @@ def failures_text(failures: list[Failure]) -> str:
 
 
 def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) -> int:
-    """0, or that of more failures than max_failures allows, which it then says.
+    """0, or that of more failures than max_failures allows or nothing else, which it then says.
 
     Args:
         config: of the run.
@@ -103,8 +103,8 @@ def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) 
     allowed = config.allowed_failures(num_rows)
     if num_failed <= allowed and num_failed < num_rows:
         return 0
-    complain(
-        f"{num_failed} of {num_rows} images failed, more than max_failures="
-        f"{config.max_failures:g} ({allowed} images). {what_became}"
-    )
+    limit = f"more than max_failures={config.max_failures:g} ({allowed} images)"
+    if num_failed == num_rows:
+        limit = "all of them"
+    complain(f"{num_failed} of {num_rows} images failed, {limit}. {what_became}")
     return EXIT_TOO_MANY_FAILURES

@@ -1,0 +1,56 @@
+"""Figures of a run that was spread: the speed counts what was computed while the clock ran."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from featx.config import Config
+from featx.executors import harvest as module
+from featx.executors.harvest import Done, Harvest
+from featx.types import Part
+
+ORDER: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
+
+
+def gathered(
+    monkeypatch: pytest.MonkeyPatch, ready: float | None, looks: list[tuple[float, int, bool]]
+) -> float | None:
+    """Images per second of parts of 100 rows.
+
+    Args:
+        ready: when the first worker was; None where nobody says.
+        looks: (when, parts that were found, whether they were there before the clock).
+    """
+    now = [10.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    found = Harvest(1000, asked=10.0)
+    if ready is not None:
+        now[0] = ready
+        found.begin()
+    for when, parts, before in looks:
+        now[0] = when
+        for index in range(parts):
+            found.add(Done(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
+    return found.outcome(2, ORDER).figures.images_per_second
+
+
+@pytest.mark.parametrize(
+    ("ready", "looks", "expected"),
+    [
+        (20.0, [(25.0, 1, False), (30.0, 1, False)], 20.0),
+        # As with Slurm, where the driver sees parts and not their workers.
+        (None, [(30.0, 2, True), (40.0, 1, False), (50.0, 1, False)], 10.0),
+        (None, [(30.0, 4, True)], 20.0),  # since they were asked for: less than the speed
+        (None, [], None),
+    ],
+)
+def test_rows_count_that_were_computed_while_the_clock_ran(
+    monkeypatch: pytest.MonkeyPatch,
+    ready: float | None,
+    looks: list[tuple[float, int, bool]],
+    expected: float | None,
+) -> None:
+    assert gathered(monkeypatch, ready, looks) == expected

@@ -96,8 +96,10 @@ class OwnStream:
             yield
             return
         with torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+            try:
+                yield
+            finally:
+                self._stream.synchronize()
 
 
 def used_here(values: Mapping[str, torch.Tensor]) -> None:
@@ -152,16 +154,18 @@ def cpu_threads(count: int | None) -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def _cuda_now() -> tuple[str, str, bool]:
+def _cuda_now() -> tuple[str, str, bool, bool]:
     cudnn: Any = torch.backends.cudnn  # its attributes are made in ways that mypy cannot follow
-    return cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision, cudnn.deterministic
+    matmul = torch.backends.cuda.matmul.fp32_precision
+    return cudnn.conv.fp32_precision, matmul, cudnn.deterministic, cudnn.benchmark
 
 
-def _set_cuda(settings: tuple[str, str, bool]) -> None:
+def _set_cuda(settings: tuple[str, str, bool, bool]) -> None:
     cudnn: Any = torch.backends.cudnn
     cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision = settings[:2]
-    cudnn.deterministic = settings[2]
+    cudnn.deterministic, cudnn.benchmark = settings[2:]
 
 
-# fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits.
-exact_cuda = ProcessSetting(_cuda_now, _set_cuda, ("ieee", "ieee", True))
+# fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits: it is not
+# chosen by a race, which another stream may decide.
+exact_cuda = ProcessSetting(_cuda_now, _set_cuda, ("ieee", "ieee", True, False))

@@ -108,6 +108,7 @@ class Engine:
         self._operations: list[str] | None = None
         self._plain: list[str] = []
         self._is_shared = False
+        self._streams: list[OwnStream] = []
         self._stream: OwnStream | None = None
         self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
@@ -332,18 +333,21 @@ class Engine:
         synchronise(self.device)  # weights may still be on their way, and streams do not wait
         self._is_shared = True
         self._hooks.thread = _NO_THREAD
+        while len(self._streams) < count:  # kept, as memory is kept for each stream
+            self._streams.append(OwnStream(self.device))
         try:
             with contextlib.ExitStack() as stack:
-                yield [stack.enter_context(self._replica()) for _ in range(count)]
+                streams = self._streams[:count]
+                yield [stack.enter_context(self._replica(stream)) for stream in streams]
         finally:
             self._hooks.thread = None
             self._is_shared = False
 
     @contextlib.contextmanager
-    def _replica(self) -> Iterator[Engine]:
+    def _replica(self, stream: OwnStream) -> Iterator[Engine]:
         replica = copy.copy(self)
         replica.model_seconds = replica.copy_seconds = 0.0
-        replica._stream = OwnStream(self.device)
+        replica._stream = stream
         replica._keeper = self._keeper.replica()
         replica._hooks = replica._tap_hooks(replica._keeper.keep, self._order, stop=True)
         replica._hooks.thread = _NO_THREAD
@@ -496,8 +500,16 @@ class Engine:
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Casts weights anew in each pass where the module is shared.
+
+        Autocast keeps cast weights for all threads, and forgets them when one of them leaves it: a
+        pass on one stream could read what another one is still writing, or has given back.
+        """
         dtype = COMPUTE_DTYPES[self.compute.precision]
-        return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)
+        enabled = dtype != torch.float32
+        return torch.autocast(
+            self.device.type, dtype, enabled=enabled, cache_enabled=not self._is_shared
+        )
 
     def _noise(self, batch_size: int) -> torch.Tensor:
         """(B, 3, H, W) float32 as normalised pictures are, the same in every run."""

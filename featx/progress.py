@@ -257,8 +257,8 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         "fold": str(compute.fold).lower(),
         "batch_size": str(compute.batch_size),
         "part_rows": str(prepared.part_rows),
-        **({} if prepared.threads is None else {"threads": str(prepared.threads)}),
-        **({"streams": str(prepared.replicas)} if "streams" in prepared.choices else {}),
+        **({} if prepared.at_once.threads is None else {"threads": str(prepared.at_once.threads)}),
+        **({"streams": str(prepared.at_once.replicas)} if "streams" in prepared.choices else {}),
     }
     rows = [
         ("data", data),

@@ -68,10 +68,10 @@ def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
 
 def _warn(prepared: Prepared, num_workers: int) -> None:
     """Say what is slow, or not the same on all devices."""
-    threads = (prepared.threads or 0) * num_workers
-    if threads > num_cpus():
+    threads = prepared.at_once.threads or 0
+    if threads * num_workers > num_cpus():
         complain(
-            f"warning: {num_workers} workers of {prepared.threads} threads share {num_cpus()} "
+            f"warning: {num_workers} workers of {threads} threads share {num_cpus()} "
             "CPUs. The store was begun with so many threads each, and the last bits of its rows "
             "depend on them; overwrite=true begins anew with fewer."
         )

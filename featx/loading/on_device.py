@@ -9,6 +9,7 @@ decides whether a row fails, and never makes a row of a picture that it has misu
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,14 @@ the colours between their samples: libjpeg at both sizes, on 290 photographs, by
 the most. A picture beyond is not taken."""
 
 _BRIGHTNESS = (0.299, 0.587, 0.114)
+
+_OF_THE_PICTURE = re.compile(
+    r"Failed to (get image info|(parse|decode) jpeg stream|decode batch|transfer jpeg to device): "
+    r"[2349]\b"
+)
+"""What torchvision says of a picture that nvJPEG does not take: its status is that of an invalid
+parameter, a bad JPEG, or one that is not supported. All else is the device's fault, such as memory
+that is short for a moment, and must not decide by whom a picture is decoded."""
 
 
 class DeviceDecoder:
@@ -103,7 +112,13 @@ class DeviceDecoder:
             return dict(zip(pictures, decode_jpegs(coded, self.device), strict=True))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device, not a picture
-        except RuntimeError:
+        except RuntimeError as error:
+            if self.device.type == "cuda" and not _OF_THE_PICTURE.search(str(error)):
+                raise RunError(
+                    f"{self.device} cannot decode JPEGs: {' '.join(str(error).split())[:300]}. "
+                    "Nothing committed is lost: give the same command again, or with decode=fast "
+                    "into a new out."
+                ) from error
             if len(pictures) == 1:
                 return {}
         halves = list(pictures.items())

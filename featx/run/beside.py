@@ -7,6 +7,7 @@ computed, and what Python takes between two operations is not lost.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,26 +57,36 @@ def room_for_batches(before: int | None, after: int | None) -> int:
     return int(min(MAX_REPLICAS, 1 + free / (2 * each)))
 
 
-def threads_and_replicas(
-    cpus: int | None, engine: Any, room: int, begun: Begun | None
-) -> tuple[int | None, int, dict[str, str]]:
-    """Threads that compute a batch, how many batches side by side, and a line on the choice.
+@dataclass(frozen=True)
+class AtOnce:
+    """What is computed at the same time.
+
+    Attributes:
+        threads: of the CPU that compute a batch; None where another device does.
+        replicas: of the engine, that compute batches side by side.
+        ahead: whether the next batch is computed while one is taken.
+        choices: a line on the choice, by its name.
+    """
+
+    threads: int | None
+    replicas: int
+    ahead: bool
+    choices: dict[str, str]
+
+
+def on_cpu(cpus: int, engine: Any, room: int, begun: Begun | None) -> AtOnce:
+    """Threads that compute a batch, and how many batches side by side.
 
     Two threads that share a batch wait for each other after every operation, above all while others
     decode; two that have a batch each do not. The last bits of a row depend on the threads of its
     batch, so a store that is gone on with keeps their number.
 
     Args:
-        cpus: that compute; None where another device does.
+        cpus: that compute.
         engine: settled.
         room: batches at once, at the most.
         begun: what is gone on with.
-
-    Returns:
-        None for the threads where another device computes.
     """
-    if cpus is None:
-        return None, 1, {}
     if not engine.replicable:
         room = 1
     here = -(-cpus // room) if is_kept_in_threads() else cpus
@@ -85,11 +96,14 @@ def threads_and_replicas(
     if threads != here:
         assert begun is not None
         text += f" (as {begun.what} begun; here it would be {here}, and other last bits)"
-    return threads, replicas, {"threads": text}
+    return AtOnce(threads, replicas, replicas > 1, {"threads": text})
 
 
-def streams(engine: Any, batch: torch.Tensor) -> tuple[int, dict[str, str]]:
-    """How many batches are on their way at once on CUDA, and a line on the choice.
+def on_device(engine: Any, batch: torch.Tensor) -> AtOnce:
+    """How many batches are on their way at once on a device; on CUDA in a stream each.
+
+    Of a user's module there is one, computed when it is taken: it may use the memory of what it
+    gave again.
 
     Args:
         engine: settled.
@@ -97,20 +111,42 @@ def streams(engine: Any, batch: torch.Tensor) -> tuple[int, dict[str, str]]:
     """
     device = engine.device
     if device.type != "cuda":
-        return 1, {}
+        return AtOnce(None, 1, False, {})
+    if not engine.backbone.reentrant:
+        return AtOnce(None, 1, False, {"streams": "1"})
+    if not _has_room(engine, batch):
+        why = "memory does not suffice for more batches at once"
+        return AtOnce(None, 1, False, {"streams": f"1 ({why})"})
     if not engine.replicable:
-        return 1, {"streams": "1"}
+        return AtOnce(None, 1, True, {"streams": "1"})
+    try:
+        same = same_beside(engine, batch, CUDA_STREAMS)
+    except torch.OutOfMemoryError:  # another process took what was free
+        why = "memory did not suffice for more batches at once"
+        return AtOnce(None, 1, False, {"streams": f"1 ({why})"})
+    finally:
+        torch.cuda.empty_cache()
+    if not same:
+        why = "beside each other batches come to other last bits here"
+        return AtOnce(None, 1, True, {"streams": f"1 ({why})"})
+    return AtOnce(None, CUDA_STREAMS, True, {"streams": f"{CUDA_STREAMS}, a batch in each"})
+
+
+def _has_room(engine: Any, batch: torch.Tensor) -> bool:
+    """Whether device and host have memory for batches on their way; half of what is free stays."""
+    device = engine.device
     engine.run(batch)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    engine.run(batch)
+    values = engine.run(batch)
     each = torch.cuda.max_memory_allocated(device) - before
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
-    if 2 * CUDA_STREAMS * each > free:  # half of what is free stays free
-        return 1, {"streams": "1 (memory does not suffice for more batches at once)"}
-    if not same_beside(engine, batch, CUDA_STREAMS):
-        return 1, {"streams": "1 (beside each other batches come to other last bits here)"}
-    return CUDA_STREAMS, {"streams": f"{CUDA_STREAMS}, a batch in each"}
+    if 2 * CUDA_STREAMS * each > free:
+        return False
+    # Beside those that are computed one is waiting and one is taken.
+    on_host = (CUDA_STREAMS + 2) * sum(value.nbytes for value in values.values())
+    free_on_host = free_memory()
+    return free_on_host is None or 2 * on_host <= free_on_host
 
 
 def same_beside(engine: Any, batch: torch.Tensor, count: int) -> bool:

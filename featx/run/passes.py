@@ -1,8 +1,4 @@
-"""The passes of a run: batches computed one after the other, or several at once, in their order.
-
-On CUDA they are computed in other threads: while one batch is taken the next is on its way. Not of
-a user's module, which may use the memory of what it gave again.
-"""
+"""The passes of a run: batches computed one after the other, or several at once, in their order."""
 
 from __future__ import annotations
 
@@ -40,12 +36,12 @@ class Passes:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Passes:
-        engine, count = self._prepared.engine, self._prepared.replicas
+        engine, at_once = self._prepared.engine, self._prepared.at_once
         engine.model_seconds = engine.copy_seconds = 0.0
-        if count > 1:
-            self._engines = self._stack.enter_context(engine.replicas(count))
-        if count > 1 or (engine.device.type == "cuda" and engine.backbone.reentrant):
-            beside = SideBySide(self._engines, self._prepared.threads, self._computed)
+        if at_once.replicas > 1:
+            self._engines = self._stack.enter_context(engine.replicas(at_once.replicas))
+        if at_once.ahead:
+            beside = SideBySide(self._engines, at_once.threads, self._computed)
             self._beside = self._stack.enter_context(beside)
         return self
 

@@ -28,6 +28,7 @@ from featx.types import Batch, LayerSpec, Listing, Source, StoreHeader
 if TYPE_CHECKING:
     from featx.loading.decoding import Decoding
     from featx.loading.loader import Loader
+    from featx.run.beside import AtOnce
 
 
 @dataclass
@@ -38,8 +39,7 @@ class Prepared:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
         seconds_per_image: of the backbone alone, measured on the probe.
-        threads: of the CPU that compute a batch; None where another device does.
-        replicas: of the engine, that compute batches side by side in each process.
+        at_once: threads of a batch, and batches that are computed side by side in each process.
         devices: of the processes that compute, torch.device.
     """
 
@@ -52,8 +52,7 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     seconds_per_image: float
-    threads: int | None
-    replicas: int
+    at_once: AtOnce
     devices: list[Any]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -66,6 +65,7 @@ class Prepared:
     def as_run(self) -> Run:
         """All rows and the layers that are asked for, as a run of a store."""
         policy, share = self.decoding.policy, self.decoding.device_share
+        threads = self.at_once.threads
         return Run(
             header=self.header,
             layers=tuple(self.specs),
@@ -76,7 +76,7 @@ class Prepared:
                 "jpeg": policy.jpeg,
                 **({} if share is None else {"gpu_share": share}),
                 **({} if policy.heif is None else {"heif": policy.heif}),
-                **({} if self.threads is None else {"threads": self.threads}),
+                **({} if threads is None else {"threads": threads}),
             },
         )
 
@@ -124,9 +124,9 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.loading.preprocess import check_reference
     from featx.run.beside import (
         cpus_that_compute,
+        on_cpu,
+        on_device,
         room_for_batches,
-        streams,
-        threads_and_replicas,
         threads_of_probe,
     )
     from featx.run.decode_share import check_device, with_share
@@ -154,14 +154,15 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
-        room = room_for_batches(before, resident_memory())
-        threads, replicas, why_threads = threads_and_replicas(cpus, engine, room, begun)
         if cpus is None:
-            replicas, why_threads = streams(engine, resolver.filled(engine.compute.batch_size))
+            at_once = on_device(engine, resolver.filled(engine.compute.batch_size))
+        else:
+            room = room_for_batches(before, resident_memory())
+            at_once = on_cpu(cpus, engine, room, begun)
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
-        stack.enter_context(cpu_threads(threads))
+        stack.enter_context(cpu_threads(at_once.threads))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
         yield Prepared(
             config=config,
@@ -173,10 +174,9 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             header=header(config_yaml, backbone, {**settings, **purpose.settings}),
             part_rows=part_rows,
             seconds_per_image=resolver.seconds_per_image,
-            threads=threads,
-            replicas=replicas,
+            at_once=at_once,
             devices=devices,
-            choices={**resolver.choices, **why_threads, **why_share},
+            choices={**resolver.choices, **at_once.choices, **why_share},
             left_out=selection.left_out,
         )
 

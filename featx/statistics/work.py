@@ -95,6 +95,7 @@ class StatsWork:
         """The part whose last batch was taken; calling what is returned makes it durable."""
         assert self._part is not None, "no batch of a part was taken"
         found = {name: moments.finish() for name, moments in self._moments.items()}
+        synchronise(self._prepared.engine.device)  # the thread that commits is another one
         part, failures = self._part, self._failures
         self._part, self._moments, self._failures = None, {}, []
         return functools.partial(self._made_durable, part, failures, found)
@@ -161,5 +162,5 @@ def tree_of(prepared: Prepared, layers: Sequence[StatsLayer], disk: Disk) -> Mom
         prepared.header,
         len(prepared.listing),
         layers,
-        prepared.threads,
+        prepared.at_once.threads,
     )

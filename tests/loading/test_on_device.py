@@ -241,6 +241,43 @@ def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         loaded([picture(0)], SHARES)
 
 
+@pytest.mark.parametrize("status", [2, 3, 4, 9])
+def test_what_nvjpeg_says_of_a_picture_sends_it_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    assert nvjpeg_says(monkeypatch, f"Failed to decode batch: {status}") == [None]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Failed to decode jpeg stream: 5",  # its memory
+        "Failed to decode batch: 6",
+        "Failed to create device buffer: 2",
+        "API call failed at image.cpp, line 3",
+        "cudaEventRecord failed: 2",
+    ],
+)
+def test_what_nvjpeg_says_of_itself_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """Else memory that is short for a moment would decide by whom a picture is decoded."""
+    with pytest.raises(RunError, match=r"cuda:0 cannot decode JPEGs: Error .* decode=fast"):
+        nvjpeg_says(monkeypatch, text)
+
+
+def nvjpeg_says(monkeypatch: pytest.MonkeyPatch, text: str) -> list[torch.Tensor | None]:
+    """What becomes of a picture of which nvJPEG says so."""
+
+    def says(*arguments: Any) -> Any:
+        raise RuntimeError(f"Error while decoding JPEG images: {text}")
+
+    monkeypatch.setattr(on_device, "decode_jpegs", says)
+    decoder = DeviceDecoder(PREPROCESS, CPU)
+    decoder.device = torch.device("cuda", 0)
+    return decoder.crops([coded(picture(0))])
+
+
 def odd_pictures() -> list[bytes]:
     """Good and bad ones in turn; of the bad each kind."""
     good = [picture(seed, orientation=1 + seed % 8) for seed in range(24)]

@@ -13,12 +13,16 @@ from made_store import dataset_digests
 from tiny_engine import Residual, backbone_of, bound, noise
 
 import featx
+from featx.engine import Compute
+from featx.models import build_backbone
+from featx.options import ModelConfig
 from featx.run import beside
 from featx.run.beside import (
+    AtOnce,
+    on_cpu,
+    on_device,
     room_for_batches,
     same_beside,
-    streams,
-    threads_and_replicas,
     threads_of_probe,
 )
 
@@ -54,9 +58,9 @@ def test_threads_of_a_batch_and_batches_at_once(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(replicable=replicable)
-    found = threads_and_replicas(cpus, engine, room, None)
+    found = on_cpu(cpus, engine, room, None)
     beside = f", and {replicas} batches side by side" if replicas > 1 else ""
-    assert found == (threads, replicas, {"threads": f"{threads}{beside}"})
+    assert found == AtOnce(threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"})
 
 
 @pytest.mark.parametrize(
@@ -69,9 +73,9 @@ def test_a_store_keeps_its_threads(
     monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: True)
     engine = types.SimpleNamespace(replicable=True)
     begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = threads_and_replicas(cpus, engine, 4, begun)
-    assert found[:2] == (stored, replicas)
-    assert (f"here it would be {here}" in found[2]["threads"]) == (here is not None)
+    found = on_cpu(cpus, engine, 4, begun)
+    assert (found.threads, found.replicas) == (stored, replicas)
+    assert (f"here it would be {here}" in found.choices["threads"]) == (here is not None)
 
 
 @pytest.mark.parametrize(
@@ -127,46 +131,99 @@ def test_a_value_that_is_none_is_the_same_as_itself() -> None:
         assert same_beside(engine, torch.full((2, 3, 8, 8), torch.nan), 2)
 
 
+NO_ROOM = "1 (memory does not suffice for more batches at once)"
+OTHER_BITS = "1 (beside each other batches come to other last bits here)"
+
+
+class Cuda:
+    """A device that says what a test wants, and an engine on it.
+
+    A batch takes 1 GiB there, beside 3 GiB of weights; 2 GiB are kept by torch, and free.
+    """
+
+    device = CUDA
+
+    def __init__(self, patch: pytest.MonkeyPatch, free: float, host: float | None = None) -> None:
+        self.backbone = types.SimpleNamespace(reentrant=True)
+        self.replicable = True
+        self.same: bool | Exception = True
+        self.emptied = 0
+        for name, value in {
+            "memory_allocated": 3 * GIB,
+            "max_memory_allocated": 4 * GIB,
+            "memory_reserved": 5 * GIB,
+            "reset_peak_memory_stats": None,
+            "mem_get_info": (free - 2 * GIB, 9 * GIB),
+        }.items():
+            patch.setattr(torch.cuda, name, lambda device, value=value: value)
+        patch.setattr(torch.cuda, "empty_cache", self._empty)
+        patch.setattr(beside, "free_memory", lambda: host)
+        patch.setattr(beside, "same_beside", self._same)
+
+    def run(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": torch.zeros(64), "b": torch.zeros(64)}  # 512 bytes, of which there are four
+
+    def _empty(self) -> None:
+        self.emptied += 1
+
+    def _same(self, *arguments: Any) -> bool:
+        if isinstance(self.same, Exception):
+            raise self.same
+        return self.same
+
+
 @pytest.mark.parametrize(
-    ("replicable", "free", "same", "expected"),
+    ("free", "host", "expected"),
     [
-        (True, 4 * GIB, True, (2, "2, a batch in each")),
-        (True, 3.9 * GIB, True, (1, "1 (memory does not suffice for more batches at once)")),
-        (True, 9 * GIB, False, (1, "1 (beside each other batches come to other last bits here)")),
-        (False, 9 * GIB, True, (1, "1")),
+        (4 * GIB, None, (2, True, "2, a batch in each")),
+        (4 * GIB, 4096.0, (2, True, "2, a batch in each")),
+        (3.9 * GIB, None, (1, False, NO_ROOM)),
+        (4 * GIB, 4095.0, (1, False, NO_ROOM)),
     ],
 )
-def test_two_batches_where_memory_and_bits_allow_it(
-    monkeypatch: pytest.MonkeyPatch, replicable: bool, free: float, same: bool,
-    expected: tuple[int, str],
+def test_two_batches_where_there_is_memory_for_them(
+    monkeypatch: pytest.MonkeyPatch, free: float, host: float | None,
+    expected: tuple[int, bool, str],
 ) -> None:  # fmt: skip
-    """A batch takes 1 GiB here, beside 3 GiB of weights; 2 GiB are kept by torch and free."""
-    for name, value in {
-        "memory_allocated": 3 * GIB,
-        "max_memory_allocated": 4 * GIB,
-        "memory_reserved": 5 * GIB,
-        "reset_peak_memory_stats": None,
-        "mem_get_info": (free - 2 * GIB, 9 * GIB),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    monkeypatch.setattr(beside, "same_beside", lambda engine, batch, count: same)
-    engine: Any = types.SimpleNamespace(device=CUDA, replicable=replicable, run=lambda batch: {})
-    assert streams(engine, noise()) == (expected[0], {"streams": expected[1]})
+    found = on_device(Cuda(monkeypatch, free, host), noise())
+    assert found == AtOnce(None, *expected[:2], {"streams": expected[2]})
 
 
-def test_a_cpu_has_no_streams() -> None:
-    engine: Any = types.SimpleNamespace(device=torch.device("cpu"))
-    assert streams(engine, noise()) == (1, {})
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"backbone": types.SimpleNamespace(reentrant=False)}, (1, False, "1")),
+        ({"replicable": False}, (1, True, "1")),  # compiled, or gradients are taken
+        ({"same": False}, (1, True, OTHER_BITS)),
+        ({"same": torch.OutOfMemoryError("full")}, (1, False, NO_ROOM.replace("does", "did"))),
+    ],
+)
+def test_two_batches_where_they_do_not_change_each_other(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], expected: tuple[int, bool, str]
+) -> None:
+    engine = Cuda(monkeypatch, 9 * GIB)
+    vars(engine).update(change)
+    assert on_device(engine, noise()) == AtOnce(None, *expected[:2], {"streams": expected[2]})
+    assert engine.emptied == ("same" in change)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_other_devices_have_no_streams(device: str) -> None:
+    engine: Any = types.SimpleNamespace(device=torch.device(device))
+    assert on_device(engine, noise()) == AtOnce(None, 1, False, {})
 
 
 @pytest.mark.gpu
-def test_replicas_on_cuda_give_the_bits_of_one() -> None:
-    backbone = backbone_of(Residual(), side=64)
-    backbone.reentrant = True
-    with bound(backbone, "conv2", "fc", device=CUDA) as engine:
-        x = noise(64, 64)
-        assert streams(engine, x)[0] == beside.CUDA_STREAMS
-        assert same_beside(engine, x, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["resnet50", "vit_b_16"])
+def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> None:
+    backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
+    layer = "avgpool" if model == "resnet50" else "encoder"
+    with bound(backbone, layer, device=CUDA) as engine:
+        engine.settle(Compute(precision, False, False, 64))
+        x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
+        assert on_device(engine, x).replicas == beside.CUDA_STREAMS
+        assert all(same_beside(engine, x, 2) for _ in range(10))
         with engine.replicas(2) as replicas:
             found = set()
             for replica in replicas:
@@ -177,23 +234,23 @@ def test_replicas_on_cuda_give_the_bits_of_one() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_run_on_cuda_gives_the_same_bits_in_one_stream_and_in_two(
-    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """Rows, and sums that are made on the device of values that come from both streams."""
     keys = {"model": {"name": "resnet18", "weights": None}, "data": photo_folder, "seed": 3}
-    keys |= {
-        "layers": ["layer2"],
-        "reduce": "avg",
-        "batch_size": 2,
-        "part_rows": 8,
-        "device": "cuda",
-    }
+    keys |= {"layers": ["layer2"], "reduce": "avg", "batch_size": 2, "part_rows": 8}
+    keys |= {"device": "cuda", "precision": precision}
     rows, sums = [], []
     for count in (1, 2):
         monkeypatch.setattr(beside, "CUDA_STREAMS", count)
+        capfd.readouterr()
         rows.append(featx.extract(**keys, out=tmp_path / f"rows{count}")["layer2"][:].tobytes())
+        assert f"{count}, a batch in each" in capfd.readouterr().err
         featx.stats(**keys, out=tmp_path / f"sums{count}")
+        assert f"{count}, a batch in each" in capfd.readouterr().err
         sums.append(dataset_digests(tmp_path / f"sums{count}" / "stats.h5"))
     assert rows[0] == rows[1]
     assert sums[0] == sums[1]

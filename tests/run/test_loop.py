@@ -17,6 +17,7 @@ import torch
 from featx.config import Config
 from featx.errors import RunError
 from featx.loading.loader import LoaderTimes
+from featx.run.beside import AtOnce
 from featx.run.loop import run_parts
 from featx.run.stopping import Interrupted
 from featx.types import Batch, Failure, Part
@@ -82,7 +83,10 @@ def prepared() -> Any:
     )  # fmt: skip
     config = Config()
     return SimpleNamespace(
-        engine=engine, loader=lambda size: Images(), config=config, replicas=1, threads=1
+        engine=engine,
+        loader=lambda size: Images(),
+        config=config,
+        at_once=AtOnce(1, 1, False, {}),
     )
 
 

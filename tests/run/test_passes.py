@@ -21,12 +21,14 @@ import pytest
 import torch
 from made_store import dataset_digests
 from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, noise
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from featx.engine import Compute, Engine
 from featx.errors import RunError
 from featx.machine import num_cpus
 from featx.models import build_backbone
 from featx.options import ModelConfig, ReduceConfig
+from featx.run.beside import AtOnce
 from featx.run.passes import Passes, SideBySide
 from featx.taps.select import select
 from featx.types import Batch, Part
@@ -117,47 +119,39 @@ def test_a_batch_has_the_threads_that_were_asked_for() -> None:
         torch.set_num_threads(before)
 
 
-def passes(device: str, reentrant: bool, compute: Callable[[Any, Batch], Any]) -> Passes:
+def passes(ahead: bool, compute: Callable[[Any, Batch], Any]) -> Passes:
     """Those of a run with one engine."""
-    engine = types.SimpleNamespace(
-        device=torch.device(device), backbone=types.SimpleNamespace(reentrant=reentrant),
-        own_stream=contextlib.nullcontext,
-    )  # fmt: skip
-    prepared: Any = types.SimpleNamespace(engine=engine, replicas=1, threads=None)
+    engine = types.SimpleNamespace(device="cuda:1", own_stream=contextlib.nullcontext)
+    prepared: Any = types.SimpleNamespace(engine=engine, at_once=AtOnce(None, 1, ahead, {}))
     return Passes(prepared, compute)
 
 
-@pytest.mark.parametrize(
-    ("device", "reentrant", "elsewhere"),
-    [("cuda", True, True), ("cuda", False, False), ("cpu", True, False), ("mps", True, False)],
-)
-def test_on_cuda_the_next_batch_is_on_its_way_while_one_is_taken(
-    device: str, reentrant: bool, elsewhere: bool
-) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_next_batch_may_be_on_its_way_while_one_is_taken(ahead: bool) -> None:
     begun = threading.Semaphore(0)
 
     def compute(engine: Any, batch: Batch) -> tuple[int, int]:
         begun.release()
         return batch.start, threading.get_ident()
 
-    with passes(device, reentrant, compute) as several:
+    with passes(ahead, compute) as several:
         each = several.each(batches(3))
         first = next(each)[2]()
-        if elsewhere:
+        if ahead:
             assert all(begun.acquire(timeout=10) for _ in range(2))  # the second as well
         found = [first, *(computed() for *_, computed in each)]
     assert [start for start, _ in found] == [0, 1, 2]
-    assert {thread == threading.get_ident() for _, thread in found} == {not elsewhere}
+    assert {thread == threading.get_ident() for _, thread in found} == {not ahead}
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_memory_that_is_gone_in_the_middle_of_a_run_is_said(device: str) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_memory_that_is_gone_in_the_middle_of_a_run_is_said(ahead: bool) -> None:
     def compute(engine: Any, batch: Batch) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    with passes(device, True, compute) as several:
+    with passes(ahead, compute) as several:
         _, _, computed = next(several.each(batches(1)))
-        with pytest.raises(RunError, match=f"out of memory on {device} in the middle .* new out"):
+        with pytest.raises(RunError, match=r"out of memory on cuda:1 in the middle .* new out"):
             computed()
 
 
@@ -222,6 +216,48 @@ def test_replicas_compute_what_the_engine_computes(
         assert sum(len(m._forward_hooks) for m in backbone.module.modules()) == len(
             {name.partition("@")[0] for name in layers}
         )
+
+
+def test_replicas_share_no_cast_weights() -> None:
+    """Autocast keeps one cache for all threads: on CUDA another stream may still write to it.
+
+    One replica is held inside its pass while another one computes, which casts all it needs itself.
+    """
+    inside, leave = threading.Event(), threading.Event()
+    backbone = backbone_of(Residual())
+    backbone.reentrant = True
+    casts: list[list[torch.dtype]] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten._to_copy.default:
+                casts[-1].append(kwargs["dtype"])
+            return func(*args, **(kwargs or {}))
+
+    def counted(engine: Engine) -> int:
+        casts.append([])
+        with Casts():
+            engine.run(noise())
+        return casts[-1].count(torch.bfloat16)
+
+    def hold(module: Any, args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert leave.wait(10)
+
+    with bound(backbone, "fc") as engine:
+        engine.settle(Compute("bf16", False, False, 4))
+        handle = backbone.module.fc.register_forward_pre_hook(hold)
+        with engine.replicas(2) as replicas, ThreadPoolExecutor(1) as other:
+            alone = counted(replicas[0])
+            waiting = other.submit(replicas[1].run, noise())
+            assert inside.wait(10)
+            try:
+                assert counted(replicas[0]) == alone >= 3  # three weights at the least
+            finally:
+                leave.set()
+            waiting.result()
+        handle.remove()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -130,7 +130,8 @@ class WebDataset(Format):
             shards = f"shards-{{00000..{len(files) - 1:05d}}}-of-{len(files):05d}.tar"
         return (
             "import webdataset as wds\n"
-            f'rows = wds.WebDataset("{out}/{shards}", shardshuffle=False).decode("pil")\n'
+            f'rows = wds.WebDataset("{out}/{shards}", shardshuffle=False)\n'
+            'rows = rows.decode("pil", handler=wds.warn_and_continue)  # a failed row may be none\n'
             f'for sample in rows: sample["{self.selection.layers[0].lower()}.npy"], sample["cls"]'
         )
 

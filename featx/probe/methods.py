@@ -101,8 +101,9 @@ def _linear(problem: Problem, split: Split) -> Fitted:
     y = problem.y[split.validation]
 
     def judge(found: linear.Fit) -> tuple[float, float]:
-        head = Head(scaler, found.weight, found.bias, probabilities=True)
-        return linear.accuracy_and_loss(y, scores_of(head, problem.features, split.validation))
+        head = Head(scaler, found.weight, found.bias, probabilities=False)
+        logits = scores_of(head, problem.features, split.validation)
+        return linear.accuracy_and_loss_of_logits(y, logits)
 
     notes: list[str] = []
     if problem.features.whole is not None:

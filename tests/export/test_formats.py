@@ -247,6 +247,22 @@ class TestWebDataset:
         sizes = [(image.size, conv.shape) for image, conv in data.to_tuple("png", "conv.npy")]
         assert sizes == [((48, 48), (8, 4, 4))] * 6
 
+    def test_the_printed_lines_go_on_behind_a_failed_row(
+        self, photos: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        extract(photos, max_failures=1)
+        capsys.readouterr()
+        export("webdataset")
+        printed = capsys.readouterr().out
+        lines = printed[printed.index("import webdataset") :].splitlines()[:4]
+        found: dict[str, Any] = {}
+        collected = [*lines[:3], "keys = [sample['__key__'] for sample in rows]"]
+        with pytest.warns(UserWarning, match="DecodingError"):
+            exec("\n".join(collected), found)
+        store = featx.open("store")
+        assert [int(key) for key in found["keys"]] == np.flatnonzero(store.ok).tolist()
+        assert lines[3].startswith("for sample in rows")
+
     def test_a_failed_row_without_its_picture_stays(self, photos: Path) -> None:
         extract(photos, max_failures=1)
         (photos / "dog.x" / "broken.png").unlink()

@@ -179,3 +179,11 @@ def test_gradients_reach_the_optimizer_clipped(
     free, clipped = norms
     assert free > 0.1
     assert clipped == pytest.approx(0.01, rel=1e-4)
+
+
+def test_the_loss_counts_how_sure_a_wrong_answer_was() -> None:
+    """A probability of 1e-500 is 0 in float64; its logarithm is not."""
+    logits = np.array([[0.0, 1151.3], [2.0, 0.0], [0.0, 3.0]])
+    accuracy, loss = linear.accuracy_and_loss_of_logits(np.array([0, 0, 1]), logits)
+    assert accuracy == pytest.approx(2 / 3)
+    assert loss == pytest.approx((1151.3 + np.log1p(np.exp(-2)) + np.log1p(np.exp(-3))) / 3)

@@ -187,6 +187,27 @@ class TestDuplicates:
         assert [group.tolist() for group in found] == [[2, 5, 11, 30], [8, 39]]
         assert cosines_to_first(store, "flat", found[0]).tolist() == pytest.approx([1] * 4)
 
+    def test_copies_of_a_wide_map_are_found(self) -> None:
+        """Sums of float32 err by more than 1e-6 there: copies were 0.99998 alike."""
+        run = make_run(6, 8, {"flat": (802_816,)})
+        draw = np.random.default_rng(3)
+        flat = np.maximum(draw.standard_normal((6, 802_816)) + draw.random(802_816), 0)
+        flat[5] = flat[1]
+        flat[4] = 2 * flat[0]
+        flat[3] = flat[2] + 0.005 * draw.standard_normal(802_816)
+        store = write(with_features(run, flat=flat))
+        found = duplicate_groups(store, "flat", 1, "cpu")
+        assert [group.tolist() for group in found] == [[0, 4], [1, 5]]
+        assert cosines_to_first(store, "flat", found[1]).tolist() == [1, 1]
+        near = cosines_to_first(store, "flat", np.array([2, 3]))[1]
+        a, b = store["flat"][2].astype(np.float64), store["flat"][3].astype(np.float64)
+        exact = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        assert 0.9999 < near < 0.99999
+        assert near == pytest.approx(exact, abs=1e-7)
+        # As near to the threshold as float32 could not say, on both sides of it.
+        for threshold, count in ((exact + 5e-7, 3), (exact + 2e-6, 2)):
+            assert len(duplicate_groups(store, "flat", threshold, "cpu")) == count
+
     def test_all_rows_the_same(self) -> None:
         run = make_run(40, 16)
         store = write(with_features(run, flat=np.ones((40, 5))))

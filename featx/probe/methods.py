@@ -119,8 +119,7 @@ def _linear(problem: Problem, split: Split) -> Fitted:
             for l2, found in zip(strengths, streamed.fits, strict=True)
         ]
     best = linear.best_trial(trials)
-    if given is None and best.l2 in (strengths[0], strengths[-1]):
-        notes.append(f"the best l2, {best.l2:g}, is the last one of the grid on that side")
+    notes += _at_the_end(best.l2, strengths)
     again = fit_scaler(problem.features, split.train)
     fitted = _fit_linear(problem, split.train, again, best.l2, best.fit)
     return Fitted(
@@ -162,6 +161,13 @@ def _fit_linear(
         "converged": found.converged,
     }
     return _with_head(problem, head, l2, notes, details)
+
+
+def _at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
+    """A note where a better strength may lie beyond the grid."""
+    if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
+        return []
+    return [f"the best l2, {best:g}, is the last one of the grid on that side"]
 
 
 _SMALL_BYTES = 64 << 20
@@ -248,4 +254,5 @@ def _ridge(problem: Problem, split: Split) -> Fitted:
         trials.append({"l2": l2, "accuracy": accuracy, "loss": error})
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
     fitted = _with_head(problem, solved(split.train).head(best["l2"]), best["l2"])
-    return Fitted(fitted.scores, best["l2"], fitted.head, best["accuracy"], trials)
+    notes = _at_the_end(best["l2"], strengths)
+    return Fitted(fitted.scores, best["l2"], fitted.head, best["accuracy"], trials, notes)

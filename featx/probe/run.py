@@ -136,7 +136,11 @@ def _probe_with(
         "sweep": fits[0].sweep,
         **fits[0].details,
     }
-    notes = [note for fitted in fits for note in fitted.notes]
+    notes = [
+        note if len(fits) == 1 else f"fold {number} of {len(fits)}: {note}"
+        for number, fitted in enumerate(fits, 1)
+        for note in fitted.notes
+    ]
     head, fitted_on = fits[0].head, "train"
     if len(fits) > 1:
         chosen = float(statistics.median_low([fitted.chosen for fitted in fits]))

@@ -144,6 +144,15 @@ def test_kfold_tests_every_row_and_keeps_a_head_of_all(
     assert head()["mean"] == pytest.approx(X.mean(0), rel=1e-4)
 
 
+def test_a_note_on_one_fold_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featx.probe.linear.L2_GRID", (10.0, 1.0))
+    write_store(Path("store"), Y, x=X)
+    notes = probe(capsys, split="kfold", folds=3)["notes"]
+    assert [note[:25] for note in notes] == [f"fold {i} of 3: the best l2," for i in (1, 2, 3)]
+
+
 def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     roles = ["train"] * 150 + ["val"] * 50 + ["test"] * 90

@@ -13,7 +13,7 @@ from sklearn.preprocessing import StandardScaler
 
 from featx.gradients import GradientAlarm
 from featx.options import ProbeConfig
-from featx.probe import linear, methods, streaming
+from featx.probe import linear, methods, ridge, streaming
 from featx.probe.heads import Scaler, fit_scaler
 from featx.probe.linear import Fit, Trial, best_trial, fit_logistic, sweep
 from featx.probe.splits import holdout
@@ -91,6 +91,20 @@ def test_the_most_accurate_wins_and_then_the_smallest_loss() -> None:
     fit = Fit(torch.zeros(1, 1), torch.zeros(1), None, None, 0)
     trials = [Trial(3, 0.8, 0.1, fit), Trial(2, 0.9, 0.5, fit), Trial(1, 0.9, 0.4, fit)]
     assert best_trial(trials).l2 == 1
+
+
+@pytest.mark.parametrize("method", ["linear", "ridge"])
+@pytest.mark.parametrize(("l2", "told"), [(None, 1), (1.0, 0)])
+def test_a_choice_at_the_end_of_the_grid_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, l2: float | None, told: int
+) -> None:
+    """A grid of two has ends only; a strength that was asked for is none."""
+    monkeypatch.setattr(linear, "L2_GRID", (10.0, 1.0))
+    monkeypatch.setattr(ridge, "STRENGTHS", (10.0, 1.0))
+    x, y = blobs(90)
+    problem = problem_of(tmp_path, x, y, ProbeConfig(l2=l2))
+    notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).notes
+    assert sum("is the last one of the grid on that side" in note for note in notes) == told
 
 
 def test_the_probe_is_as_accurate_as_scikit_learn_on_the_same_split(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ where YAML or overrides become a Config.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -199,7 +200,7 @@ class Config:
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
         self._check_devices()
         check_places(self)
-        if self.max_failures < 0:
+        if not 0 <= self.max_failures < math.inf:
             raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
         if self.part_rows != "auto":
             if self.part_rows & (self.part_rows - 1):

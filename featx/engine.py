@@ -200,6 +200,11 @@ class Engine:
                 f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
                 "in front, so its rows cannot be told apart. Choose a layer around it."
             )
+        if value.is_complex():
+            raise LayerError(
+                f"{tap.name} gives complex numbers, and a store keeps real ones. Choose a layer or "
+                "an operation behind it, such as one that takes the magnitude."
+            )
         if tap.capture == "attention":
             check_weights(tap.name, value)
         crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens

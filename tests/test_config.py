@@ -64,6 +64,12 @@ def test_reduction_parameters_have_defaults_and_are_checked() -> None:
         ReduceConfig("gem", p=-1)
 
 
+@pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])
+def test_max_failures_is_a_number(count: float) -> None:
+    with pytest.raises(ConfigError, match=r"max_failures=.*: expected 0 or more"):
+        Config(max_failures=count)
+
+
 def test_allowed_failures_is_a_share_or_a_number() -> None:
     assert Config(max_failures=0.01).allowed_failures(2000) == 20
     assert Config(max_failures=0.01).allowed_failures(99) == 0

@@ -592,6 +592,26 @@ def test_inputs_are_what_a_layer_was_given_before_it_wrote_to_it() -> None:
     assert torch.equal(values["2:input"], before.relu())
 
 
+def test_complex_numbers_are_refused() -> None:
+    """A store of float32 would keep their real part."""
+
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spectrum, self.magnitude = nn.Identity(), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.magnitude(self.spectrum(torch.fft.rfft2(x)).abs())
+
+    with (
+        pytest.raises(LayerError, match="spectrum gives complex numbers, and a store keeps real"),
+        bound(backbone_of(Spectrum()), "spectrum"),
+    ):
+        pass
+    with bound(backbone_of(Spectrum()), "magnitude") as engine:
+        assert engine.run(noise())["magnitude"].dtype == torch.float32
+
+
 def test_a_model_that_splits_its_batch_is_refused() -> None:
     """As DataParallel does: each call of a layer sees a slice, and a hook keeps one of them."""
 

@@ -60,6 +60,8 @@ class Tiny(nn.Module):
         hang: a forward goes on, for 30 s at the most, while this file exists.
     """
 
+    args_without_effect = ("pause_s", "hang")
+
     def __init__(
         self,
         poison: float | None = None,

@@ -272,7 +272,7 @@ def _members(
 def _write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
     # Bytes of a key that are not UTF-8 stay as they are, as in failures.csv.
     text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(text)  # lines end in \r\n: a \r in a key is quoted then
     writer.writerow(header)
     writer.writerows(rows)
     text.flush()

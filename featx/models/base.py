@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Backbone:
         classes: names of the logits in order, where the library says them.
         is_users: the module is the user's own and may live on after the run.
         reentrant: a pass keeps nothing in the module, so several threads may be in it at once.
+        args: what a factory was called with, where it may change values beside the weights.
     """
 
     module: nn.Module
@@ -46,6 +47,7 @@ class Backbone:
     classes: tuple[str, ...] = ()
     is_users: bool = False
     reentrant: bool = False
+    args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._modes = [(module, module.training) for module in self.module.modules()]

@@ -39,6 +39,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         preprocess=preprocess_of(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
         is_users=True,
+        args=_args_of_values(config),
     )
 
 
@@ -83,6 +84,16 @@ def _made(config: ModelConfig, seed: int) -> nn.Module:
             "expected a torch.nn.Module."
         )
     return module
+
+
+def _args_of_values(config: ModelConfig) -> dict[str, Any]:
+    """`model.args` without those that the target's attribute `args_without_effect` names.
+
+    A scale or a threshold changes values and no weight; a pause, or where a file lies, does not.
+    """
+    assert config.target is not None
+    without = getattr(import_target(config.target), "args_without_effect", ())
+    return {name: value for name, value in config.args.items() if name not in without}
 
 
 def import_target(target: str) -> Callable[..., Any]:

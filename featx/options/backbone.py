@@ -57,7 +57,8 @@ class ModelConfig:
     target: str | None = None
     """package.module:factory, for model=custom."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory, for model=custom."""
+    """Keyword arguments of the factory, for model=custom. A resume refuses others, but for those
+    that the factory names in an attribute `args_without_effect`."""
     transform: TransformConfig = field(default_factory=TransformConfig)
     """The preprocessing, for model=custom."""
 

@@ -35,6 +35,7 @@ def fingerprint(
         "model": backbone.name,
         "weights": backbone.weights,
         "weights_sha256": backbone.weights_sha256,
+        **({"model.args": dict(backbone.args)} if backbone.args else {}),
         # Where it is not there nothing is said, for stores of before it was a key.
         **({"model.init": config.model.init} if config.model.init != "loaded" else {}),
         **{f"layer.{spec.name}": layer_line(spec, config) for spec in specs},

@@ -263,6 +263,22 @@ def test_a_second_signal_does_not_wait_for_the_batch(
     assert temporary_files(Path("store")) == []
 
 
+def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are the same: only the arguments say that half the rows would be of another."""
+    stopping(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        extract(photos, model={**MODEL, "args": {"poison": 1e9}})
+    monkeypatch.undo()
+    monkeypatch.chdir(photos.parent)
+    for args in ({"poison": 1e8}, {}):
+        with pytest.raises(StoreMismatchError, match=r"model\.args"):
+            extract(photos, model={**MODEL, "args": args})
+    store = extract(photos, model={**MODEL, "args": {"poison": 1e9, "pause_s": 0.01}})
+    assert store.ok.all()
+
+
 def command(data: Path, hang: Path | None = None, out: str = "store") -> list[str]:
     """The command whose batches take at least 0.15 s."""
     overrides = [text for text in COMMAND if not text.startswith("out=")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from sklearn.neighbors import NearestNeighbors
 
 import featx
 from featx.errors import ConfigError, LayerError, StoreError
+from featx.jobs import similar
 from featx.similarity import (
     duplicate_groups,
     layer_likeness,
@@ -357,3 +360,15 @@ def test_the_snippet_of_the_page_runs() -> None:
     exec(snippet, found)
     measures = found["likeness"].measures  # type: ignore[attr-defined]
     assert told[0] == pytest.approx([measures[name][0, 1] for name in measures], abs=1e-5)
+
+
+@pytest.mark.parametrize("key", ["cr\r/c\r.jpg", "new\nline", 'quote"', "comma,", "\udcff"])
+def test_any_key_is_one_field_of_a_csv(key: str) -> None:
+    file = io.BytesIO()
+    similar._write_csv(file, ("row", "key"), [(3, key), (4, "plain")])
+    text = file.getvalue().decode("utf-8", "surrogateescape")
+    assert list(csv.reader(io.StringIO(text, newline=""))) == [
+        ["row", "key"],
+        ["3", key],
+        ["4", "plain"],
+    ]

@@ -219,6 +219,11 @@ _SIGNED = re.compile(r"(\w://[^?]*)\?.*", re.DOTALL)
 """A URL with a query: one that is signed for a while carries its secret there."""
 
 
+def is_secret(name: str) -> bool:
+    """Whether what stands under a name, such as token or password, is kept nowhere."""
+    return _SECRET.search(name) is not None
+
+
 def saved_yaml(node: DictConfig) -> str:
     """The configuration as it is kept beside the data.
 
@@ -232,7 +237,7 @@ def saved_yaml(node: DictConfig) -> str:
             if part._is_none() or part._is_missing():
                 return None
             return {
-                str(key): "(redacted)" if found is not None and _SECRET.search(str(key)) else found
+                str(key): "(redacted)" if found is not None and is_secret(str(key)) else found
                 for key, found in ((key, value(part, key)) for key in part)
             }
         return [value(part, i) for i in range(len(part))]

@@ -19,6 +19,8 @@ from tiny_model import KEYS, MODEL, extract, run_job
 import featx
 from featx.errors import ConfigError
 from featx.keys import from_keywords, from_omegaconf, from_saved, known_keys, saved_yaml
+from featx.models.custom import _args_of_values
+from featx.options import ModelConfig
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack
 
@@ -103,6 +105,23 @@ def test_arguments_of_a_users_model_are_plain_values(tmp_path: Path) -> None:
     node = from_keywords({**KEYS, "model": {**MODEL, "args": args}})
     assert from_omegaconf(node).model.args["hang"] == args["hang"]
     assert not mark.exists()
+
+
+def test_what_a_store_keeps_of_arguments_holds_no_secret() -> None:
+    args = {"api_token": "hunter2", "url": "https://host/x?sig=hunter2", "scale": 2.0, "on": None}
+    kept = _args_of_values(ModelConfig(library="custom", target="test_security:factory", args=args))
+    assert "hunter2" not in str(kept)
+    assert (kept["scale"], kept["on"]) == (2.0, None)
+    assert "api_token" not in kept
+    other = {**args, "url": "https://host/y?sig=hunter2"}
+    again = _args_of_values(
+        ModelConfig(library="custom", target="test_security:factory", args=other)
+    )
+    assert again["url"] != kept["url"]
+
+
+def factory(**args: object) -> None:
+    """What a config names."""
 
 
 @pytest.mark.parametrize(

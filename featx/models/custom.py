@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
 from featx.errors import ModelError, WeightsError, nearest
+from featx.keys import is_secret
 from featx.loading.preprocess import Preprocess
 from featx.models.base import Backbone, load_weights, random_id, read_weights, seeded
 from featx.options import ModelConfig, TransformConfig
@@ -90,10 +93,21 @@ def _args_of_values(config: ModelConfig) -> dict[str, Any]:
     """`model.args` without those that the target's attribute `args_without_effect` names.
 
     A scale or a threshold changes values and no weight; a pause, or where a file lies, does not.
+    They are kept in the store: secrets are left out, and of texts, which may come from the
+    environment, there is a hash.
     """
     assert config.target is not None
     without = getattr(import_target(config.target), "args_without_effect", ())
-    return {name: value for name, value in config.args.items() if name not in without}
+    return {
+        name: value if value is None or isinstance(value, bool | int | float) else _hash(value)
+        for name, value in config.args.items()
+        if name not in without and not is_secret(name)
+    }
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, default=str)
+    return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def import_target(target: str) -> Callable[..., Any]:

@@ -95,6 +95,10 @@ class BoxedSource:
                         f"data.boxes={self._file} has no column {', '.join(lacking)}; expected a "
                         f"header with {', '.join(COLUMNS)} and, if there are labels, label."
                     )
+                if twice := sorted({name for name in names if names.count(name) > 1}):
+                    raise DataError(
+                        f"data.boxes={self._file} has the column {', '.join(twice)} more than once."
+                    )
                 lines = list(self._checked(reader))
         except (OSError, csv.Error) as error:
             raise DataError(f"data.boxes={self._file} cannot be read: {error}.") from error
@@ -104,6 +108,11 @@ class BoxedSource:
 
     def _checked(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
         for line in reader:
+            if None in line:
+                raise DataError(
+                    f"data.boxes={self._file}, line {reader.line_num}: there are more fields than "
+                    "columns. A comma in a field needs quotes around it."
+                )
             numbers = [str(line[name]).strip() for name in COLUMNS[1:]]
             whole = all(number.isascii() and number.isdecimal() for number in numbers)
             if not line["path"] or not whole or 0 in map(int, numbers[2:]):

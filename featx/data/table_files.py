@@ -156,13 +156,22 @@ class Table:
         return found
 
     def labels(self, name: str) -> Any:
-        """A column; of a CSV as numbers where all of it is, else as text. Empty is null."""
+        """A column; of a CSV as numbers where all of it is, else as text. Empty is null.
+
+        1 and 01 are text, for as numbers they would be one class.
+        """
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         column = self._joined(name)
         if self.is_parquet:
             return column
-        return _as_far_as_it_fits(column, ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())))
+        found = _as_far_as_it_fits(column, ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())))
+        if pa.types.is_integer(found.type):
+            text = _as_far_as_it_fits(column, ())
+            if pc.count_distinct(text).as_py() > pc.count_distinct(found).as_py():
+                return text
+        return found
 
     def values(self, name: str) -> Any:
         """A column; of a CSV as booleans or numbers where all of it is and nothing is lost."""

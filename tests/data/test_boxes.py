@@ -130,6 +130,8 @@ def test_labels_of_the_boxes_themselves(photos: Path) -> None:
         ([("", 0, 0, 8, 8)], HEADER, "is no box"),
         ([("none.png", 0, 0, 8, 8)], HEADER, "does not have, such as none.png"),
         ([("cat/000.png", 0, 0, 8, 8)] * 2, HEADER, "more than once: cat/000.png#0,0,8,8"),
+        ([("cat/000.png", 0, 0, 8, 8, 4)], (*HEADER, "x"), "the column x more than once"),
+        ([("cat/000.png", 0, 0, 8, 8, "a", "b")], (*HEADER, "label"), "line 2: there are more"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(

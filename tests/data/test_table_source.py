@@ -47,6 +47,25 @@ def write(path: Path, text: str) -> Path:
 # Paths
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["1", "01", "001", "2"], ("001", "01", "1", "2")),  # as numbers three would be one
+        (["01", "02", "10", ""], tuple(str(i) for i in range(11))),
+        (["0", "-1", "3", ""], ("0", "1", "2", "3")),
+    ],
+)
+def test_two_labels_never_become_one(
+    tmp_path: Path, labels: list[str], classes: tuple[str, ...]
+) -> None:
+    files(tmp_path, *(f"{i}.jpg" for i in range(4)))
+    lines = "".join(f"{i}.jpg,{label}\n" for i, label in enumerate(labels))
+    listing = table(write(tmp_path / "t.csv", "path,label\n" + lines)).listing()
+    assert listing.classes == classes
+    given = {label for label in labels if label not in ("", "-1")}
+    assert len(set(listing.labels.tolist()) - {-1}) == len(given)
+
+
 def test_a_csv_of_paths_and_names(tmp_path: Path) -> None:
     files(tmp_path, "b/2.jpg", "a, b/1.jpg", "é.jpg")
     text = 'id,label,path\n1,dog,b/2.jpg\n2,cat,"a, b/1.jpg"\n3,,é.jpg\n'

@@ -205,18 +205,8 @@ def best_trial(trials: list[Trial]) -> Trial:
 
 
 def accuracy_and_loss(
-    y: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64]
+    y: npt.NDArray[np.int64], log_probabilities: npt.NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Accuracy and mean cross-entropy of (n, C) probabilities; one below 1e-30 counts as that."""
-    chosen = probabilities[np.arange(len(y)), y]
-    loss = -np.log(np.maximum(chosen, 1e-30)).mean()
-    return float((probabilities.argmax(1) == y).mean()), float(loss)
-
-
-def accuracy_and_loss_of_logits(
-    y: npt.NDArray[np.int64], logits: npt.NDArray[np.float64]
-) -> tuple[float, float]:
-    """Accuracy and mean cross-entropy of (n, C) logits, however sure they are of a wrong class."""
-    log_p = torch.from_numpy(logits).log_softmax(1).numpy()
-    loss = -log_p[np.arange(len(y)), y].mean()
-    return float((logits.argmax(1) == y).mean()), float(loss)
+    """Accuracy and mean cross-entropy of (n, C) logarithms of probabilities."""
+    loss = -log_probabilities[np.arange(len(y)), y].mean()
+    return float((log_probabilities.argmax(1) == y).mean()), float(loss)

@@ -102,8 +102,8 @@ def _linear(problem: Problem, split: Split) -> Fitted:
 
     def judge(found: linear.Fit) -> tuple[float, float]:
         head = Head(scaler, found.weight, found.bias, probabilities=False)
-        logits = scores_of(head, problem.features, split.validation)
-        return linear.accuracy_and_loss_of_logits(y, logits)
+        logits = torch.from_numpy(scores_of(head, problem.features, split.validation))
+        return linear.accuracy_and_loss(y, logits.log_softmax(1).numpy())
 
     notes: list[str] = []
     if problem.features.whole is not None:
@@ -170,6 +170,9 @@ def _at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
     return [f"the best l2, {best:g}, is the last one of the grid on that side"]
 
 
+_NO_VOTE = 1e-30
+"""What the share of a class counts that no neighbour votes for: its logarithm is finite."""
+
 _SMALL_BYTES = 64 << 20
 """Rows of a streamed layer, few-shot ones above all, that are read whole all the same."""
 
@@ -214,7 +217,8 @@ def _knn(problem: Problem, split: Split) -> Fitted:
     trials = [
         {"k": k, "accuracy": accuracy, "loss": loss}
         for k, (accuracy, loss) in (
-            (k, linear.accuracy_and_loss(y, scores)) for k, scores in found.items()
+            (k, linear.accuracy_and_loss(y, np.log(np.maximum(scores, _NO_VOTE))))
+            for k, scores in found.items()
         )
     ]
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))

@@ -16,7 +16,7 @@ from featx.options import ProbeConfig
 from featx.probe import linear, methods, ridge, streaming
 from featx.probe.heads import Scaler, fit_scaler
 from featx.probe.linear import Fit, Trial, best_trial, fit_logistic, sweep
-from featx.probe.splits import holdout
+from featx.probe.splits import Split, holdout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -195,9 +195,12 @@ def test_gradients_reach_the_optimizer_clipped(
     assert clipped == pytest.approx(0.01, rel=1e-4)
 
 
-def test_the_loss_counts_how_sure_a_wrong_answer_was() -> None:
-    """A probability of 1e-500 is 0 in float64; its logarithm is not."""
-    logits = np.array([[0.0, 1151.3], [2.0, 0.0], [0.0, 3.0]])
-    accuracy, loss = linear.accuracy_and_loss_of_logits(np.array([0, 0, 1]), logits)
-    assert accuracy == pytest.approx(2 / 3)
-    assert loss == pytest.approx((1151.3 + np.log1p(np.exp(-2)) + np.log1p(np.exp(-3))) / 3)
+def test_the_loss_counts_how_sure_a_wrong_answer_was(tmp_path: Path) -> None:
+    """One feature tells two classes apart, but for a row far on the wrong side: e^-500 is 0."""
+    x = np.concatenate([np.tile([[-1.0], [1.0]], (50, 1)), [[-1e6]]]).astype(np.float32)
+    y = np.concatenate([np.tile([0, 1], 50), [1]])
+    split = Split(np.arange(80), np.array([*range(80, 90), 100]), np.arange(90, 100))
+    fitted = methods.fit(problem_of(tmp_path, x, y, ProbeConfig(l2=1e-3)), "linear", split)
+    (trial,) = fitted.sweep
+    assert trial["accuracy"] == pytest.approx(10 / 11)
+    assert trial["loss"] > 1e5  # capped it was 69 / 11

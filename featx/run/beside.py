@@ -6,6 +6,7 @@ computed, and what Python takes between two operations is not lost.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from featx.allocator import is_kept_in_threads
 from featx.config import Config
-from featx.machine import free_memory, num_cpus
+from featx.machine import free_memory, num_cpus, resident_memory
 from featx.types import Begun
 
 MAX_REPLICAS = 4
@@ -74,7 +75,28 @@ class AtOnce:
     choices: dict[str, str]
 
 
-def on_cpu(cpus: int, engine: Any, room: int, begun: Begun | None) -> AtOnce:
+def decide(
+    engine: Any,
+    cpus: int | None,
+    begun: Begun | None,
+    memory_before: int | None,
+    filled: Callable[[int], torch.Tensor],
+) -> AtOnce:
+    """What a run computes at the same time.
+
+    Args:
+        engine: settled.
+        cpus: that compute; None where another device does.
+        begun: what is gone on with.
+        memory_before: of this process, before the engine was tried.
+        filled: so many images, as a batch of them.
+    """
+    if cpus is None:
+        return _on_device(engine, filled)
+    return _on_cpu(cpus, engine, room_for_batches(memory_before, resident_memory()), begun)
+
+
+def _on_cpu(cpus: int, engine: Any, room: int, begun: Begun | None) -> AtOnce:
     """Threads that compute a batch, and how many batches side by side.
 
     Two threads that share a batch wait for each other after every operation, above all while others
@@ -99,7 +121,7 @@ def on_cpu(cpus: int, engine: Any, room: int, begun: Begun | None) -> AtOnce:
     return AtOnce(threads, replicas, replicas > 1, {"threads": text})
 
 
-def on_device(engine: Any, batch: torch.Tensor) -> AtOnce:
+def _on_device(engine: Any, filled: Callable[[int], torch.Tensor]) -> AtOnce:
     """How many batches are on their way at once on a device; on CUDA in a stream each.
 
     Of a user's module there is one, computed when it is taken: it may use the memory of what it
@@ -107,13 +129,13 @@ def on_device(engine: Any, batch: torch.Tensor) -> AtOnce:
 
     Args:
         engine: settled.
-        batch: (B, 3, H, W), as large as those of the run.
+        filled: so many images, as a batch of them.
     """
-    device = engine.device
-    if device.type != "cuda":
+    if engine.device.type != "cuda":
         return AtOnce(None, 1, False, {})
     if not engine.backbone.reentrant:
         return AtOnce(None, 1, False, {"streams": "1"})
+    batch = filled(engine.compute.batch_size)
     if not _has_room(engine, batch):
         why = "memory does not suffice for more batches at once"
         return AtOnce(None, 1, False, {"streams": f"1 ({why})"})

@@ -122,13 +122,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.devices import choose_devices, cpu_threads
     from featx.loading.decoding import Decoding
     from featx.loading.preprocess import check_reference
-    from featx.run.beside import (
-        cpus_that_compute,
-        on_cpu,
-        on_device,
-        room_for_batches,
-        threads_of_probe,
-    )
+    from featx.run import beside
     from featx.run.decode_share import check_device, with_share
     from featx.run.resolve import Resolver
     from featx.statistics.projected import with_statistics
@@ -147,18 +141,14 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         chosen = purpose.unfinished(listing, chosen)
         engine.bind(chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
-        cpus = cpus_that_compute(config, devices[0])
-        stack.enter_context(cpu_threads(threads_of_probe(cpus, begun)))
+        cpus = beside.cpus_that_compute(config, devices[0])
+        stack.enter_context(cpu_threads(beside.threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images = _probe_images(source, listing, decoding)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
-        if cpus is None:
-            at_once = on_device(engine, resolver.filled(engine.compute.batch_size))
-        else:
-            room = room_for_batches(before, resident_memory())
-            at_once = on_cpu(cpus, engine, room, begun)
+        at_once = beside.decide(engine, cpus, begun, before, resolver.filled)
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))

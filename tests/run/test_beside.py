@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from made_store import dataset_digests
-from tiny_engine import Residual, backbone_of, bound, noise
+from tiny_engine import FP32, Residual, backbone_of, bound, noise
 
 import featx
 from featx.engine import Compute
@@ -19,8 +19,8 @@ from featx.options import ModelConfig
 from featx.run import beside
 from featx.run.beside import (
     AtOnce,
-    on_cpu,
-    on_device,
+    _on_cpu,
+    _on_device,
     room_for_batches,
     same_beside,
     threads_of_probe,
@@ -58,7 +58,7 @@ def test_threads_of_a_batch_and_batches_at_once(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(replicable=replicable)
-    found = on_cpu(cpus, engine, room, None)
+    found = _on_cpu(cpus, engine, room, None)
     beside = f", and {replicas} batches side by side" if replicas > 1 else ""
     assert found == AtOnce(threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"})
 
@@ -73,7 +73,7 @@ def test_a_store_keeps_its_threads(
     monkeypatch.setattr("featx.run.beside.is_kept_in_threads", lambda: True)
     engine = types.SimpleNamespace(replicable=True)
     begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
-    found = on_cpu(cpus, engine, 4, begun)
+    found = _on_cpu(cpus, engine, 4, begun)
     assert (found.threads, found.replicas) == (stored, replicas)
     assert (f"here it would be {here}" in found.choices["threads"]) == (here is not None)
 
@@ -135,6 +135,10 @@ NO_ROOM = "1 (memory does not suffice for more batches at once)"
 OTHER_BITS = "1 (beside each other batches come to other last bits here)"
 
 
+def filled(size: int) -> torch.Tensor:
+    return noise(size)
+
+
 class Cuda:
     """A device that says what a test wants, and an engine on it.
 
@@ -142,6 +146,7 @@ class Cuda:
     """
 
     device = CUDA
+    compute = FP32
 
     def __init__(self, patch: pytest.MonkeyPatch, free: float, host: float | None = None) -> None:
         self.backbone = types.SimpleNamespace(reentrant=True)
@@ -185,7 +190,7 @@ def test_two_batches_where_there_is_memory_for_them(
     monkeypatch: pytest.MonkeyPatch, free: float, host: float | None,
     expected: tuple[int, bool, str],
 ) -> None:  # fmt: skip
-    found = on_device(Cuda(monkeypatch, free, host), noise())
+    found = _on_device(Cuda(monkeypatch, free, host), filled)
     assert found == AtOnce(None, *expected[:2], {"streams": expected[2]})
 
 
@@ -203,14 +208,14 @@ def test_two_batches_where_they_do_not_change_each_other(
 ) -> None:
     engine = Cuda(monkeypatch, 9 * GIB)
     vars(engine).update(change)
-    assert on_device(engine, noise()) == AtOnce(None, *expected[:2], {"streams": expected[2]})
+    assert _on_device(engine, filled) == AtOnce(None, *expected[:2], {"streams": expected[2]})
     assert engine.emptied == ("same" in change)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_other_devices_have_no_streams(device: str) -> None:
     engine: Any = types.SimpleNamespace(device=torch.device(device))
-    assert on_device(engine, noise()) == AtOnce(None, 1, False, {})
+    assert _on_device(engine, filled) == AtOnce(None, 1, False, {})
 
 
 @pytest.mark.gpu
@@ -222,7 +227,7 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
     with bound(backbone, layer, device=CUDA) as engine:
         engine.settle(Compute(precision, False, False, 64))
         x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
-        assert on_device(engine, x).replicas == beside.CUDA_STREAMS
+        assert _on_device(engine, lambda size: x[:size]).replicas == beside.CUDA_STREAMS
         assert all(same_beside(engine, x, 2) for _ in range(10))
         with engine.replicas(2) as replicas:
             found = set()

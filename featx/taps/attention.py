@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from featx.errors import LayerError
 from featx.globs import glob_to_regex
 from featx.options import PRESETS
 from featx.taps.layer_names import split_capture
-from featx.taps.operations import unwatched
+from featx.taps.operations import of_module, unwatched
 
 HIDDEN = ("matmul", "matmul_1", "softmax")
 """The operations of a plain attention that its fused form does not call."""
@@ -90,20 +91,27 @@ def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], No
     def hook(module: nn.Module, args: Any) -> None:
         take(args[0])
 
-    return [dropout.register_forward_pre_hook(hook)]
+    return [dropout.register_forward_pre_hook(of_module(dropout, hook))]
+
+
+class _Asked(threading.local):
+    """Calls that run in this thread, as (need_weights, average_attn_weights) were given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bool, bool]] = []
 
 
 def _multihead_hooks(
     module: nn.MultiheadAttention, take: Callable[[torch.Tensor], None]
 ) -> list[Any]:
     """The layers around get the weights only if they asked for them, and as they asked."""
-    asked: list[tuple[bool, bool]] = []
+    asked = _Asked()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         found = {_NEED: True, _AVERAGE: True}  # the defaults of forward
         found |= {key: kwargs[key] for key in found if key in kwargs}
         found |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
-        asked.append((bool(found[_NEED]), bool(found[_AVERAGE])))
+        asked.calls.append((bool(found[_NEED]), bool(found[_AVERAGE])))
         wanted = {_NEED: True, _AVERAGE: False}
         places = {_PLACES[key]: value for key, value in wanted.items() if _PLACES[key] < len(args)}
         args = tuple(places.get(place, value) for place, value in enumerate(args))
@@ -111,15 +119,15 @@ def _multihead_hooks(
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         value, weights = output
-        need, average = asked.pop()
+        need, average = asked.calls.pop()
         take(weights)
         with unwatched():
             shown = weights.mean(dim=-3) if average else weights
         return value, shown if need else None
 
     return [
-        module.register_forward_pre_hook(before, with_kwargs=True),
-        module.register_forward_hook(after, prepend=True),
+        module.register_forward_pre_hook(of_module(module, before), with_kwargs=True),
+        module.register_forward_hook(of_module(module, after), prepend=True),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 
 from featx.errors import LayerError
 from featx.taps.attention import needs_plain_attention, plain_attention
-from featx.taps.hooks import TapHooks
+from featx.taps.hooks import PassRecord, TapHooks
 from featx.taps.layer_names import check_operation_capture, parse_operation, parse_tap
-from featx.taps.operations import is_function_name
+from featx.taps.operations import is_function_name, of_module
 from featx.taps.traces import Tap
 
 
@@ -25,9 +26,12 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
             model(x)
             features["layer4"]          # (B, 2048, 7, 7), as the layer gave it
 
-    Each forward pass replaces what the one before left. The tensors are copies, so that in-place
-    operations later in the model cannot change them; they stay attached to the graph, on their
-    device, in their dtype. The hooks go with the block, also after an exception.
+    Each forward pass replaces what the one before left. What is read belongs to the last pass of
+    the thread that reads: several threads may use one model, each reads its own features, and a
+    gradient that belongs to an earlier pass is an error, not a value. Passes of a deep copy or a
+    replica of the model are not captured. The tensors are copies, so that in-place operations later
+    in the model cannot change them; they stay attached to the graph, on their device, in their
+    dtype. The hooks go with the block, also after an exception.
 
     Args:
         model: any torch.nn.Module, in whatever mode it is.
@@ -39,14 +43,16 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
             `blocks.3.attn:attention` for the weights of an attention module.
 
     Raises:
-        LayerError: there is no such module; on access, the layer was not called, or several times.
+        LayerError: there is no such module; on access, the layer was not called in the last forward
+            pass of this thread, or several times, or no gradient of that pass has arrived.
     """
     layers = [layers] if isinstance(layers, str) else layers
     names = {name: name for name, _ in model.named_modules(remove_duplicate=False)}
     captured = Captured(model, [tap for layer in layers for tap in _parse(layer, names)])
     plain = plain_attention(model, needs_plain_attention(model, layers))
     with plain, captured.hooks as hooks:
-        handle = model.register_forward_pre_hook(captured.begin, prepend=True)
+        begin = of_module(model, captured.begin)
+        handle = model.register_forward_pre_hook(begin, prepend=True)
         try:
             with hooks.watch:
                 yield captured
@@ -69,45 +75,76 @@ def _parse(layer: str, names: Mapping[str, str]) -> list[Tap]:
     return [element, operation] if capture in ("output", "grad_output") else [element]
 
 
+class _CapturedPass(PassRecord):
+    """The tensors of one forward pass, of every call of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
+
+
+class _CaptureHooks(TapHooks):
+    """Hooks that keep a copy of what each call gave, in the record of its own pass."""
+
+    record_type: type[PassRecord] = _CapturedPass
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the hooks; what was captured can be read behind the block as well."""
+        self._detach()
+
+    def _store(self, record: PassRecord, tap: Tap, tensor: torch.Tensor) -> None:
+        assert isinstance(record, _CapturedPass)
+        record.tensors.setdefault((tap.name, tap.operation), []).append(tensor.clone())
+
+
 class Captured(Mapping[str, torch.Tensor]):
-    """The tensors of the last forward pass inside a `featx.capture` block, by layer name."""
+    """The tensors of the reading thread's last forward pass in a `featx.capture` block, by name."""
 
     def __init__(self, model: nn.Module, taps: Sequence[Tap]) -> None:
         self._taps = {tap.name: tap for tap in taps}
-        self._tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
+        self._threads: set[int] = set()
         operations = [tap.name for tap in taps if tap.operation]
-        self.hooks = TapHooks(model, taps, keep=self._keep, optional=operations)
+        self.hooks = _CaptureHooks(model, taps, optional=operations, per_thread=True)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """A pass begins."""
+        """Begin the record of a forward pass of the calling thread."""
+        self._threads.add(threading.get_ident())
         self.hooks.reset()
-        self._tensors = {}
-
-    def _keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.clone()
-        self._tensors.setdefault((tap.name, tap.operation), []).append(copy)
-        return copy
 
     def __getitem__(self, layer: str) -> torch.Tensor:
         if layer not in self._taps:
             raise LayerError(f"{layer!r} is not captured; this block captures {list(self._taps)}.")
         tap = self._taps[layer]
+        record = self.hooks.record
+        assert isinstance(record, _CapturedPass)
         # What a module gave under that name goes before an operation of that name.
-        found = self._tensors.get((layer, "")) or self._tensors.get((layer, tap.operation), [])
+        found = record.tensors.get((layer, "")) or record.tensors.get((layer, tap.operation), [])
         if len(found) == 1:
             return found[0]
-        if not found and tap.operation:
+        if found:
+            calls = ", ".join(f"{layer}@{i + 1}" for i in range(len(found)))
+            raise LayerError(
+                f"the layer {layer!r} was called {len(found)} times in the last forward pass; "
+                f"capture one of its calls: {calls}."
+            )
+        if self._threads and threading.get_ident() not in self._threads:
+            raise LayerError(
+                f"{layer!r}: this thread has run no forward pass in the block, other threads have. "
+                "Read the features in the thread that called the model."
+            )
+        if tap.is_gradient:
+            raise LayerError(
+                f"no gradient of {layer!r} has arrived for the last forward pass of this thread. "
+                "Call backward() on what that pass returned, before the next pass begins: a "
+                "gradient of an earlier pass does not belong to what is captured now."
+            )
+        if tap.operation:
             raise LayerError(
                 f"the operation {layer!r} was not called in the last forward pass, and no layer "
                 f"gave an element of that name; {tap.module or 'the model'} called "
-                f"{', '.join(self.hooks.done) or 'none'}."
+                f"{', '.join(record.done) or 'none'}."
             )
-        if not found:
-            raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
-        raise LayerError(
-            f"the layer {layer!r} was called {len(found)} times in the last forward pass; capture "
-            f"one of its calls: {', '.join(f'{layer}@{i + 1}' for i in range(len(found)))}."
-        )
+        raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._taps)

@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from featx.errors import LayerError, RunError
 from featx.taps.attention import weight_hooks
 from featx.taps.nested import elements, path_to, pick, with_element
-from featx.taps.operations import Watch, unwatched
+from featx.taps.operations import Watch, of_module, unwatched
 from featx.taps.traces import Tap
 
 Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
@@ -84,6 +84,42 @@ ANYTHING = Expected()
 """Of a pass that nobody has seen yet."""
 
 
+@dataclass
+class PassRecord:
+    """What the hooks have seen of one forward pass.
+
+    Gradients arrive after the pass, maybe after another one has begun: they are written into the
+    record of the pass that they belong to.
+
+    Attributes:
+        values: capture name -> what `keep` returned, the last call's where there are several.
+        fired: names in the order in which they fired.
+        calls: (id of a module, kind of capture) -> calls so far.
+        done: operations of the modules that have one captured, in order.
+        num_done: length of `done` when the last captured operation had run.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    fired: list[str] = field(default_factory=list)
+    calls: dict[tuple[int, str], int] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+    num_done: int = 0
+
+
+class _OneRecord:
+    """The record of the running pass, whichever thread runs it."""
+
+    def __init__(self, make: Callable[[], PassRecord]) -> None:
+        self.current = make()
+
+
+class _RecordPerThread(threading.local):
+    """The record of the pass that runs, or ran last, in the thread that asks."""
+
+    def __init__(self, make: Callable[[], PassRecord]) -> None:
+        self.current = make()
+
+
 class TapHooks:
     """Forward hooks for some taps of one module; they go with the `with` block.
 
@@ -96,16 +132,17 @@ class TapHooks:
         score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
             `forward` where a tap is a gradient.
         optional: names of taps that stay silent where a module's output lacks their element.
+        per_thread: passes run in several threads at the same time, and each thread has a record
+            of its own.
 
     Attributes:
-        values: tap name -> what `keep` returned, of the last pass.
-        fired: names in the order in which they fired in the last pass.
         numbers: (B,) what `score` gave in the last pass.
-        done: operations of the modules that have one tapped, in the last pass.
         watch: sees operations where a tap is one; entered around the pass, by `forward` as well.
         thread: the one whose passes are seen, as `threading.get_ident` names it; None for all. Of
             modules only: operations, gradients and attention weights are seen of any thread.
     """
+
+    record_type: type[PassRecord] = PassRecord
 
     def __init__(
         self,
@@ -115,22 +152,20 @@ class TapHooks:
         expected: Expected = ANYTHING,
         score: Callable[[Any], torch.Tensor] | None = None,
         optional: Sequence[str] = (),
+        per_thread: bool = False,
     ) -> None:
         self._module = module
         self._score = score
         self._keep = keep
         self._expected = expected
         self._handles: list[Any] = []
-        self.values: dict[str, torch.Tensor] = {}
-        self.fired: list[str] = []
+        records = _RecordPerThread if per_thread else _OneRecord
+        self._records = records(self.record_type)
         self.numbers: torch.Tensor | None = None
         self.thread: int | None = None
-        self._calls: dict[tuple[int, str], int] = {}
         self._taps: dict[tuple[int, str], list[Tap]] = {}
         self._operations: dict[str, list[Tap]] = {}
         self._optional = set(optional)
-        self.done: list[str] = []
-        self._num_done = 0
         modules = dict(module.named_modules(remove_duplicate=False))
         for tap in taps:
             if tap.operation:
@@ -141,7 +176,25 @@ class TapHooks:
         self._watched = {tap.module for tap in taps if tap.operation}
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
+    @property
+    def record(self) -> PassRecord:
+        """Of the last pass, with `per_thread` of the calling thread's."""
+        return self._records.current
+
+    @property
+    def fired(self) -> list[str]:
+        """Names in the order in which they fired in the last pass."""
+        return self._records.current.fired
+
     def __enter__(self) -> TapHooks:
+        try:
+            self._attach()
+        except BaseException:
+            self._detach()
+            raise
+        return self
+
+    def _attach(self) -> None:
         if self._operations:
             _refuse_compiled(self._module, next(iter(self._operations)))
             self.watch = self._watch = Watch(self._module, self._operation)
@@ -158,32 +211,30 @@ class TapHooks:
                 continue
             if capture == "input":
                 hook: Any = self._input_hook(key, taps)
-                handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+                handle = target.register_forward_pre_hook(of_module(target, hook), with_kwargs=True)
             elif capture == "grad_input":
                 hook = self._grad_input_hook(key, taps)
-                handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+                handle = target.register_forward_pre_hook(of_module(target, hook), with_kwargs=True)
             elif capture == "grad_output":
                 hook = self._grad_output_hook(key, taps)
-                handle = target.register_forward_hook(hook)
+                handle = target.register_forward_hook(of_module(target, hook))
             else:
                 hook = self._output_hook(key, taps)
-                handle = target.register_forward_hook(hook)
+                handle = target.register_forward_hook(of_module(target, hook))
             self._handles.append(handle)
-        return self
 
     def __exit__(self, *error: object) -> None:
+        self._detach()
+        self.reset()
+
+    def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.reset()
 
     def reset(self) -> None:
-        """Forget the last pass."""
-        self.values = {}
-        self.fired = []
-        self._calls = {}
-        self.done = []
-        self._num_done = 0
+        """Begin the record of another pass."""
+        self._records.current = self.record_type()
         if self._operations:
             self._watch.reset()
 
@@ -199,8 +250,9 @@ class TapHooks:
                 self._module(x)
         else:
             self._backward(x)
-        self._expected.check(self.fired, self.done, self._num_done)
-        return self.values
+        record = self._records.current
+        self._expected.check(record.fired, record.done, record.num_done)
+        return record.values
 
     def _backward(self, x: torch.Tensor) -> None:
         """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
@@ -260,10 +312,12 @@ class TapHooks:
                 "neither on an input nor on a parameter that requires gradients."
             )
 
+        record = self._records.current
+
         def arrived(gradient: torch.Tensor) -> None:
             with unwatched():
-                self.values[tap.name] = self._keep(tap, gradient)
-            self.fired.append(tap.name)
+                self._store(record, tap, gradient)
+            record.fired.append(tap.name)
 
         tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
@@ -271,8 +325,9 @@ class TapHooks:
         """Count a call of a module, and tell which taps mean this one."""
         if self.thread is not None and self.thread != threading.get_ident():
             return []
-        number = self._calls.get(key, 0) + 1
-        self._calls[key] = number
+        calls = self._records.current.calls
+        number = calls.get(key, 0) + 1
+        calls[key] = number
         return [tap for tap in taps if tap.call is None or tap.call == number]
 
     def _present(self, taps: list[Tap], output: Any) -> list[Tap]:
@@ -289,22 +344,28 @@ class TapHooks:
         """The watch saw an operation."""
         if module not in self._watched:
             return
-        self.done.append(name)
+        record = self._records.current
+        record.done.append(name)
         taps = self._operations.get(name, [])
         if taps:
-            self._num_done = len(self.done)
+            record.num_done = len(record.done)
         for tap in taps:
             if tap.is_gradient:
                 self._await_gradient(tap, pick(result, tap))
         self._keep_all([tap for tap in taps if not tap.is_gradient], result)
 
     def _keep_all(self, taps: list[Tap], value: Any) -> None:
+        record = self._records.current
         for tap in taps:
             with unwatched():
-                self.values[tap.name] = self._keep(tap, pick(value, tap))
-            self.fired.append(tap.name)
-        if taps and self._expected.ends_after(self.fired):
+                self._store(record, tap, pick(value, tap))
+            record.fired.append(tap.name)
+        if taps and self._expected.ends_after(record.fired):
             raise StopForward
+
+    def _store(self, record: PassRecord, tap: Tap, tensor: torch.Tensor) -> None:
+        """Put a captured tensor into the record of its pass."""
+        record.values[tap.name] = self._keep(tap, tensor)
 
 
 def _refuse_compiled(module: nn.Module, operation: str) -> None:

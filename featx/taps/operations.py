@@ -9,8 +9,8 @@ watch sees the passes as they run, so it needs no second model and takes any con
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,8 +40,25 @@ _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"
 """What PyTorch calls `a / b`, `a % b`, `a & b`, `a | b` -> the operator's name, which fx takes."""
 
 
+def of_module(target: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that does nothing for any module but the one that it was made for.
+
+    A deep copy of a model has the hooks of the original, which would see the copy's passes as well.
+    What is returned is a plain function, which copy.deepcopy leaves as it is: of a bound method it
+    would copy the object, with every tensor that is captured.
+    """
+
+    def checked(module: nn.Module, *args: Any) -> Any:
+        return hook(module, *args) if module is target else None
+
+    return checked
+
+
 class Watch(TorchFunctionMode):
     """Tells every operation of a model's own forwards, while it is entered and `attach`ed.
+
+    PyTorch shows a mode the operations of the thread that entered it; forward passes in other
+    threads are not seen.
 
     An operation counts if it takes a tensor and gives one. What a module of torch.nn does inside
     belongs to that module, as in fx, and is not told; the model itself is always looked into.
@@ -58,29 +75,48 @@ class Watch(TorchFunctionMode):
         self._modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
         self._running: list[tuple[str, bool]] = []
         self._counts: dict[tuple[str, str], int] = {}
+        self._thread: int | None = None
+
+    def __enter__(self) -> Watch:
+        self._thread = threading.get_ident()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def attach(self) -> list[Any]:
         """Hooks that say whose forward runs; returns their handles."""
         handles: list[Any] = []
-        for name, module in self._module.named_modules():
-            frame = name, name == "" or not _is_closed(module)
-            begin = functools.partial(self._begin, frame)
-            end = functools.partial(self._end, frame)
-            handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            handles.append(module.register_forward_hook(end, always_call=True))
+        try:
+            for name, module in self._module.named_modules():
+                frame = name, name == "" or not _is_closed(module)
+                begin, end = (of_module(module, hook) for hook in self._frame_hooks(frame))
+                handles.append(module.register_forward_pre_hook(begin, prepend=True))
+                handles.append(module.register_forward_hook(end, always_call=True))
+        except BaseException:
+            for handle in handles:
+                handle.remove()
+            raise
         return handles
 
     def reset(self) -> None:
         """Count anew: a pass begins."""
-        self._running.clear()
-        self._counts.clear()
+        if self._is_mine():
+            self._running.clear()
+            self._counts.clear()
 
-    def _begin(self, frame: tuple[str, bool], module: nn.Module, args: Any) -> None:
-        self._running.append(frame)
+    def _is_mine(self) -> bool:
+        """Whether the calling thread's operations are seen."""
+        return self._thread in (None, threading.get_ident())
 
-    def _end(self, frame: tuple[str, bool], module: nn.Module, args: Any, output: Any) -> None:
-        while self._running and self._running.pop() != frame:
-            pass  # left behind by a pass that was interrupted
+    def _frame_hooks(self, frame: tuple[str, bool]) -> tuple[Callable[..., None], ...]:
+        def begin(module: nn.Module, args: Any) -> None:
+            if self._is_mine():
+                self._running.append(frame)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            while self._is_mine() and self._running and self._running.pop() != frame:
+                pass  # left behind by a pass that was interrupted
+
+        return begin, end
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None

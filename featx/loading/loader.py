@@ -30,6 +30,7 @@ from featx.loading.on_device import DeviceDecoder
 from featx.loading.preprocess import cut_out
 from featx.loading.threads import Threads
 from featx.types import (
+    NO_IMAGE,
     Batch,
     Failure,
     ImageFault,
@@ -38,6 +39,7 @@ from featx.types import (
     Regional,
     Source,
     Status,
+    image_checksum,
 )
 
 PREFETCH_BATCHES = 3
@@ -102,7 +104,7 @@ class Loader:
             decoding.suspects,
             "featx-loader",
         )
-        self._pictures: deque[tuple[bytes, Picture]] = deque(maxlen=PICTURES)
+        self._pictures: deque[tuple[bytes, tuple[Picture, int]]] = deque(maxlen=PICTURES)
         self._pictures_lock = threading.Lock()
         self._batch_size = batch_size
         self._pinned = device is not None and device.type == "cuda"
@@ -179,13 +181,19 @@ class Loader:
         """Have a batch read and decoded; what is returned waits for it."""
         shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
-        batch = Batch(images, start, count, [])
+        sums = np.full(count, NO_IMAGE, dtype=np.uint64)
+        batch = Batch(images, start, count, [], sums)
         if self._device_decoder is None:
-            filled = [self._decoder.submit(self._fill, start + i, images[i]) for i in range(count)]
+            filled = [
+                self._decoder.submit(self._fill, start + i, images[i], sums[i : i + 1])
+                for i in range(count)
+            ]
             return functools.partial(_filled, batch, filled)
         taken = [
-            self._decoder.submit(self._fill, row, images[row - start], self._is_for_device(row))
-            for row in range(start, start + count)
+            self._decoder.submit(
+                self._fill, start + i, images[i], sums[i : i + 1], self._is_for_device(start + i)
+            )
+            for i in range(count)
         ]
         return self._device_thread.submit(self._on_to_device, batch, taken).result
 
@@ -203,7 +211,9 @@ class Loader:
             crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
         took = time.perf_counter() - begun
         here = [
-            self._decoder.submit(self._fill, batch.start + i, batch.images[i], False, coded[i].data)
+            self._decoder.submit(
+                self._fill, batch.start + i, batch.images[i], None, False, coded[i].data
+            )
             for i, crop in crops.items()
             if crop is None
         ]
@@ -221,11 +231,18 @@ class Loader:
         return batch
 
     def _fill(
-        self, row: int, place: torch.Tensor, for_device: bool = False, data: bytes | None = None
+        self,
+        row: int,
+        place: torch.Tensor,
+        checksum: npt.NDArray[np.uint64] | None = None,
+        for_device: bool = False,
+        data: bytes | None = None,
     ) -> Coded | Failure | None:
         """Put one image in its place, or say why there is none.
 
         Args:
+            checksum: (1,) gets that of the encoded bytes, also where they cannot be decoded; None
+                where nobody asks.
             for_device: what the device is to decode comes back instead.
             data: that has been read before.
         """
@@ -233,18 +250,22 @@ class Loader:
         num_bytes = 0
         begun = time.perf_counter()
         try:
-            picture = self._kept(key)
+            picture, number = self._kept(key) or (None, NO_IMAGE)
             with record_function("read"):
                 if data is None:
                     data = b"" if picture is not None else self._decoder.read(key)
                     num_bytes = len(data)
+                if picture is None:
+                    number = image_checksum(data)
+                if checksum is not None:
+                    checksum[0] = number
             read = time.perf_counter()
             with record_function("decode"):
                 coded = self._decoder.coded(key, data) if for_device else None
                 if coded is None:
                     if picture is None:
                         picture = self._decoded(key, data)
-                    place.copy_(self._prepare(key, picture))
+                    place.copy_(self._prepare(key, picture, number))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -258,11 +279,11 @@ class Loader:
         self.times.add(read - begun, time.perf_counter() - read, num_bytes)
         return coded
 
-    def _prepare(self, key: bytes, picture: Picture) -> torch.Tensor:
+    def _prepare(self, key: bytes, picture: Picture, checksum: int) -> torch.Tensor:
         resize = self._decoding.preprocess.resize
         expected = (3, *self._decoding.preprocess.crop)
         if self._regions is not None:
-            self._keep(key, picture)
+            self._keep(key, picture, checksum)
             picture = cut_out(picture, self._regions.box(key))
         if isinstance(picture, Image.Image):
             width, height = picture.size
@@ -289,17 +310,17 @@ class Loader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _kept(self, key: bytes) -> Picture | None:
-        """The decoded picture that a region is cut from, where it is still at hand."""
+    def _kept(self, key: bytes) -> tuple[Picture, int] | None:
+        """The decoded picture that a region is cut from and its checksum, where still at hand."""
         if self._regions is None:
             return None
         with self._pictures_lock:
             return dict(self._pictures).get(self._decoder.picture_of(key))
 
-    def _keep(self, key: bytes, picture: Picture) -> None:
+    def _keep(self, key: bytes, picture: Picture, checksum: int) -> None:
         with self._pictures_lock:
             if (name := self._decoder.picture_of(key)) not in dict(self._pictures):
-                self._pictures.append((name, picture))
+                self._pictures.append((name, (picture, checksum)))
 
     def _decoded(self, key: bytes, data: bytes) -> Picture:
         """The whole picture of a row, as the transform takes it."""

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from featx.errors import RunError
 from featx.run.failed_rows import failures_of
 from featx.run.prepare import Prepared
@@ -33,11 +36,13 @@ class Rows:
         features: dataset name -> (n, ...) as stored.
         failures: the rows that failed.
         faint: layer -> rows that float16 hardly holds.
+        checksums: (n,) of their images.
     """
 
     features: dict[str, Any]
     failures: list[Failure]
     faint: Counter[str]
+    checksums: npt.NDArray[np.uint64] | None = None
 
 
 class FeatureWork:
@@ -79,7 +84,7 @@ class FeatureWork:
             self._builder = PartBuilder(part, self._prepared.specs)
             self._heart.begin(part)
         rows = computed()
-        self._builder.add(batch.start, rows.features, rows.failures)
+        self._builder.add(batch.start, rows.features, rows.failures, rows.checksums)
         self.faint += rows.faint
         if self._events is not None:
             self._events.batch(batch, rows.features, rows.failures)
@@ -156,4 +161,4 @@ def compute_rows(prepared: Prepared, engine: Any, batch: Batch) -> Rows:
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
     faint = Counter({name: int(rows[ok].sum()) for name, rows in engine.faint_rows().items()})
     features = {name: stored_bits(value[: batch.count]) for name, value in values.items()}
-    return Rows(features, failures, faint)
+    return Rows(features, failures, faint, batch.checksums)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from featx.run.features import Rows, compute_rows
@@ -46,6 +47,7 @@ class RetryWork:
         self._spans = [span for part in self._parts.values() for span in self._batches_of(part)]
         self._taken = 0
         self._features: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._checksums: dict[int, np.uint64] = {}
         self._failures: list[Failure] = []
 
     @property
@@ -72,6 +74,8 @@ class RetryWork:
         for row in self._rows.intersection(range(batch.start, batch.start + batch.count)):
             place = row - batch.start
             self._features[row] = {name: values[place] for name, values in rows.features.items()}
+            if rows.checksums is not None:
+                self._checksums[row] = rows.checksums[place]
         failed = [failure for failure in rows.failures if failure.row in self._rows]
         self._failures += failed
         return failed
@@ -81,9 +85,9 @@ class RetryWork:
         self._taken += 1
         if self._taken < len(self._spans) and self._spans[self._taken].index == index:
             return lambda: None  # more batches of the same part follow
-        features, failures = self._features, self._failures
-        self._features, self._failures = {}, []
-        return functools.partial(self._replace, self._parts[index], features, failures)
+        features, failures, sums = self._features, self._failures, self._checksums
+        self._features, self._failures, self._checksums = {}, [], {}
+        return functools.partial(self._replace, self._parts[index], features, failures, sums)
 
     def _batches_of(self, part: Part) -> list[Part]:
         size = self._prepared.engine.compute.batch_size
@@ -96,13 +100,16 @@ class RetryWork:
         part: Part,
         features: Mapping[int, Mapping[str, npt.NDArray[Any]]],
         failures: Sequence[Failure],
+        checksums: Mapping[int, np.uint64],
     ) -> None:
         """The part once more, with other values in the rows that were computed."""
-        stored, before = self._session.stored(part)
+        stored, before, images = self._session.stored(part)
+        for row, checksum in checksums.items():
+            images[row - part.start] = checksum
         for row, values in features.items():
             for name, value in values.items():
                 stored[name][row - part.start] = value
         kept = [failure for failure in before if failure.row not in features]
         builder = PartBuilder(part, self._prepared.specs)
-        builder.add(part.start, stored, [*kept, *failures])
+        builder.add(part.start, stored, [*kept, *failures], images)
         self._session.replace(builder)

@@ -314,9 +314,12 @@ def _check_columns(
     if layout.COLUMNS in file:
         check_hard(file, layout.COLUMNS)
     given = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
-    for name in (layout.KEY, layout.LABEL, layout.STATUS, *given):
+    kinds = {layout.KEY: "S", layout.LABEL: "<i8", layout.STATUS: "u1"}
+    if layout.IMAGE_CHECKSUM in file:  # which an early featx did not write
+        kinds[layout.IMAGE_CHECKSUM] = "<u8"
+    for name in (*kinds, *given):
         found = check_plain(file, name)
-        kind = {layout.KEY: "S", layout.LABEL: "<i8", layout.STATUS: "u1"}.get(name)
+        kind = kinds.get(name)
         right = is_column_type(found.dtype) if kind is None else kind in _kinds(found)
         if found.shape != (num_rows,) or not right:
             wanted = kind or "bytes, bool, int64 or float64"

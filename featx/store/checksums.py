@@ -19,7 +19,9 @@ def row_datasets(file: h5py.File) -> list[str]:
     """Every dataset with one entry per row: those of the listing, then the features."""
     features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
     columns = [f"{layout.COLUMNS}/{name}" for name in file.get(layout.COLUMNS, ())]
-    return [layout.KEY, layout.LABEL, layout.STATUS, *columns, *features]
+    # Files of an early featx have no checksums of images.
+    images = [layout.IMAGE_CHECKSUM] if layout.IMAGE_CHECKSUM in file else []
+    return [layout.KEY, layout.LABEL, layout.STATUS, *images, *columns, *features]
 
 
 def chunks_with_verdict(

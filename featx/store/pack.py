@@ -27,6 +27,7 @@ from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
 from featx.store.files import damage_text, open_hdf5
+from featx.store.images import image_checksums_in
 from featx.store.listing import read_listing, row_values, same_values
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.session import remove_parts
@@ -39,7 +40,7 @@ from featx.store.writer import (
     write_classes,
     write_columns,
 )
-from featx.types import Failure, LayerSpec, Listing, Status
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Status
 
 HEADROOM_BYTES = 16 << 20
 """Beyond the parts' own size: HDF5's metadata, and room for others."""
@@ -221,7 +222,12 @@ class _Packing:
         self._num_rows = manifest.num_rows
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
         self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
-        self._columns = {**row_values(listing), layout.STATUS: self._status}
+        self._images = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
+        self._columns = {
+            **row_values(listing),
+            layout.STATUS: self._status,
+            layout.IMAGE_CHECKSUM: self._images,
+        }
         self._failures: dict[int, Failure] = {}
 
     def create(self, first_piece: _Piece) -> None:
@@ -284,8 +290,24 @@ class _Packing:
         status = self._status[rows]
         found = np.concatenate([values for _, values in good_chunks(source, layout.STATUS)])
         status[:] = np.where((status == Status.ABSENT) | (status == Status.OK), found, status)
+        self._take_image_checksums(source, piece)
         for failure in read_failures(source):
             self._failures.setdefault(failure.row, failure)
+
+    def _take_image_checksums(self, source: h5py.File, piece: _Piece) -> None:
+        """Those of one file, which have to be those of other layers of the same rows."""
+        images = self._images[piece.start : piece.stop]
+        found = image_checksums_in(source)
+        both = (images != UNKNOWN_IMAGE) & (found != UNKNOWN_IMAGE)
+        if (other := np.flatnonzero(both & (images != found))).size:
+            key = os.fsdecode(bytes(self._listing.keys[piece.start + int(other[0])]))
+            layers = ", ".join(source[layout.FEATURES])
+            raise StoreError(
+                f"{piece.path.name}: {len(other)} rows of {layers} were computed from other images "
+                f"than the layers before them, such as {key}. refresh=true with the command of the "
+                "run computes them anew."
+            )
+        images[:] = np.where(found == UNKNOWN_IMAGE, images, found)
 
     def _copy_rows(self, source: h5py.File, path: str, first_row: int) -> None:
         """A dataset's rows: whole chunks as they are stored, others decoded and checked."""

@@ -24,7 +24,7 @@ from featx.store.array import LayerArray
 from featx.store.chunks import ChunkRows
 from featx.store.contents import Segment, find_contents
 from featx.store.files import Handles, OpenFile
-from featx.types import Status
+from featx.types import UNKNOWN_IMAGE, Status
 
 T = TypeVar("T")
 
@@ -66,7 +66,8 @@ class FeatureStore:
     def refresh(self) -> FeatureStore:
         """Look again which rows and layers are there; for a run that still goes on."""
         self._handles = Handles()
-        for name in ("keys", "labels", "status", "failures", "key_bytes", "_key_order"):
+        columns = ("keys", "labels", "status", "failures", "key_bytes", "image_checksums")
+        for name in (*columns, "_key_order"):
             self.__dict__.pop(name, None)
         self._find()
         return self
@@ -162,6 +163,25 @@ class FeatureStore:
             undecided = (before == Status.ABSENT) | (before == Status.OK)
             before[undecided] = found[undecided]
         return status
+
+    @cached_property
+    def image_checksums(self) -> npt.NDArray[np.uint64]:
+        """(N,) uint64: BLAKE2b (8 bytes, little-endian) of the encoded image that each row was
+        computed from; 1 where there was none, 0 where it is not known or the row not there."""
+        return self._again_if_packed(self._read_image_checksums)
+
+    def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
+        checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
+        for segment in self._contents.segments:
+            with self._open(segment) as opened:
+                if layout.IMAGE_CHECKSUM not in opened.file:
+                    continue
+                num_rows = segment.stop - segment.start
+                found = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
+            before = checksums[segment.start : segment.stop]
+            unknown = before == UNKNOWN_IMAGE
+            before[unknown] = found[unknown]
+        return checksums
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:

@@ -17,6 +17,7 @@ from featx.store.commit import Disk
 from featx.store.dtypes import from_raw, read_raw
 from featx.store.failures import read_failures
 from featx.store.files import damage_text, open_for_a_look
+from featx.store.images import image_checksums_in
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.object_disk import disk_at
@@ -152,6 +153,6 @@ def _write_part(
     if len(failed) < np.count_nonzero(is_nan):
         return  # why these rows failed is not known any more
     builder = PartBuilder(part, run.layers)
-    builder.add(part.start, rows, failed)
+    builder.add(part.start, rows, failed, image_checksums_in(file, part.start, part.stop))
     data = builder.build(run, listing, manifest.to_json())
     disk.publish(disk.root / layout.PARTS / layout.part_name(part.index), data)

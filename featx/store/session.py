@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, StoreLockedError
@@ -24,6 +25,7 @@ from featx.store.dtypes import read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
+from featx.store.images import image_checksums_in
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
@@ -169,8 +171,11 @@ class StoreSession:
         found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
         return sorted((part for part in found if part.index in self._done), key=lambda p: p.index)
 
-    def stored(self, part: Part) -> tuple[dict[str, npt.NDArray[Any]], list[Failure]]:
-        """The rows of a committed part, dataset name -> (n, ...) as stored, and its failures.
+    def stored(
+        self, part: Part
+    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
+        """The rows of a committed part, dataset name -> (n, ...) as stored, its failures, and the
+        checksums of its images.
 
         Raises:
             StoreError: it is damaged.
@@ -183,7 +188,7 @@ class StoreSession:
                     spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], 0, len(part))
                     for spec in self.manifest.run_of(part).layers
                 }
-                return rows, read_failures(file)
+                return rows, read_failures(file), image_checksums_in(file)
         except layout.UNREADABLE as error:
             raise StoreError(
                 f"{path}: {damage_text(path, error)}. job=verify verify.repair=true makes it anew."

@@ -20,7 +20,7 @@ from featx.store.listing import row_values
 from featx.store.manifest import Run
 from featx.store.pipeline import Pipeline
 from featx.store.texts import check_texts, seal_texts
-from featx.types import Failure, LayerSpec, Listing, Part, Status
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 
 class PartBuilder:
@@ -40,12 +40,14 @@ class PartBuilder:
             for spec in specs
         }
         self._status = np.full(len(part), Status.ABSENT, dtype=np.uint8)
+        self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
 
     def add(
         self,
         start: int,
         features: Mapping[str, npt.NDArray[Any]],
         failures: Sequence[Failure],
+        checksums: npt.NDArray[np.uint64] | None = None,
     ) -> None:
         """Put rows [start, start + n) of the listing in place.
 
@@ -53,6 +55,7 @@ class PartBuilder:
             start: the first row, counted in the listing.
             features: dataset name -> (n, ...), every dataset of the run; bfloat16 as uint16.
             failures: the rows among them that failed; they become NaN in every dataset.
+            checksums: (n,) of the encoded images they were computed from; None where not known.
         """
         first = start - self.part.start
         count = len(next(iter(features.values())))
@@ -61,6 +64,8 @@ class PartBuilder:
         assert set(features) == set(self._features), "a layer is missing"
         assert (self._status[first : first + count] == Status.ABSENT).all(), "rows came twice"
         self._status[first : first + count] = Status.OK
+        if checksums is not None:
+            self._checksums[first : first + count] = checksums
         for name, rows in features.items():
             stored = self._features[name]
             # numpy would broadcast a row over the others, or cast 1e6 to infinity, without a word.
@@ -90,6 +95,7 @@ class PartBuilder:
         columns = {
             **{path: values[rows] for path, values in row_values(listing).items()},
             layout.STATUS: self._status,
+            layout.IMAGE_CHECKSUM: self._checksums,
         }
         with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
             file.attrs.update(layout.root_attributes(run.header, run.digest, complete=False))
@@ -178,7 +184,7 @@ def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
 def create_columns(
     file: h5py.File, columns: Mapping[str, npt.NDArray[Any]], extent: Extent
 ) -> None:
-    """/key, /label, /status and /columns, empty, for values of the types given."""
+    """/key, /label, /status, /image_checksum and /columns, empty, for values of these types."""
     for name, values in columns.items():
         file.create_dataset(
             name,
@@ -191,7 +197,7 @@ def create_columns(
 
 
 def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Fill /key, /label, /status and /columns, each with its checksums."""
+    """Fill what `create_columns` made, each with its checksums."""
     for name, values in columns.items():
         file[name][:] = values
         sums = layout.chunk_checksums(values, file[name].chunks[0])

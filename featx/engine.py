@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from featx.allocator import keep_freed_memory
-from featx.devices import OwnStream, exact_cuda, synchronise, to_cpu
+from featx.devices import OwnStream, away, exact_cuda, synchronise, to_cpu
 from featx.errors import LayerError, ModelError, RunError
 from featx.folding import Pair, foldable_pairs, folded
 from featx.models.base import Backbone
@@ -34,6 +34,7 @@ from featx.taps.traces import Tap, Trace
 from featx.taps.tracing import no_fast_path, trace
 from featx.targets import target_values
 from featx.types import LayerSpec
+from featx.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ MIN_SPEEDUP = 1.1
 model, which may compute batches side by side on a CPU."""
 
 _TRACE_BATCH, _BIND_BATCH = 2, 3
+
+_PROOF_BATCH = 2
+"""Images of noise, and of the trial, on which weights cast once are compared with autocast's."""
 
 _NO_THREAD = 0
 """Of hooks that see no pass now; no thread is identified so."""
@@ -80,6 +84,10 @@ class Engine:
     What a run needs of it: `run`, `compute`, `specs`, `faint_rows`, `explain` and the seconds. A
     subclass that takes other things from the model than its layers' tensors overrides `bind`,
     `settle` and `specs` (featx.attribution.attributor).
+
+    Attributes:
+        trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
+            for proofs that noise alone does not give; None where there are none.
     """
 
     settles_for_fp32 = False
@@ -103,6 +111,7 @@ class Engine:
         self._module: nn.Module = backbone.module.to(device)
         self._taps: list[Tap] = []
         self._pairs: list[Pair] | None = None
+        self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
         self._order: list[str] = []
         self._traced: Trace | None = None
         self._operations: list[str] | None = None
@@ -112,6 +121,7 @@ class Engine:
         self._stream: OwnStream | None = None
         self._settings = contextlib.ExitStack()
         self._stack = contextlib.ExitStack()
+        self.trial_images: torch.Tensor | None = None
         self.compute = Compute("fp32", False, False, 1)
 
     def __enter__(self) -> Engine:
@@ -158,6 +168,7 @@ class Engine:
         self._stack.close()
         self._taps = [tap for tap, _ in chosen]
         self._pairs = None
+        self._castable.clear()
         if self._traced is not None:
             self._operations = self._traced.operations_up_to(self._taps) or None
         x = self._noise(_BIND_BATCH)
@@ -280,6 +291,52 @@ class Engine:
         for parameter in self._module.parameters():
             if parameter.is_floating_point() and not parameter.is_inference():
                 parameter.requires_grad_(not self.takes_gradients)
+        # Last, for these are the weights that passes read: folded, and in their memory format.
+        castable = self._castable_weights()
+        dtype = COMPUTE_DTYPES[compute.precision]
+        self._stack.enter_context(weights_cast(self._module, castable.names, dtype))
+
+    def _castable_weights(self) -> CastableWeights:
+        """The weights that are cast once; none in fp32, or where gradients of them are taken."""
+        compute = self.compute
+        if compute.precision == "fp32" or self.takes_gradients or not self._order:
+            return CastableWeights()
+        key = compute.precision, compute.channels_last, compute.fold
+        if key not in self._castable:
+            dtype = COMPUTE_DTYPES[compute.precision]
+            self._castable[key] = castable_weights(self._module, dtype, self._proof_passes)
+        return self._castable[key]
+
+    @property
+    def why_cast_each_pass(self) -> str:
+        """Why autocast casts the weights in each forward pass; empty where they are cast once."""
+        return self._castable_weights().doubt
+
+    def _proof_passes(self) -> Captured:
+        """What the layers give of noise, and of images of the trial where there are any."""
+        batches = [self._noise(_PROOF_BATCH)]
+        if self.trial_images is not None and len(self.trial_images):
+            batches.append(self._normalised(self.trial_images[:_PROOF_BATCH]))
+        hooks = self._tap_hooks(_clone, self._order, stop=True)
+        with torch.no_grad(), self._autocast(), hooks:
+            return [dict(hooks.forward(self._memory_format(x))) for x in batches]
+
+    @contextlib.contextmanager
+    def off_device(self) -> Iterator[None]:
+        """The module as it came and off its device, whose memory others need inside the block."""
+        self._stack.close()
+        with away(self._module, self.device):
+            yield
+        self.settle(self.compute)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters, and of the float32 originals of those that are cast."""
+        cast = set(self._castable_weights().names)
+        return sum(
+            p.numel() * (p.element_size() + 4 * (name in cast))
+            for name, p in self._module.named_parameters()
+        )
 
     def supports_channels_last(self) -> bool:
         """Whether the model has convolutions and runs in channels-last, which they like better."""
@@ -505,16 +562,16 @@ class Engine:
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Casts weights anew in each pass where the module is shared.
+        """Autocast; of weights that are not cast once, it keeps its casts during a pass.
 
-        Autocast keeps cast weights for all threads, and forgets them when one of them leaves it: a
-        pass on one stream could read what another one is still writing, or has given back.
+        It keeps them for all threads, and forgets them when one of them leaves it. A pass on a
+        stream of a shared module could read what another one is still writing, or has given back,
+        so there it casts in each use. On a CPU a cast is done when another thread finds it.
         """
         dtype = COMPUTE_DTYPES[self.compute.precision]
         enabled = dtype != torch.float32
-        return torch.autocast(
-            self.device.type, dtype, enabled=enabled, cache_enabled=not self._is_shared
-        )
+        keeps = not self._is_shared or self.device.type == "cpu"
+        return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=keeps)
 
     def _noise(self, batch_size: int) -> torch.Tensor:
         """(B, 3, H, W) float32 as normalised pictures are, the same in every run."""

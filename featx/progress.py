@@ -269,6 +269,8 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
         ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
         *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
     ]
+    if doubt := prepared.engine.why_cast_each_pass:
+        rows.append(("weights", f"cast to {compute.precision} in each pass; cast once, {doubt}"))
     if plain := prepared.engine.unfused:
         shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
         rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))

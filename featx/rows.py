@@ -31,6 +31,17 @@ def row_cosines(
     return smallest
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bytes; NaN is equal to the same NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_as_bytes(a), _as_bytes(b))
+
+
+def _as_bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
 def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
     """A tensor on the CPU as the store keeps it: numpy has no bfloat16, so its bits as uint16."""
     bits: npt.NDArray[Any] = (

@@ -35,11 +35,10 @@ def spread(prepared: Prepared, session: Session, product: Product, config_yaml: 
         FeatxError: a worker failed; the message names it, the part and its rows.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    from featx.devices import away  # which imports torch
     from featx.executors.orders import order_of
 
     module: Any = importlib.import_module(f"featx.executors.{prepared.config.executor.name}")
     order = order_of(prepared, session, product, config_yaml)
-    with away(prepared.engine.backbone.module, prepared.engine.device):
+    with prepared.engine.off_device():
         outcome: Outcome = module.run(prepared, session, order)
     return outcome

@@ -34,7 +34,6 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
     seconds_read = _seconds_per_image_read(prepared)
     stored = prepared.row_bytes * num_rows
     compute = prepared.engine.compute
-    parameters = sum(p.numel() * p.element_size() for p in _parameters(prepared))
     part = min(prepared.part_rows, num_rows) * prepared.row_bytes
     height, width = prepared.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
@@ -49,15 +48,11 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound(2 * stored),
         "disk_free": None if is_url(config.out) else Disk(place_of(config.out)).free_bytes(),
-        "memory": parameters + 3 * part + 6 * batch,
+        "memory": prepared.engine.weight_bytes + 3 * part + 6 * batch,
         "images_per_second_model": 1 / prepared.seconds_per_image,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_rows * max(prepared.seconds_per_image, seconds_read or 0.0),
     }
-
-
-def _parameters(prepared: Prepared) -> Any:
-    return prepared.engine.backbone.module.parameters()
 
 
 def _seconds_per_image_read(prepared: Prepared) -> float | None:

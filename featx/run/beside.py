@@ -16,6 +16,7 @@ import torch
 from featx.allocator import is_kept_in_threads
 from featx.config import Config
 from featx.machine import free_memory, num_cpus, resident_memory
+from featx.rows import same_bits
 from featx.types import Begun
 
 MAX_REPLICAS = 4
@@ -184,7 +185,7 @@ def same_beside(engine: Any, batch: torch.Tensor, count: int) -> bool:
 
     def agrees(i: int) -> bool:
         return all(
-            torch.equal(_bits(value), _bits(expected[i][name]))
+            same_bits(value, expected[i][name])
             for _ in range(_TRIES)
             for name, value in _run_on_own_stream(replicas[i], batches[i]).items()
         )
@@ -197,8 +198,3 @@ def _run_on_own_stream(replica: Any, batch: torch.Tensor) -> dict[str, torch.Ten
     with replica.own_stream():
         values: dict[str, torch.Tensor] = replica.run(batch)
     return values
-
-
-def _bits(value: torch.Tensor) -> torch.Tensor:
-    """As bytes, of which NaN is equal to NaN."""
-    return value.contiguous().view(torch.uint8)

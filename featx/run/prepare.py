@@ -144,7 +144,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         cpus = beside.cpus_that_compute(config, devices[0])
         stack.enter_context(cpu_threads(beside.threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
-        images = _probe_images(source, listing, decoding)
+        engine.trial_images = images = _probe_images(source, listing, decoding)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()

@@ -6,18 +6,17 @@ import importlib
 import logging
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
-from featx.supervisor import is_echo, supervised
+from featx.supervisor import end_process, is_echo, supervised
 
 
 def main() -> None:
     """Entry point of `featx` and of `python -m featx`; ends the process with its exit code."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _leave)
-    sys.exit(supervised(run_command, _was_decoding))
+    end_process(supervised(run_command, _was_decoding))
 
 
 def run_command() -> int:

@@ -190,3 +190,47 @@ def test_where_there_can_be_no_child_the_work_is_done_here(
         lines[-1] = lines[-1].replace("sys.exit(sup", start + "sys.exit(sup")
     subprocess.run(lines, cwd=tmp_path, check=True)
     assert int((tmp_path / "parent").read_text()) == os.getpid()
+
+
+AT_WORK = """
+import sys, time
+import torch
+from featx.loading.threads import Threads
+from featx.supervisor import end_process
+
+a = torch.rand(600, 600)
+with Threads(2, {limit_s}, "busy", leave_s=0.05) as threads:
+    for _ in range(2):
+        threads.submit(lambda: [a @ a for _ in range(200)])
+    time.sleep(0.2)
+print("left", flush={flush})
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "flush", "limit_s"),
+    [("end_process(3)", False, 0.1), ("sys.exit(3)", True, None)],
+    ids=["the command", "a script of one's own"],
+)
+def test_threads_at_work_do_not_abort_the_end_of_the_process(
+    end: str, flush: bool, limit_s: float | None
+) -> None:
+    """A daemon thread inside torch, when the interpreter ends, is 'terminate called', SIGABRT."""
+    text = AT_WORK.format(end=end, flush=flush, limit_s=limit_s)
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "left\n", "")
+
+
+def test_a_result_that_cannot_be_written_is_no_success() -> None:
+    text = "from featx.supervisor import end_process; print('x'); end_process(0)"
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", text],
+            env=buffered, stdout=full, stderr=subprocess.PIPE, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert b"cannot be written: No space left" in done.stderr

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,6 +17,9 @@ _LEAVE_S = 5.0
 """How long the end of a pool waits for threads that are at work, where nothing else is said."""
 
 _LOOK_S = 1.0
+
+_EXIT_WAIT_S = 60.0
+"""How long the end of the interpreter waits for threads without a time limit of their own."""
 
 
 @dataclass(eq=False)
@@ -86,9 +89,14 @@ class Threads:
                     task.future.cancel()
         for _ in self._threads:
             self._queue.put(None)
-        until = time.monotonic() + self._leave_s
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
+        left = _joined(self._threads, self._leave_s)
+        if left:
+            # A daemon thread that asks for the interpreter's lock while the interpreter ends is
+            # unwound by force, through the C++ frames of torch: "terminate called without an
+            # active exception", SIGABRT. The interpreter waits for a thread that is no daemon.
+            limit_s = _EXIT_WAIT_S if self._limit_s is None else self._limit_s
+            name = f"{self._name}_exit"
+            threading.Thread(target=_joined, args=(left, limit_s), name=name).start()
 
     @property
     def again(self) -> bool:
@@ -165,3 +173,11 @@ class Threads:
         self._threads.remove(task.thread)
         self._start(self._serve)
         self._queue.put(_Task(task.future, task.work, task.args, again=True))
+
+
+def _joined(threads: Sequence[threading.Thread], limit_s: float) -> list[threading.Thread]:
+    """Wait for threads; returns those that are still at work after `limit_s` seconds in all."""
+    until = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return [thread for thread in threads if thread.is_alive()]

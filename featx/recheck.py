@@ -65,7 +65,7 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
     Raises:
         FeatxError: the pictures or the model are not to be had as they were.
     """
-    store = FeatureStore(root)
+    store = FeatureStore(root, verify="rows")
     there = np.flatnonzero(store.status != Status.ABSENT)
     chosen = np.random.default_rng(config.seed).permutation(there)[:count].tolist()
     lacking = missing_parts(root, manifest)

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Sampler, Subset
 
 from featx.errors import StoreError
 from featx.store.array import LayerArray
+from featx.store.chunk_check import Verify
 from featx.store.lost import refuse_lost_rows
 from featx.store.reader import FeatureStore
 
@@ -38,13 +39,14 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
     Args:
         path: the store's folder or its features.h5.
         layer: the dataset's name.
+        verify: what is compared with its checksum when it is read, as for `featx.open`.
 
     Items are (feature, label): the row as a tensor in the store's dtype, and its class number, -1
     without one. They are what was ok when the dataset was made; rows that come later do not count.
     """
 
-    def __init__(self, path: str | os.PathLike[str], layer: str) -> None:
-        self.store = FeatureStore(path)
+    def __init__(self, path: str | os.PathLike[str], layer: str, verify: Verify = "chunks") -> None:
+        self.store = FeatureStore(path, verify)
         self._fingerprint = self.store.attrs.get("fingerprint")
         self.layer = layer
         self._features = self.store[layer]

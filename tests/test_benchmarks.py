@@ -16,6 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 SMALL = {
     "bucket": "--parts 3 --wait-ms 0 --runs 1",
+    "checks": "--gigabytes 0.01 --runs 1",
     "codecs": "--images 8 --megabytes 1 --codecs none zstd --runs 1",
     "copies": "--models resnet18 --runs 1",
     "decode": "--images 4 --runs 1",

@@ -54,7 +54,7 @@ def run_export(config: Config) -> dict[str, Any]:
         FeatxError: the store, the format or the folder does not fit, or the disk failed.
     """
     assert config.store is not None, "the config was checked"
-    store = FeatureStore(config.store)
+    store = FeatureStore(config.store, verify="rows")
     if not store.complete and not config.export.incomplete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "

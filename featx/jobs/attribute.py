@@ -41,7 +41,7 @@ def _draw(prepared: Prepared, session: StoreSession) -> None:
         return
     folder = session.root / PICTURES
     session.disk.make_folder(folder)
-    store = FeatureStore(session.root)
+    store = FeatureStore(session.root, verify="rows")
     methods = [method for method in METHODS if method in store]
     labels = np.unique(store.labels[store.ok]).tolist()
     made = []

@@ -33,7 +33,7 @@ _TITLES = {"cka": "linear CKA", "cka_debiased": "linear CKA, debiased", "rsa": "
 def run(config: Config, config_yaml: str) -> int:
     """Look for what is asked, write it down, and say it; returns the exit code."""
     assert config.store is not None, "the config was checked"
-    store = FeatureStore(config.store)
+    store = FeatureStore(config.store, verify="rows")
     if not store.complete:
         complain(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     asked = config.similar
@@ -184,7 +184,7 @@ def _duplicates(store: FeatureStore, config: Config) -> tuple[dict[str, Any], st
 
 def _likeness(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
     asked = config.similar
-    other = None if asked.other is None else FeatureStore(asked.other)
+    other = None if asked.other is None else FeatureStore(asked.other, verify="rows")
     disk = _disk(store, config)
     with CountProgress("layers") as progress:
         count = len(matching_layers(store, config.layer))

@@ -159,7 +159,7 @@ _SAME_OF_A_LAYER = ("layer", "capture", "reduce")
 
 def _other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
     """probe.test_store, whose features have to mean the same."""
-    other = FeatureStore(path)
+    other = FeatureStore(path, verify="rows")
     if other.root == store.root or other.attrs["fingerprint"] == store.attrs["fingerprint"]:
         raise ConfigError(
             f"probe.test_store={path} is the store that is trained on: its rows would be tested on "

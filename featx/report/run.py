@@ -54,7 +54,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     begun = time.perf_counter()
     _require_packages()
     assert config.store is not None, "the config was checked"
-    store = FeatureStore(config.store)
+    store = FeatureStore(config.store, verify="rows")
     layers = _in_order(store, matching_layers(store, config.layer))
     path = _file_of(config, store)
     disk = Disk(path.parent)

@@ -9,7 +9,7 @@ the ordinary is left to h5py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import dtypes, layout
+from featx.store.chunk_check import ChunkCheck, repair_hint
 from featx.store.chunk_index import ChunkIndex
 from featx.store.decoding import process
 from featx.store.object_file import ObjectFile
@@ -48,13 +49,22 @@ class ChunkRows:
         way: "map" or "file" (no filters), "decode" (filters known to us), or "h5py".
     """
 
-    def __init__(self, dataset: h5py.Dataset, path: Path, far: ObjectFile | None = None) -> None:
+    def __init__(
+        self,
+        dataset: h5py.Dataset,
+        path: Path,
+        far: ObjectFile | None = None,
+        check: ChunkCheck | None = None,
+        first_row: int = 0,
+    ) -> None:
         """The dataset must stay open until `close`; `path` is for messages.
 
         Args:
             dataset: of a file open for reading.
             path: of the file.
             far: what h5py reads the file through, where it is none of a disk.
+            check: compares chunks with their checksums; None compares nothing.
+            first_row: the row of the store that the dataset begins with, for messages.
 
         Raises:
             StoreError: its numbers are of no type that a store has, or it is larger than the file.
@@ -62,11 +72,15 @@ class ChunkRows:
         self._kind = dtypes.name_of(dataset)
         self.dtype = dtypes.memory_dtype(self._kind)
         self._label = f"{path}: {dataset.name}"
+        self._path = path
+        self._first_row = first_row
         self._dataset: h5py.Dataset | None = dataset
         self._row_shape: tuple[int, ...] = dataset.shape[1:]
         self._num_rows = int(dataset.shape[0])
+        self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else self._num_rows
         self._file: RawFile | ObjectFile | None = None
         self._token = object()
+        self._check_of_chunks = check
         self.way = "h5py"
         if not _is_direct(dataset, "sec2" if far is None else "fileobj"):
             return
@@ -74,7 +88,6 @@ class ChunkRows:
         if not pipeline.supported:
             return
         self._pipeline = pipeline
-        self._chunk_rows = int(dataset.chunks[0])
         self._row_bytes = pipeline.chunk_bytes // self._chunk_rows
         file = far or RawFile(dataset.file.id.get_vfd_handle(), may_map=len(pipeline) == 0)
         self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
@@ -89,6 +102,8 @@ class ChunkRows:
                 raise self._out_of_range(int(rows.min()), int(rows.max()))
             file, at = self._locate(rows)
             assert _is_mapped(file)
+            if self._check_of_chunks is not None:
+                self._compare_mapped(file, self._check_of_chunks.due_of_rows(rows))
             taken = _taken(file, at, self._row_bytes)
             return taken.view(self.dtype).reshape(len(rows), *self._row_shape)
         out = np.empty((len(rows), *self._row_shape), self.dtype)
@@ -108,9 +123,12 @@ class ChunkRows:
             # Chunks that touch have one origin, so their rows are one piece of the file.
             if self._kind != "bfloat16" and bool((origin == begin).all()):
                 begin += first * self._row_bytes
-                mapped = self._checked_file().mapped
-                assert mapped is not None
-                copied = mapped[begin : begin + count * self._row_bytes].copy()
+                file = self._checked_file()
+                assert _is_mapped(file)
+                assert file.mapped is not None
+                if self._check_of_chunks is not None:
+                    self._compare_mapped(file, self._check_of_chunks.due_of_run(first, count))
+                copied = file.mapped[begin : begin + count * self._row_bytes].copy()
                 return copied.view(self.dtype).reshape(count, *self._row_shape)
         out = np.empty((count, *self._row_shape), self.dtype)
         self.read_run(first, out)
@@ -164,6 +182,18 @@ class ChunkRows:
         chunk, last_chunk = first // per_chunk, (first + count - 1) // per_chunk
         if not self._index.whole:
             self._index.find(np.arange(chunk, last_chunk + 1))
+        check, due = self._check_of_chunks, []
+        if check is not None:
+            due = check.due_of_run(first, count)
+            if _is_mapped(file):
+                self._compare_mapped(file, due)
+                due = []
+            elif due and (around := self._aligned(first, count, due)) != (first, first + count):
+                # Bytes that come from afar are asked for once: whole chunks, of which a part goes.
+                whole = np.empty((around[1] - around[0], *self._row_shape), self.dtype)
+                self.read_run(around[0], whole)
+                out[:] = whole[first - around[0] :][:count]
+                return
         flat = out.reshape(-1).view(np.uint8)
         begin = end = int(self._index.origin[chunk]) + first * width
         done = 0
@@ -178,6 +208,7 @@ class ChunkRows:
                 begin = end = lies
             end += (stop - start) * width
         file.read_pieces([*pieces, (flat[done:], begin)], self._label)
+        self._compare_read(due, flat, first * width, width)
 
     @property
     def closed(self) -> bool:
@@ -200,6 +231,13 @@ class ChunkRows:
     def _out_of_range(self, first: int, last: int) -> IndexError:
         return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
 
+    def _damaged(self, first: int, last: int, error: Exception) -> StoreError:
+        begin = self._first_row
+        return StoreError(
+            f"{self._label}: rows {begin + first} to {begin + last} cannot be read ({error}). "
+            f"{repair_hint(self._path)}"
+        )
+
     def _checked_file(self) -> RawFile | ObjectFile:
         """The file, if it is as long as it was. A local variable must hold it while it is read."""
         file = self._file
@@ -210,6 +248,42 @@ class ChunkRows:
                 f"{self._label}: the file had {file.size} bytes when it was opened, now {size}."
             )
         return file
+
+    def _aligned(self, first: int, count: int, due: Sequence[int]) -> tuple[int, int]:
+        """Rows [first, first + count) and the rest of those chunks among them that are due."""
+        start = min(first, due[0] * self._chunk_rows)
+        stop = min(max(first + count, (due[-1] + 1) * self._chunk_rows), self._num_rows)
+        return start, stop
+
+    def _compare_read(
+        self, due: Sequence[int], data: npt.NDArray[Any], start: int, width: int = 1
+    ) -> None:
+        """Compare chunks that were read as a whole.
+
+        Args:
+            due: their numbers.
+            data: rows, or their bytes, in order and as they are stored.
+            start: what `data` begins with, counted in its items from the dataset's begin.
+            width: items of a row.
+        """
+        for chunk in due:
+            if self._check_of_chunks is not None:
+                rest = data[chunk * self._chunk_rows * width - start :]
+                self._check_of_chunks.compare(chunk, rest)
+
+    def _compare_mapped(self, file: RawFile, due: Sequence[int]) -> None:
+        """Compare chunks of a mapped file with their checksums; raises what `read` does."""
+        check, mapped = self._check_of_chunks, file.mapped
+        if not due or check is None or mapped is None:
+            return
+        if not self._index.whole:
+            self._index.find(np.array(due))
+
+        def compare(chunk: int) -> None:
+            at = int(self._index.at[chunk])
+            check.compare(chunk, mapped[at : at + self._pipeline.chunk_bytes])
+
+        process().each(compare, due)
 
     def _locate(self, rows: Rows) -> tuple[RawFile | ObjectFile, Rows]:
         """The file and the byte at which each row begins; without filters."""
@@ -236,20 +310,29 @@ class ChunkRows:
             raise ValueError(f"{self._label} is closed")
         for low, high in _runs(rows[1:] - rows[:-1] <= 1):
             first, last = int(rows[low]), int(rows[high - 1])
+            check = self._check_of_chunks
+            due = [] if check is None else check.due_of_run(first, last + 1 - first)
+            start, stop = first, last + 1
+            if due:
+                start, stop = self._aligned(first, last + 1 - first, due)
             try:
-                block = dataset[first : last + 1]
+                raw = dtypes.read_raw(dataset, start, stop)
             except (OSError, RuntimeError) as error:
                 if not layout.is_damage(error):
                     raise
-                raise StoreError(
-                    f"{self._label}: rows {first} to {last} cannot be read ({error})."
-                ) from error
-            out[places[low:high]] = block[rows[low:high] - first]
+                raise self._damaged(first, last, error) from error
+            self._compare_read(due, np.ascontiguousarray(raw), start)
+            block = dtypes.from_raw(raw, self._kind)
+            out[places[low:high]] = block[rows[low:high] - start]
 
     def _read_bits(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
         if self.way == "decode":
             self._read_decoded(rows, out, places)
             return
+        if self._check_of_chunks is not None:
+            rows, places = self._read_due(rows, out, places)
+            if not len(rows):
+                return
         file, at = self._locate(rows)
         width = self._row_bytes
         target = out.reshape(len(out), -1).view(np.uint8)
@@ -264,6 +347,36 @@ class ChunkRows:
             (flat[begin : begin + (high - low) * width], int(at[low])) for low, high, begin in runs
         )
         file.read_pieces(pieces, self._label)
+
+    def _read_due(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> tuple[Rows, Rows]:
+        """Compare the chunks that are due, without filters; returns what is still to be read.
+
+        Of a file that is not mapped the rows of these chunks are read on the way.
+        """
+        file, check = self._checked_file(), self._check_of_chunks
+        due = [] if check is None else check.due_of_rows(rows)
+        if _is_mapped(file):
+            self._compare_mapped(file, due)
+            return rows, places
+        if not due or check is None:
+            return rows, places
+        self._index.find(np.array(due))
+        chunk_bytes = self._pipeline.chunk_bytes
+        left = np.ones(len(rows), np.bool_)
+        step = max(1, _CONVERT_BYTES // chunk_bytes)
+        for i in range(0, len(due), step):
+            some = due[i : i + step]
+            whole = np.empty((len(some), chunk_bytes), np.uint8)
+            pieces = [(whole[j], int(self._index.at[chunk])) for j, chunk in enumerate(some)]
+            file.read_pieces(pieces, self._label)
+            for data, chunk in zip(whole, some, strict=True):
+                check.compare(chunk, data)
+                first = chunk * self._chunk_rows
+                low, high = np.searchsorted(rows, [first, first + self._chunk_rows])
+                values = data.view(out.dtype).reshape(self._chunk_rows, *self._row_shape)
+                out[places[low:high]] = values[rows[low:high] - first]
+                left[low:high] = False
+        return rows[left], places[left]
 
     def _read_decoded(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
         file = self._checked_file()
@@ -288,13 +401,14 @@ class ChunkRows:
         stored = np.empty(int(self._index.size[chunk]), np.uint8)
         file.pread_into(stored, int(self._index.at[chunk]), self._label)
         try:
-            return self._pipeline.decode(stored, int(self._index.mask[chunk]))
+            whole = self._pipeline.decode(stored, int(self._index.mask[chunk]))
         except StoreError as error:
             first = chunk * self._chunk_rows
             last = min(first + self._chunk_rows, self._num_rows) - 1
-            raise StoreError(
-                f"{self._label}: rows {first} to {last} are damaged: {error}."
-            ) from error
+            raise self._damaged(first, last, error) from error
+        if self._check_of_chunks is not None:
+            self._check_of_chunks.compare(chunk, whole)
+        return whole
 
 
 def _taken(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:

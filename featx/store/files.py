@@ -20,6 +20,7 @@ import numpy.typing as npt
 from featx.errors import FeatxError, StoreError
 from featx.object_path import ObjectPath
 from featx.store import codecs, layout
+from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
 from featx.store.chunks import ChunkRows
 from featx.store.object_file import ObjectFile
 from featx.store.texts import check_texts
@@ -48,8 +49,9 @@ class OpenFile:
         users: threads that are reading from it now.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, verify: Verify = "chunks") -> None:
         self.path = path
+        self._verify = verify
         self._far = ObjectFile(path) if isinstance(path, ObjectPath) else None
         self.file = _open_checked(path, self._far)
         self.known = False
@@ -80,8 +82,49 @@ class OpenFile:
 
     def texts(self, path: str) -> tuple[str, ...]:
         """A dataset of UTF-8 bytes as strings."""
-        values = self.dataset(path)[:].tolist()
+        values = self._compared(path).tolist()
         return tuple(value.decode("utf-8", "surrogateescape") for value in values)
+
+    def _compared(self, path: str) -> npt.NDArray[Any]:
+        """All of a dataset that fits in memory, compared with its checksums where it has any.
+
+        Raises:
+            StoreError: it differs from one of them.
+        """
+        dataset = self.dataset(path)
+        values: npt.NDArray[Any] = dataset[:]
+        if (sums := self._checksums(path)) is None or not len(values):
+            return values
+        step = int(dataset.chunks[0]) if dataset.chunks else len(values)
+        found = layout.chunk_checksums(values, step)
+        if found.shape != sums.shape or (found != sums).any():
+            raise StoreError(
+                f"{self.path}: /{path} differs from its checksum. {repair_hint(self.path)}"
+            )
+        return values
+
+    def _checksums(self, path: str) -> npt.NDArray[Any] | None:
+        """The checksums of a dataset; None where it has none or nothing is to be compared."""
+        name = f"{layout.CHECKSUMS}/{path}"
+        if self._verify is False or not has_link(self.file, name):
+            return None
+        sums: npt.NDArray[Any] = self.dataset(name)[:]
+        return sums
+
+    def failures(self) -> list[npt.NDArray[Any]]:
+        """The rows, errors and messages of /failures.
+
+        Raises:
+            StoreError: they differ from their checksum.
+        """
+        columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
+        sums = self._checksums(layout.FAILURES)
+        if sums is not None and sums.tolist() != [layout.failures_checksum(columns)]:
+            raise StoreError(
+                f"{self.path}: /{layout.FAILURES} differs from its checksum. "
+                f"{repair_hint(self.path)}"
+            )
+        return columns
 
     def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
         """The first rows of a dataset with one entry per row.
@@ -100,11 +143,17 @@ class OpenFile:
                 f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}; expected {num_rows} "
                 "rows."
             )
-        column: npt.NDArray[Any] = dataset[:num_rows]
-        return column
+        return self._compared(path)[:num_rows]
 
-    def rows(self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ChunkRows:
+    def rows(
+        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
+    ) -> ChunkRows:
         """The rows of a dataset, read past HDF5 where that can be.
+
+        Args:
+            path: of the dataset.
+            shape, dtype: as expected of it.
+            first_row: the row of the store that the file begins with, for messages.
 
         Raises:
             StoreError: it has another shape or type.
@@ -116,7 +165,15 @@ class OpenFile:
                     f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
                     f"{shape} {dtype}."
                 )
-            self._rows[path] = ChunkRows(dataset, self.path, self._far)
+            sums = self._checksums(path)
+            check = None
+            if sums is not None and dataset.chunks and dataset.size:
+                filtered = dataset.id.get_create_plist().get_nfilters() > 0
+                all_rows = filtered or self._verify == "rows"
+                check = ChunkCheck(
+                    dataset, sums, self.path, first_row, all_rows, self._far is not None
+                )
+            self._rows[path] = ChunkRows(dataset, self.path, self._far, check, first_row)
         return self._rows[path]
 
     def close(self) -> None:
@@ -128,9 +185,14 @@ class OpenFile:
 
 
 class Handles:
-    """Open files of this process, the least recently used closed first."""
+    """Open files of this process, the least recently used closed first.
 
-    def __init__(self) -> None:
+    Args:
+        verify: which chunks are compared with their checksums when they are read.
+    """
+
+    def __init__(self, verify: Verify = "chunks") -> None:
+        self.verify = verify
         self._reset()
 
     def _reset(self) -> None:
@@ -141,9 +203,10 @@ class Handles:
         self._most = max(4, min(_MAX_OPEN_FILES, allowed // _SHARE_OF_LIMIT))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}
+        return {"verify": self.verify}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.verify = state["verify"]
         self._reset()
 
     @contextlib.contextmanager
@@ -152,7 +215,7 @@ class Handles:
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
-            file = self._files.pop(path, None) or OpenFile(path)
+            file = self._files.pop(path, None) or OpenFile(path, self.verify)
             self._files[path] = file
             file.users += 1
             self._close_idle(self._most)
@@ -307,6 +370,17 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
             f"{dataset.id.get_storage_size()} of it; refused."
         )
     return dataset
+
+
+def has_link(file: h5py.File, path: str) -> bool:
+    """Whether there is something at `path`, found without following a link out of the file."""
+    where = ""
+    for name in path.split("/"):
+        where = f"{where}/{name}".lstrip("/")
+        link = file.get(where, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            return link is not None
+    return True
 
 
 def check_hard(file: h5py.File, path: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,34 @@ def same_values(some: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
 
 
 def listing_file(listing: Listing) -> memoryview:
-    """samples.h5 as bytes: /key, /label, /classes and /columns of all rows."""
+    """samples.h5 as bytes: /key, /label, /classes and /columns of all rows, each with its crc32."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
         file.attrs["featx_format"] = layout.FORMAT_PLAIN
+        make_groups(file, listing)
         for path, values in row_values(listing).items():
             file[path] = values
-        file[layout.CLASSES] = layout.text_array(listing.classes)
+            file[f"{layout.CHECKSUMS}/{path}"] = layout.chunk_checksums(values, max(1, len(values)))
+        write_classes(file, listing.classes)
     return buffer.getbuffer()
+
+
+def make_groups(file: h5py.File, listing: Listing) -> None:
+    """The groups of a file with a listing; those HDF5 makes by itself carry the time of day."""
+    names = [layout.CHECKSUMS]
+    if listing.columns:
+        names += [layout.COLUMNS, f"{layout.CHECKSUMS}/{layout.COLUMNS}"]
+    for name in names:
+        file.create_group(name)
+
+
+def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
+    """/classes, (C,) fixed-length UTF-8 bytes, and its checksum."""
+    values = layout.text_array(classes)
+    file[layout.CLASSES] = values
+    file[f"{layout.CHECKSUMS}/{layout.CLASSES}"] = layout.chunk_checksums(
+        values, max(1, len(values))
+    )
 
 
 def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:

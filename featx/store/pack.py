@@ -28,7 +28,7 @@ from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
 from featx.store.files import damage_text, open_hdf5
 from featx.store.images import image_checksums_in
-from featx.store.listing import read_listing, row_values, same_values
+from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.session import remove_parts
 from featx.store.texts import check_texts, seal_texts
@@ -36,8 +36,7 @@ from featx.store.writer import (
     Extent,
     create_columns,
     create_layer,
-    make_groups,
-    write_classes,
+    make_feature_groups,
     write_columns,
 )
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Status
@@ -241,6 +240,7 @@ class _Packing:
             with open_hdf5(first_piece.path) as source:
                 packed.attrs["config"] = source.attrs["config"]
         make_groups(packed, self._listing)
+        make_feature_groups(packed)
         grid = layout.Grid(self._num_rows, first.grid.part_rows)
         extent = Extent(self._num_rows, len(grid) * grid.slots, grid.column_chunk_rows)
         create_columns(packed, self._columns, extent)

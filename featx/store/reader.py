@@ -21,6 +21,7 @@ from featx.errors import LayerError, StoreError, nearest
 from featx.object_path import place_of
 from featx.store import layout
 from featx.store.array import LayerArray
+from featx.store.chunk_check import Verify, check_verify
 from featx.store.chunks import ChunkRows
 from featx.store.contents import Segment, find_contents
 from featx.store.files import Handles, OpenFile
@@ -29,17 +30,23 @@ from featx.types import UNKNOWN_IMAGE, Status
 T = TypeVar("T")
 
 
-def open(path: str | os.PathLike[str]) -> FeatureStore:
+def open(path: str | os.PathLike[str], verify: Verify = "chunks") -> FeatureStore:
     """Open a store for reading: its folder (also while the run goes on) or a features.h5.
 
     Args:
         path: OUT, OUT/features.h5, or any other file of the same format; on a disk, or in an
             object store as s3://bucket/OUT, of which only the rows that are asked for are read.
+        verify: what is compared with its checksum when it is read, each chunk once in a process.
+            "chunks": every chunk of which a read takes a quarter or more (in an object store half),
+            of compressed layers every chunk. So single rows of an uncompressed layer are not
+            compared. "rows": every chunk of which a read takes any row; the first row of a chunk
+            then costs the reading of the whole chunk, about 1 MiB. False: nothing.
 
     Raises:
+        ConfigError: verify is none of these.
         StoreError: there is no store, it is damaged, of a newer format, or names other files.
     """
-    return FeatureStore(path)
+    return FeatureStore(path, verify)
 
 
 class FeatureStore:
@@ -51,6 +58,7 @@ class FeatureStore:
         complete: whether every row of the listing is there.
         classes: names of the classes; `labels` index them.
         columns: names of what else the data set said of each row; see `column`.
+        verify: what is compared with its checksum when it is read; see `open`.
     """
 
     root: Path
@@ -58,14 +66,16 @@ class FeatureStore:
     classes: tuple[str, ...]
     columns: tuple[str, ...]
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], verify: Verify = "chunks") -> None:
+        check_verify(verify)
         self.root = place_of(path).absolute()
-        self._handles = Handles()
+        self.verify = verify
+        self._handles = Handles(verify)
         self._find()
 
     def refresh(self) -> FeatureStore:
         """Look again which rows and layers are there; for a run that still goes on."""
-        self._handles = Handles()
+        self._handles = Handles(self.verify)
         columns = ("keys", "labels", "status", "failures", "key_bytes", "image_checksums")
         for name in (*columns, "_key_order"):
             self.__dict__.pop(name, None)
@@ -217,10 +227,7 @@ class FeatureStore:
             with self._open(segment) as opened:
                 if not opened.file.attrs.get("num_failures", 1):
                     continue
-                columns = [
-                    opened.dataset(f"{layout.FAILURES}/{name}")[:].tolist()
-                    for name in ("row", "error", "message")
-                ]
+                columns = [values.tolist() for values in opened.failures()]
             for row, error, message in zip(*columns, strict=True):
                 if not segment.start <= row < segment.stop:
                     raise StoreError(f"{segment.path} has failures of rows that are not in it.")
@@ -411,4 +418,4 @@ class FeatureStore:
         info = self._contents.layers[layer]
         shape = (segment.stop - segment.start, *info.row_shape)
         with self._open(segment) as opened:
-            yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype)
+            yield opened.rows(f"{layout.FEATURES}/{layer}", shape, info.dtype, segment.start)

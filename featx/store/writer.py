@@ -16,7 +16,7 @@ from featx.machine import num_cpus
 from featx.store import codecs, layout
 from featx.store.dtypes import hdf5_type, nan, raw_dtype, read_raw, write_raw
 from featx.store.failures import write_failures
-from featx.store.listing import row_values
+from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Run
 from featx.store.pipeline import Pipeline
 from featx.store.texts import check_texts, seal_texts
@@ -102,6 +102,7 @@ class PartBuilder:
             file.attrs.update(part=self.part.index, start=self.part.start, codec=run.codec)
             file.attrs["num_failures"] = len(self.failures)
             make_groups(file, listing)
+            make_feature_groups(file)
             extent = Extent(len(self.part), run.grid.slots, run.grid.column_chunk_rows)
             create_columns(file, columns, extent)
             for spec in self._specs.values():
@@ -204,15 +205,7 @@ def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> N
         file[f"{layout.CHECKSUMS}/{name}"] = sums
 
 
-def make_groups(file: h5py.File, listing: Listing) -> None:
-    """The groups of the format; those HDF5 makes by itself would carry the time of day."""
-    names = [layout.FEATURES, layout.CHECKSUMS, f"{layout.CHECKSUMS}/{layout.FEATURES}"]
-    if listing.columns:
-        names += [layout.COLUMNS, f"{layout.CHECKSUMS}/{layout.COLUMNS}"]
-    for name in names:
+def make_feature_groups(file: h5py.File) -> None:
+    """The groups of a file with features, beside those of its listing."""
+    for name in (layout.FEATURES, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
         file.create_group(name)
-
-
-def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
-    """/classes: (C,) fixed-length UTF-8 bytes."""
-    file[layout.CLASSES] = layout.text_array(classes)

@@ -124,7 +124,7 @@ class RunEvents:
             self._write_graph()
             asked = self._prepared.config.tensorboard
             num_rows = PROJECTOR_ROWS if asked is True else asked
-            store = FeatureStore(self._session.root)
+            store = FeatureStore(self._session.root, verify="rows")
             runs = self._session.manifest.runs
             layers = dict.fromkeys(spec.name for run in runs for spec in run.layers)
             there = [name for name in layers if name in store]

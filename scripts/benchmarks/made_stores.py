@@ -41,7 +41,9 @@ def clustered_rows(num_rows: int, shape: tuple[int, ...]) -> Iterator[np.ndarray
         yield rows.astype(np.float16)
 
 
-def make_run(num_rows: int, shape: tuple[int, ...], part_rows: int = 0) -> tuple[Run, Listing]:
+def make_run(
+    num_rows: int, shape: tuple[int, ...], part_rows: int = 0, codec: str = "none"
+) -> tuple[Run, Listing]:
     """A run of one layer, and its rows; part_rows=0: as many as extraction gives a part."""
     from featx.store import layout
     from featx.store.manifest import Run
@@ -52,7 +54,7 @@ def make_run(num_rows: int, shape: tuple[int, ...], part_rows: int = 0) -> tuple
     listing = Listing(keys, np.zeros(num_rows, np.int64), ("none",))
     header = StoreHeader({}, "", "made up", "none", "", "none", {})
     part_rows = part_rows or layout.power_of_two_at_most(layout.PART_BYTES / spec.row_bytes)
-    return Run(header, (spec,), layout.Grid(num_rows, part_rows), "none", {}), listing
+    return Run(header, (spec,), layout.Grid(num_rows, part_rows), codec, {}), listing
 
 
 def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
@@ -74,12 +76,18 @@ def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
         session.commit(builder)
 
 
-def make_store(root: Path, num_rows: int, shape: tuple[int, ...], rows: Rows = made_rows) -> None:
+def make_store(
+    root: Path,
+    num_rows: int,
+    shape: tuple[int, ...],
+    rows: Rows = made_rows,
+    codec: str = "none",
+) -> None:
     """A packed store with one layer, made as extraction makes it."""
     from featx.store.pack import pack
     from featx.store.session import StoreSession
 
-    session = StoreSession(root, *make_run(num_rows, shape))
+    session = StoreSession(root, *make_run(num_rows, shape, codec=codec))
     with session.hold():
         write_parts(session, rows)
         pack(root)

@@ -104,6 +104,60 @@ def read(arguments: argparse.Namespace) -> None:
             read_kind(Path(folder), kind, shape, size, arguments.runs)
 
 
+def forget_pages(path: Path) -> None:
+    """Drop a file from the page cache, so that the next read comes from the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def checks(arguments: argparse.Namespace) -> None:
+    """What comparing chunks with their checksums costs an epoch in order, for every codec.
+
+    The file comes from the disk, from the page cache, and from there by a store that has compared
+    it before. Reading without a check and with one take turns; the quickest of each are compared.
+    """
+    import featx
+    from featx.store.reader import FeatureStore
+
+    shape = (2048,)
+    num_rows = int(arguments.gigabytes * 1e9) // (2 * shape[0])
+    print(f"{num_rows} rows {shape} float16; MB/s unchecked and checked, cost of the check")
+    for codec in arguments.codecs:
+        with tempfile.TemporaryDirectory(prefix="featx-checks-", dir=arguments.folder) as folder:
+            root = Path(folder)
+            make_store(root, num_rows, shape, codec=codec)
+
+            def epoch(store: FeatureStore, num_rows: int = num_rows) -> float:
+                layer = store["layer"]
+                begun = time.perf_counter()
+                for start in range(0, num_rows, BATCH):
+                    layer[start : start + BATCH]
+                return time.perf_counter() - begun
+
+            for state in ("disk", "cache", "again"):
+                took: dict[str, list[float]] = {"no": [], "chunks": []}
+                for run in range(arguments.runs):
+                    # Whoever comes second finds a warmer machine, so they take turns at that too.
+                    for name in ("no", "chunks") if run % 2 else ("chunks", "no"):
+                        verify: Any = False if name == "no" else "chunks"
+                        store = featx.open(root, verify=verify)
+                        if state == "disk":
+                            forget_pages(root / "features.h5")
+                        if state == "again":
+                            epoch(store)
+                        took[name].append(epoch(store))
+                without, checked = (min(took[name]) for name in ("no", "chunks"))
+                size = num_rows * shape[0] * 2 / 1e6
+                cost = 100 * (checked / without - 1)
+                print(
+                    f"{codec:7} {state:6} {size / without:7.0f} {size / checked:7.0f} {cost:6.1f} %"
+                )
+
+
 def loader(arguments: argparse.Namespace) -> None:
     """Rows per second of an epoch in BlockShuffleSampler's order, and how long training waits."""
     import torch
@@ -303,6 +357,11 @@ def add_commands(add: Add) -> None:
     """The commands of scripts/benchmark that are measured here."""
     one = add("read", read)
     one.add_argument("--gigabytes", type=float, default=2, help="of each kind of rows")
+    one.add_argument("--runs", type=int, default=5)
+    one.add_argument("--folder", help="where there is room for three times as much")
+    one = add("checks", checks)
+    one.add_argument("--gigabytes", type=float, default=1)
+    one.add_argument("--codecs", nargs="+", default=["none", "lzf", "gzip", "zstd", "blosc2"])
     one.add_argument("--runs", type=int, default=5)
     one.add_argument("--folder", help="where there is room for three times as much")
     one = add("loader", loader)

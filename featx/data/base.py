@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from featx.data.labels import of_any_kind
 from featx.errors import DataError
+from featx.store import layout
 from featx.types import ImageFault, Listing, Status
 
 EXTENSIONS = frozenset(
@@ -204,6 +205,9 @@ class FolderSource:
                 self._skipped["links to a folder above"] += 1
                 continue
             above = folder.above | {folder.real}
+            if folder.prefix and _is_store(folder.path):
+                self._skipped["stores of featx"] += 1
+                continue
             try:
                 with os.scandir(folder.path) as entries:
                     for entry in entries:
@@ -245,6 +249,11 @@ class FolderSource:
 
     def _is_inside(self, target: bytes) -> bool:
         return os.path.commonpath((target, self._real_root)) == self._real_root
+
+
+def _is_store(folder: bytes) -> bool:
+    """Whether a folder is a store of featx: its images (heat maps, sprites) are no data."""
+    return os.path.lexists(os.path.join(folder, os.fsencode(layout.DESCRIPTOR)))
 
 
 _OTHER_KINDS = {

@@ -91,6 +91,14 @@ def _check(config: Config, out: Path) -> None:
             "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
             "it back."
         )
+    writes_images = config.job.name == "attribute" or config.tensorboard
+    if writes_images and config.data.root and not is_url(out):
+        root = Path(config.data.root).expanduser()
+        if root.is_dir() and root.resolve() == out.resolve():
+            raise ConfigError(
+                f"out={config.out} is data.root as well, and heat maps and sprites would become "
+                "images of the data set. Choose another folder; below data.root is fine."
+            )
     if config.tensorboard:
         require_tensorboard()
     if config.is_spread:

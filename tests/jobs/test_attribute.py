@@ -14,7 +14,7 @@ from PIL import Image
 from tiny_model import COMMAND, KEYS, Tiny, run_job, write_picture
 
 import featx
-from featx.errors import LayerError, StoreMismatchError
+from featx.errors import ConfigError, LayerError, StoreMismatchError
 from featx.jobs import attribute
 from featx.models.base import state_sha256
 from featx.types import Status
@@ -213,3 +213,23 @@ def test_the_command(
     assert done.returncode == 0, done.stderr
     assert 'store.xy("gradcam")' in done.stdout
     assert "images/s" in done.stdout
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_heat_maps_below_data_root_are_no_images_of_the_data_set(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    maps = str(photos / "runs/maps")
+    assert run(photos, out=maps) == 0
+    assert len(list(photos.rglob("*.png"))) == 21 + 2
+    capsys.readouterr()
+    store = featx.extract(**{**KEYS, "data": photos, "out": "second"})
+    assert len(store) == 21
+    assert "left out: 1 stores of featx" in capsys.readouterr().err
+    assert run(photos, out=maps) == 0
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_heat_maps_among_the_images_are_refused(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is data\.root as well"):
+        run(photos, out=str(photos))

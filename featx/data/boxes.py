@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from featx.data.key_forms import box_key
 from featx.data.labels import from_names, renumbered
 from featx.data.places import doubles
 from featx.errors import DataError
@@ -122,5 +123,4 @@ class BoxedSource:
                     "the last two above 0."
                 )
             picture = os.fsencode(line["path"])
-            box = ",".join(str(int(number)) for number in numbers).encode()
-            yield _Line(picture, picture + _MARK + box, line.get("label"))
+            yield _Line(picture, box_key(picture, *map(int, numbers)), line.get("label"))

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from featx.data.base import FolderSource, endings
+from featx.data.key_forms import frame_key
 from featx.data.video_frames import FrameReader
 from featx.errors import DataError, MissingExtraError
 from featx.options import DataConfig
@@ -62,7 +63,7 @@ class VideoSource:
         labels, marks = [], []
         for video, label in zip(videos.keys.tolist(), videos.labels.tolist(), strict=True):
             count = self._count(video)
-            keys += [_key(video, k * self._every_s) for k in range(count)]
+            keys += [frame_key(video, k * self._every_s) for k in range(count)]
             labels.append(np.full(count, label, dtype=np.int64))
             marks.append(np.full(count, self._states.get(video, (0, 0))[0], dtype=np.int64))
         listed = np.array(keys, dtype=np.bytes_)
@@ -120,9 +121,3 @@ def _state(path: str) -> tuple[int, int]:
     """What changes when a file does."""
     info = os.stat(path)  # noqa: PTH116 - unusual bytes
     return info.st_size, info.st_mtime_ns
-
-
-def _key(video: bytes, time_s: float) -> bytes:
-    """Of a frame; zeros in front let keys sort by time."""
-    milliseconds = int(time_s * 1000 + 1e-6)
-    return b"%s@%05d.%03d" % (video, *divmod(milliseconds, 1000))

@@ -30,19 +30,30 @@ def _text(config: Config, result: dict[str, Any]) -> str:
     folder = store if store.is_dir() else store.parent
     best, method = result["layer"], result["method"]
     low, high = result["interval"]
-    test_rows = result["rows"]
     rows = [
         ("rows", f"{result['rows_labelled']} labelled, {len(result['classes'])} classes"),
         ("split", _split_text(result["split"])),
+        ("groups", _groups_text(result["split"]["groups"])),
         ("best layer", f"{best}, by {method}'s accuracy on the validation rows"),
         (
             "accuracy",
-            f"{result['accuracy']:.4f} on {test_rows} test rows, 95 % interval {low:.4f} to "
+            f"{result['accuracy']:.4f} on {result['rows']} test rows, 95 % interval {low:.4f} to "
             f"{high:.4f}",
         ),
     ]
+    if chosen := result.get("layer_of_folds"):
+        counts = ", ".join(
+            f"{layer} in {chosen.count(layer)}" for layer in sorted(set(chosen), key=chosen.index)
+        )
+        rows.append(
+            (
+                "",
+                f"by the layer that each of {len(chosen)} folds chose within training: {counts}",
+            )
+        )
     if folds := result.get("folds"):
         rows.append(("", f"folds: mean {folds['mean']:.4f}, standard deviation {folds['std']:.4f}"))
+    rows.append(("duplicates", _near_text(result)))
     notes = result["notes_on_rows"] + [
         f"{layer}, {name}: {note}"
         for layer, about in result["layers"].items()
@@ -79,6 +90,27 @@ def _split_text(split: dict[str, Any]) -> str:
     return f"{kind}, {sizes}; seed {split['seed']}"
 
 
+def _groups_text(groups: dict[str, Any] | None) -> str:
+    """How rows were kept together."""
+    if groups is None:
+        return "none: each row counts as independent; probe.group_column=NAME keeps rows together"
+    return (
+        f"rows of one {groups['by']} stay on one side: {groups['groups']} groups, the largest of "
+        f"{groups['largest']} rows"
+    )
+
+
+def _near_text(result: dict[str, Any]) -> str:
+    """How many test rows have a near-duplicate in training, or why that is not known."""
+    near = result["near_duplicates"]
+    if near["rows"] is None:
+        return f"not looked for: {near['not_checked']}"
+    return (
+        f"{near['rows']} of {result['rows']} test rows are like a training row (cosine "
+        f"{near['cosine']:g} of {near['layer']}, standardised)"
+    )
+
+
 _HEADER = (
     "layer", "method", "features", "chosen", "validation", "accuracy", "95 %\nfrom", "to",
     "balanced", "top-5", "calibration\nerror", "seconds",
@@ -107,7 +139,13 @@ def _layers_table(config: Config, result: dict[str, Any]) -> str:
                     f"{found['seconds']:.1f}",
                 )
             )
-    return table(_HEADER, rows, left=2)
+    found = table(_HEADER, rows, left=2)
+    if len(result["layers"]) > 1:
+        found += (
+            "\nThe interval of a line holds for a layer that is named beforehand, not for the best "
+            "of the table."
+        )
+    return found
 
 
 def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
@@ -115,10 +153,16 @@ def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
             found = about[method]["few_shot"].values()
-            cells = [f"{each['mean']:.4f} ± {each['std'] or 0:.4f}" for each in found]
+            cells = [_mean_text(each) for each in found]
             rows.append((layer, method, *cells))
     header = ("layer", "method", *(f"{shots} a class" for shots in config.probe.all_shots))
-    return "Few-shot, mean and standard deviation over the draws:\n" + table(header, rows, left=2)
+    return "Few-shot, mean ± standard deviation over the draws:\n" + table(header, rows, left=2)
+
+
+def _mean_text(found: dict[str, Any]) -> str:
+    """Mean, and standard deviation where there is more than one draw."""
+    spread = "" if found["std"] is None else f" ± {found['std']:.4f}"
+    return f"{found['mean']:.4f}{spread}"
 
 
 def _confused(result: dict[str, Any]) -> str | None:

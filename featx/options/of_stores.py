@@ -157,6 +157,9 @@ class ProbeConfig:
     label_column: str | None = None
     """A column of the store (data.columns) that is probed for instead of its labels: text, whole
     numbers or booleans."""
+    group_column: str | None = None
+    """A column of the store (data.columns) whose rows of one value, such as a patient or a slide,
+    stay on one side of every split; boxes of an image and frames of a video always do."""
     test_store: str | None = None
     """Another store whose rows are tested, classes matched by name; all labelled rows of this one
     are then for training."""

@@ -50,8 +50,8 @@ class Fitted:
         scores: places -> (n, C); the largest is the prediction.
         head: of linear and ridge.
         chosen: the strength, or the number of neighbours.
-        validation: accuracy of that choice on the validation rows, fitted without them; None where
-            nothing was compared.
+        validation: accuracy and mean loss (cross-entropy, of ridge the squared error) of that
+            choice on the validation rows, fitted without them; None where nothing was compared.
         sweep: every choice that was tried, JSON types.
         notes: what a user has to know.
         details: more of the last fit, JSON types.
@@ -60,7 +60,7 @@ class Fitted:
     scores: Callable[[Places], Scores]
     chosen: float
     head: Head | None = None
-    validation: float | None = None
+    validation: tuple[float, float] | None = None
     sweep: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     details: dict[str, Any] = field(default_factory=dict)
@@ -126,7 +126,7 @@ def _linear(problem: Problem, split: Split) -> Fitted:
         fitted.scores,
         best.l2,
         fitted.head,
-        best.accuracy,
+        (best.accuracy, best.loss),
         [trial.as_dict() for trial in trials],
         notes + fitted.notes,
         fitted.details,
@@ -209,10 +209,12 @@ def _with_head(
 
 
 def _knn(problem: Problem, split: Split) -> Fitted:
-    """k is chosen by validation rows that ask all of training, themselves not counted."""
-    train = split.train
-    ks = knn.candidates(len(train) - 1, problem.options.k)
-    found = _votes(problem, train, split.validation, ks)
+    """k is chosen by validation rows that ask the rows they are apart from, as in other methods.
+
+    Among all training rows they would find those of their own group.
+    """
+    ks = knn.candidates(len(split.fit), problem.options.k)
+    found = _votes(problem, split.fit, split.validation, ks)
     y = problem.y[split.validation]
     trials = [
         {"k": k, "accuracy": accuracy, "loss": loss}
@@ -222,8 +224,8 @@ def _knn(problem: Problem, split: Split) -> Fitted:
         )
     ]
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
-    fitted = _voting(problem, train, int(best["k"]))
-    return Fitted(fitted.scores, best["k"], None, best["accuracy"], trials)
+    fitted = _voting(problem, split.train, int(best["k"]))
+    return Fitted(fitted.scores, best["k"], None, (best["accuracy"], best["loss"]), trials)
 
 
 def _voting(problem: Problem, bank: Places, k: int) -> Fitted:
@@ -259,4 +261,5 @@ def _ridge(problem: Problem, split: Split) -> Fitted:
     best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
     fitted = _with_head(problem, solved(split.train).head(best["l2"]), best["l2"])
     notes = _at_the_end(best["l2"], strengths)
-    return Fitted(fitted.scores, best["l2"], fitted.head, best["accuracy"], trials, notes)
+    validation = best["accuracy"], best["loss"]
+    return Fitted(fitted.scores, best["l2"], fitted.head, validation, trials, notes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +25,16 @@ class Predictions:
         y: (n,) the true class of each row.
         scores: (n, C) larger is likelier; the largest one is the prediction.
         probabilities: whether the scores of a row are probabilities and sum to 1.
+        groups: (n,) group of each row; None where every row is one of its own.
+        most_ranked: classes that a row's scores can rank at the most: k of a kNN probe; None for
+            all classes.
     """
 
     y: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float64]
     probabilities: bool
+    groups: npt.NDArray[np.int64] | None = None
+    most_ranked: int | None = None
 
     @property
     def predicted(self) -> npt.NDArray[np.int64]:
@@ -46,8 +52,9 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     """Every number of one test, JSON types.
 
     Returns:
-        rows, correct, accuracy, interval (95 %, Wilson), balanced_accuracy (mean recall of the
-        classes that were tested), top5 (None with five classes or fewer, where it says nothing),
+        rows, correct, accuracy, interval (95 %, Wilson), effective_rows (of the interval),
+        balanced_accuracy (mean recall of the classes that were tested), top5 (None with five
+        classes or fewer, where it says nothing, and where fewer than five can be ranked),
         calibration_error (None without probabilities), precision, recall, support (lists, a class
         each; None where a class was never predicted or never tested) and confusion: row i, column j
         counts rows of class i that were taken for j.
@@ -60,13 +67,16 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     precision = [_share(a, b) for a, b in zip(right.tolist(), said.tolist(), strict=True)]
     correct = int(right.sum())
     tested = [value for value in recall if value is not None]
+    effective = effective_rows(predictions.predicted == y, predictions.groups)
+    ranked = num_classes if predictions.most_ranked is None else predictions.most_ranked
     return {
         "rows": len(y),
         "correct": correct,
         "accuracy": correct / len(y),
-        "interval": list(wilson(correct, len(y))),
+        "interval": list(wilson(correct / len(y), effective)),
+        "effective_rows": effective,
         "balanced_accuracy": float(np.mean(tested)),
-        "top5": top_k(y, scores, TOP) if num_classes > TOP else None,
+        "top5": top_k(y, scores, TOP) if num_classes > TOP <= ranked else None,
         "calibration_error": calibration_error(y, scores) if predictions.probabilities else None,
         "precision": precision,
         "recall": recall,
@@ -75,17 +85,67 @@ def judged(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def wilson(correct: int, count: int) -> tuple[float, float]:
-    """The 95 % interval of a share, (low, high).
+def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
+    """`judged` of the rows of all folds together, and `folds` where there are several.
 
-    With p = correct / n: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). E. B. Wilson,
-    Probable Inference, the Law of Succession, and Statistical Inference, JASA 22 (1927).
+    Args:
+        folds: the test rows of each; no row is in two of them.
     """
-    share, square = correct / count, Z_95**2 / count
+    ranked = [each.most_ranked for each in folds if each.most_ranked is not None]
+    groups = [each.groups for each in folds if each.groups is not None]
+    together = Predictions(
+        np.concatenate([each.y for each in folds]),
+        np.concatenate([each.scores for each in folds]),
+        folds[0].probabilities,
+        np.concatenate(groups) if groups else None,
+        min(ranked, default=None),
+    )
+    found = judged(together)
+    if len(folds) > 1:
+        found["folds"] = mean_and_spread([each.accuracy for each in folds])
+    return found
+
+
+def wilson(share: float, count: float) -> tuple[float, float]:
+    """The 95 % interval of a share p of n rows, (low, high).
+
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). E. B. Wilson, Probable Inference, the
+    Law of Succession, and Statistical Inference, JASA 22 (1927).
+    """
+    square = Z_95**2 / count
     middle = share + square / 2
     half = Z_95 * math.sqrt(share * (1 - share) / count + square / (4 * count))
     low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
-    return (0.0 if correct == 0 else low, 1.0 if correct == count else high)
+    return (0.0 if share == 0 else low, 1.0 if share == 1 else high)
+
+
+def effective_rows(
+    right: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64] | None = None
+) -> float:
+    """Independent rows that would give the share of right ones the variance it has.
+
+    Rows of one group tend to be right or wrong together. With p = r / n, and r_g of the n_g rows of
+    each of G groups right, the variance of p is G / (G - 1) sum_g (r_g - p n_g)^2 / n^2, that of m
+    independent rows is p (1 - p) / m (J. N. K. Rao and A. J. Scott, A Simple Method for the
+    Analysis of Clustered Binary Data, Biometrics 48, 1992). Where all rows are right, or none, the
+    variance is unknown, and the groups are counted.
+
+    Args:
+        right: (n,) whether each prediction is right.
+        groups: (n,) group of each row; None where every row is one of its own.
+
+    Returns:
+        m, from 1 to n.
+    """
+    n, share = len(right), float(right.mean())
+    if groups is None:
+        return float(n)
+    _, group_of, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    if share in (0, 1) or len(sizes) == 1:
+        return float(len(sizes))
+    off = np.bincount(group_of, weights=right) - share * sizes
+    variance = len(sizes) / (len(sizes) - 1) * float(np.square(off).sum()) / n**2
+    return min(float(n), max(1.0, share * (1 - share) / max(variance, 1e-300)))
 
 
 def confusion(
@@ -97,9 +157,14 @@ def confusion(
 
 
 def top_k(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int) -> float:
-    """Share of rows whose true class is among the k largest scores; of equals the first counts."""
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    return float((order == y[:, None]).any(1).mean())
+    """Share of rows whose true class has fewer than k other classes with as large a score.
+
+    So a class among equal ones, such as those without a vote, does not count by its place in the
+    alphabet.
+    """
+    own = scores[np.arange(len(y)), y]
+    others = (scores >= own[:, None]).sum(1) - 1
+    return float((others < k).mean())
 
 
 def calibration_error(

@@ -21,9 +21,10 @@ from featx.errors import ConfigError, RunError
 from featx.probe import methods, splits
 from featx.probe.data import Features, LayerRows, layer_rows, output_folder
 from featx.probe.heads import Head, head_bytes, head_path
+from featx.probe.layer_choice import LayerChoice, best_layer
+from featx.probe.leakage import near_duplicates, repeated_rows
 from featx.probe.linear import threads_for
-from featx.probe.metrics import Predictions, judged, mean_and_spread
-from featx.probe.splits import Places, Split
+from featx.probe.metrics import Predictions, judged_folds, mean_and_spread
 from featx.probe.task import Task, make_task
 from featx.store import layout
 from featx.store.manifest import load_manifest
@@ -58,10 +59,14 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         keep_freed_memory()
     found: dict[str, dict[str, Any]] = {}
     heads: dict[str, Head] = {}
+    widest = max(layers, key=lambda layer: layer_rows(task.training, layer).width)
+    choice = LayerChoice(len(task.splits))
     for layer in layers:
         try:
             with torch.no_grad(), exact_cuda:
-                found[layer], head = probe_layer(config, task, layer, device)
+                found[layer], head = probe_layer(
+                    config, task, layer, device, choice, layer == widest
+                )
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(
                 f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
@@ -70,15 +75,30 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         if head is not None:
             heads[layer] = head
         tell(_line(layer, found[layer], config.probe.methods))
-    result = _result(config, task, found, time.perf_counter() - begun)
+    near = found[widest].pop("near_duplicates")
+    result = _result(config, task, found, choice, near, time.perf_counter() - begun)
     _write(store, result, heads)
     return result
 
 
 def probe_layer(
-    config: Config, task: Task, layer: str, device: torch.device
+    config: Config,
+    task: Task,
+    layer: str,
+    device: torch.device,
+    choice: LayerChoice,
+    find_near_duplicates: bool,
 ) -> tuple[dict[str, Any], Head | None]:
-    """Every method on one layer: its numbers, and the head of the first method that has one."""
+    """Every method on one layer: its numbers, and the head of the first method that has one.
+
+    Args:
+        config: checked, with job=probe.
+        task: the rows and the splits.
+        layer: its name.
+        device: that computes.
+        choice: is offered the layer with its first method.
+        find_near_duplicates: whether the numbers have an entry `near_duplicates`.
+    """
     options = config.probe
     parts = [layer_rows(task.training, layer)]
     if task.testing is not None:
@@ -93,8 +113,11 @@ def probe_layer(
     }
     head = None
     with threads_for(len(features) * features.width, device):
+        if find_near_duplicates:
+            about["near_duplicates"] = near_duplicates(features, layer, task.splits)
         for method in options.methods:
-            about[method], fitted = _probe_with(problem, method, task)
+            offered = choice if method == options.methods[0] else None
+            about[method], fitted = _probe_with(problem, method, task, layer, offered)
             head = fitted if head is None else head
     return about, head
 
@@ -113,25 +136,29 @@ def _reduction(rows: LayerRows) -> dict[str, Any]:
 
 
 def _probe_with(
-    problem: methods.Problem, method: str, task: Task
+    problem: methods.Problem, method: str, task: Task, layer: str, choice: LayerChoice | None
 ) -> tuple[dict[str, Any], Head | None]:
+    """One method on one layer; `choice`, if there is one, is offered the layer."""
     begun = time.perf_counter()
     name = methods.name_of_choice(method)
     fits = [methods.fit(problem, method, split) for split in task.splits]
-    probabilities = method != "ridge"
     tested = [
-        Predictions(problem.y[split.test], fitted.scores(split.test), probabilities)
+        Predictions(
+            problem.y[split.test],
+            fitted.scores(split.test),
+            method != "ridge",
+            None if task.groups is None else task.groups[split.test],
+            int(fitted.chosen) if method == "knn" else None,
+        )
         for split, fitted in zip(task.splits, fits, strict=True)
     ]
-    together = Predictions(
-        np.concatenate([each.y for each in tested]),
-        np.concatenate([each.scores for each in tested]),
-        probabilities,
-    )
-    about = judged(together)
-    valid = [fitted.validation for fitted in fits if fitted.validation is not None]
+    validation = [fitted.validation for fitted in fits if fitted.validation is not None]
+    if choice is not None:
+        choice.offer(layer, validation, tested)
+    about = judged_folds(tested)
     about |= {
-        "validation_accuracy": float(np.mean(valid)),
+        "validation_accuracy": float(np.mean([accuracy for accuracy, _ in validation])),
+        "validation_loss": float(np.mean([loss for _, loss in validation])),
         name: fits[0].chosen,
         "sweep": fits[0].sweep,
         **fits[0].details,
@@ -146,7 +173,6 @@ def _probe_with(
         chosen = float(statistics.median_low([fitted.chosen for fitted in fits]))
         about |= {
             name: chosen,
-            "folds": mean_and_spread([each.accuracy for each in tested]),
             f"{name}_of_folds": [fitted.chosen for fitted in fits],
             "sweep": [fitted.sweep for fitted in fits],
         }
@@ -188,31 +214,33 @@ def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, An
     return found
 
 
-def repeated_rows(features: Features, found: Sequence[Split]) -> int | None:
-    """Test rows whose vector is, bit for bit, that of a training row; None where it is streamed."""
-    if features.whole is None:
-        return None
-    rows = features.whole.cpu().numpy()
-    digests = np.array([hashlib.blake2b(row, digest_size=16).hexdigest() for row in rows])
-
-    def count(test: Places, train: Places) -> int:
-        return int(np.isin(digests[test], digests[train]).sum())
-
-    return sum(count(split.test, split.train) for split in found)
-
-
 def _result(
-    config: Config, task: Task, found: dict[str, dict[str, Any]], seconds: float
+    config: Config,
+    task: Task,
+    found: dict[str, dict[str, Any]],
+    choice: LayerChoice,
+    near: dict[str, Any],
+    seconds: float,
 ) -> dict[str, Any]:
     """What probe.json holds: the best layer first, then all."""
     store, method = task.training.store, config.probe.methods[0]
-    best = max(found, key=lambda layer: found[layer][method]["validation_accuracy"])
+    best = best_layer(found, method)
     notes = list(task.notes)
     if count := found[best]["repeated_rows"]:
         notes.append(
             f"{count} test rows have the very vector of a training row in {best}: the same "
-            "pictures twice?"
+            "images twice?"
         )
+    if near["rows"]:
+        notes.append(
+            f"{near['rows']} test rows have a near-duplicate among the training rows (cosine of "
+            f"{near['cosine']} or more of the standardised {near['layer']}): the accuracy may be "
+            "too high; probe.group_column keeps rows that belong together on one side"
+        )
+    nested: dict[str, Any] = {}
+    if len(task.splits) > 1 and len(found) > 1:
+        nested = judged_folds([predictions for _, predictions in choice.chosen])
+        nested["layer_of_folds"] = [layer for layer, _ in choice.chosen]
     return {
         "featx_probe": FORMAT,
         "store": str(store.root),
@@ -224,9 +252,11 @@ def _result(
         "layer": best,
         "method": method,
         **found[best][method],
+        **nested,
         "classes": list(task.training.classes),
         "rows_labelled": len(task.training.rows),
         "split": task.about,
+        "near_duplicates": near,
         "chosen_by": "validation_accuracy",
         "notes_on_rows": notes,
         "device": config.device,

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import DataError
+from featx.probe.group_splits import fold_of_groups, share_of_groups
 
 Places = npt.NDArray[np.int64]
 
@@ -42,7 +43,13 @@ class Split:
         return np.sort(np.concatenate([self.fit, self.validation]))
 
 
-def holdout(y: npt.NDArray[np.int64], share: float, validation: float, seed: int) -> Split:
+def holdout(
+    y: npt.NDArray[np.int64],
+    share: float,
+    validation: float,
+    seed: int,
+    groups: npt.NDArray[np.int64] | None = None,
+) -> Split:
     """A share of each class for testing, a share of the rest of each class for validation.
 
     Args:
@@ -50,18 +57,48 @@ def holdout(y: npt.NDArray[np.int64], share: float, validation: float, seed: int
         share: for testing; at least one row of each class with two or more, never all of it.
         validation: of what remains, in the same way.
         seed: of both choices.
+        groups: (n,) group of each place; a group is never divided, and `share` is met as far as
+            groups allow.
     """
     every = np.arange(len(y))
-    test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]))
-    return _with_validation(y, np.setdiff1d(every, test), test, validation, seed)
+    test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]), groups)
+    return _with_validation(y, np.setdiff1d(every, test), test, validation, seed, groups)
 
 
-def kfold(y: npt.NDArray[np.int64], folds: int, validation: float, seed: int) -> list[Split]:
+def kfold(
+    y: npt.NDArray[np.int64],
+    folds: int,
+    validation: float,
+    seed: int,
+    groups: npt.NDArray[np.int64] | None = None,
+) -> list[Split]:
     """Every row is tested in one fold; a class's rows are dealt out evenly.
 
-    A class with a single row stays in training: there is nothing else to learn it from.
+    A class with a single row, or a single group, stays in training: there is nothing else to learn
+    it from.
+
+    Raises:
+        DataError: a fold has no rows.
     """
     rng = np.random.default_rng([seed, 1])
+    fold_of = (
+        _dealt_rows(y, folds, rng) if groups is None else fold_of_groups(y, groups, folds, rng)
+    )
+    splits = []
+    for fold in range(folds):
+        test = np.flatnonzero(fold_of == fold)
+        if not len(test):
+            raise DataError(
+                f"probe.folds={folds} are more than the {'rows' if groups is None else 'groups'} "
+                f"allow: fold {fold + 1} is empty. Give fewer."
+            )
+        rest = np.flatnonzero(fold_of != fold)
+        splits.append(_with_validation(y, rest, test, validation, seed + fold, groups))
+    return splits
+
+
+def _dealt_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator) -> Places:
+    """A fold for each row, -1 for the only row of a class."""
     fold_of = np.full(len(y), -1)
     dealt = 0
     for label in np.unique(y):
@@ -70,21 +107,17 @@ def kfold(y: npt.NDArray[np.int64], folds: int, validation: float, seed: int) ->
             # Going on where the last class ended keeps the folds of equal size.
             fold_of[places] = (np.arange(len(places)) + dealt) % folds
             dealt += len(places)
-    splits = []
-    for fold in range(folds):
-        test = np.flatnonzero(fold_of == fold)
-        if not len(test):
-            raise DataError(
-                f"probe.folds={folds} are more than the rows allow: fold {fold + 1} is empty. "
-                "Give fewer."
-            )
-        rest = np.flatnonzero(fold_of != fold)
-        splits.append(_with_validation(y, rest, test, validation, seed + fold))
-    return splits
+    return fold_of
 
 
 def given(
-    y: npt.NDArray[np.int64], train: Places, chosen: Places, test: Places, share: float, seed: int
+    y: npt.NDArray[np.int64],
+    train: Places,
+    chosen: Places,
+    test: Places,
+    share: float,
+    seed: int,
+    groups: npt.NDArray[np.int64] | None = None,
 ) -> Split:
     """A split that somebody else made; validation rows are drawn where none are given.
 
@@ -93,10 +126,11 @@ def given(
         train, chosen, test: places for training, validation and testing.
         share: of each class of `train` for validation, where `chosen` is empty.
         seed: of that choice.
+        groups: (n,) group of each place; a drawn validation set divides none.
     """
     if len(chosen):
         return Split(np.sort(train), np.sort(chosen), np.sort(test))
-    return _with_validation(y, train, test, share, seed)
+    return _with_validation(y, train, test, share, seed, groups)
 
 
 def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int) -> Places:
@@ -167,16 +201,30 @@ def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str
 
 
 def _with_validation(
-    y: npt.NDArray[np.int64], train: Places, test: Places, share: float, seed: int
+    y: npt.NDArray[np.int64],
+    train: Places,
+    test: Places,
+    share: float,
+    seed: int,
+    groups: npt.NDArray[np.int64] | None,
 ) -> Split:
-    chosen = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]))
+    chosen = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
     return Split(np.setdiff1d(train, chosen), chosen, np.sort(test))
 
 
 def _some_of_each_class(
-    y: npt.NDArray[np.int64], places: Places, share: float, rng: np.random.Generator
+    y: npt.NDArray[np.int64],
+    places: Places,
+    share: float,
+    rng: np.random.Generator,
+    groups: npt.NDArray[np.int64] | None,
 ) -> Places:
-    """A share of each class, rounded; one at least and not all, of a single row none."""
+    """A share of each class, rounded; one at least and not all, of a single row none.
+
+    With groups, whole groups: one of a class at least and not all, of a single group none.
+    """
+    if groups is not None:
+        return np.sort(places[share_of_groups(y[places], groups[places], share, rng)])
     found = [np.empty(0, np.int64)]
     for label in np.unique(y[places]).tolist():
         members = rng.permutation(places[y[places] == label])

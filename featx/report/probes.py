@@ -120,10 +120,22 @@ def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
         rows=int(found["rows"]),
         split=f"{split['folds']} folds" if kind == "kfold" else kind + f", seed {seed}",
         finished=str(found["finished"]),
-        notes=tuple(map(str, found["notes_on_rows"])),
+        notes=(*_nested(found), *map(str, found["notes_on_rows"])),
         results=tuple(results),
         confusion=_confusion(list(map(_spelled, found["classes"])), found["confusion"]),
     )
+
+
+def _nested(found: Mapping[str, Any]) -> list[str]:
+    """A note on k-fold of several layers, whose best line is chosen on the rows it is tested on."""
+    if "layer_of_folds" not in found:
+        return []
+    low, high = found["interval"]
+    return [
+        f"With the layer chosen anew within the training rows of each fold, the accuracy is "
+        f"{found['accuracy']:.1%} ({low:.1%} to {high:.1%}); the lines below are of layers named "
+        "beforehand, and the best of them is a lucky one."
+    ]
 
 
 def _probed(layer: str, method: str, about: Mapping[str, Any], best: bool) -> Probed:

@@ -80,12 +80,15 @@ def test_calibration_error_is_that_of_scikit_learns_curve() -> None:
     ],
 )
 def test_wilson(correct: int, count: int, expected: tuple[float, float]) -> None:
-    assert wilson(correct, count) == pytest.approx(expected, abs=1e-9)
+    assert wilson(correct / count, count) == pytest.approx(expected, abs=1e-9)
 
 
-def test_top_k_of_equal_scores_takes_the_first_only() -> None:
+def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
     scores = np.zeros((2, 6))
-    assert top_k(np.array([4, 5]), scores, 5) == 0.5
+    assert top_k(np.array([4, 5]), scores, 5) == 0
+    scores[:, 2:] = 0.25
+    assert top_k(np.array([4, 5]), scores, 5) == 1
+    assert top_k(np.array([0, 5]), scores, 5) == 0.5
     five = judged(Predictions(np.array([0, 4]), np.eye(5)[[0, 4]], True))
     assert five["top5"] is None
 

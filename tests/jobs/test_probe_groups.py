@@ -1,0 +1,198 @@
+"""job=probe where rows are not independent: nothing of one group is on both sides of a split."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_store import MadeRun, make_labelled
+from tiny_model import run_job
+
+from featx.data.key_forms import box_key, frame_key
+from featx.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+GROUPS, ROWS = 60, 8
+"""Groups of rows that look alike, but whose class cannot be seen: the truth is 0.5."""
+
+GROUP_OF = np.repeat(np.arange(GROUPS), ROWS)
+Y = GROUP_OF % 2
+
+
+def alike(seed: int = 0) -> np.ndarray:
+    """(480, 80) rows of a group are one random vector and a little noise."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(GROUPS, 80))
+    return (centres[GROUP_OF] + 0.2 * rng.normal(size=(len(Y), 80))).astype(np.float32)
+
+
+def run_with(
+    keys: list[bytes] | None = None, columns: dict[str, np.ndarray] | None = None, seed: int = 0
+) -> MadeRun:
+    run = make_labelled({"x": alike(seed)}, Y, ["a", "b"])
+    listing = replace(
+        run.listing,
+        keys=run.listing.keys if keys is None else np.array(keys),
+        columns=columns or {},
+    )
+    return replace(run, listing=listing)
+
+
+def probe(store: str = "store", **options: Any) -> dict[str, Any]:
+    run_job("probe", json=True, store=store, device="cpu", probe={"method": "knn", **options})
+    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
+    return found
+
+
+BOXES = [
+    box_key(b"%03d.jpg" % group, row, 0, 9, 9)
+    for group, row in zip(GROUP_OF, range(480), strict=True)
+]
+BOXES.sort()
+FRAMES = [frame_key(b"%03d.mp4" % group, place % ROWS) for place, group in enumerate(GROUP_OF)]
+PATIENTS = {"patient": np.array([b"p%03d" % group for group in GROUP_OF])}
+
+
+@pytest.mark.parametrize("split", [{}, {"split": "kfold"}, {"test": 0.4, "validation": 0.4}])
+@pytest.mark.parametrize(
+    ("keys", "columns", "options", "by"),
+    [
+        (BOXES, {}, {}, "image"),
+        (FRAMES, {}, {}, "video"),
+        (None, PATIENTS, {"group_column": "patient"}, "patient"),
+    ],
+    ids=["boxes", "frames", "patients"],
+)
+def test_rows_of_a_group_tell_nothing_of_it(
+    keys: list[bytes] | None,
+    columns: dict[str, np.ndarray],
+    options: dict[str, Any],
+    by: str,
+    split: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run_with().write(Path("leaking"), packed=True)
+    leaking = probe("leaking", **split)
+    assert leaking["accuracy"] > 0.95
+    assert leaking["split"]["groups"] is None
+    run_with(keys, columns).write(Path("store"), packed=True)
+    found = probe(shots=[4], **options, **split)
+    assert found["accuracy"] < 0.75
+    assert found["few_shot"]["4"]["mean"] < 0.75
+    # The strength was chosen on rows that are as new as those that are tested.
+    assert found["validation_accuracy"] < 0.8
+    assert found["split"]["groups"] == {
+        "by": by, "groups": GROUPS, "largest": ROWS, "rows_without_value": 0
+    }  # fmt: skip
+    assert all(rows % ROWS == 0 for rows in found["split"]["test_rows"])
+    # 480 rows that come in eights are not 480 independent ones.
+    assert found["effective_rows"] < len(Y) / 3
+    low, high = found["interval"]
+    assert low < 0.5 < high
+    assert found["near_duplicates"]["rows"] == 0
+    capsys.readouterr()
+    run_job("probe", store="store", device="cpu", probe={"method": "knn", **options, **split})
+    shown = capsys.readouterr().out
+    assert (
+        f"groups      rows of one {by} stay on one side: 60 groups, the largest of 8 rows" in shown
+    )
+
+
+def test_near_duplicates_on_both_sides_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    run_with().write(Path("store"), packed=True)
+    found = probe()
+    near = found["near_duplicates"]
+    assert (near["layer"], near["cosine"], near["not_checked"]) == ("x", 0.9, None)
+    assert near["rows"] == found["rows"]  # a row of 8 has one of its group in training
+    assert any("near-duplicate among the training rows" in note for note in found["notes_on_rows"])
+    capsys.readouterr()
+    run_job("probe", store="store", device="cpu")
+    assert "duplicates  96 of 96 test rows are like a training row" in capsys.readouterr().out
+
+
+def test_what_is_not_checked_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with().write(Path("store"), packed=True)
+    assert "is streamed" in probe(memory_gib=0.0)["near_duplicates"]["not_checked"]
+    monkeypatch.setattr("featx.probe.leakage.MAX_PRODUCTS", 1000)
+    assert probe()["near_duplicates"]["rows"] is None
+    capsys.readouterr()
+    run_job("probe", store="store", device="cpu")
+    assert "duplicates  not looked for: 3.7e+04 pairs of rows" in capsys.readouterr().out
+    make_labelled({"x": alike()[:, :5]}, Y, ["a", "b"]).write(Path("narrow"), packed=True)
+    assert "64 features or more" in probe("narrow")["near_duplicates"]["not_checked"]
+
+
+def test_a_given_split_that_divides_groups_is_told() -> None:
+    roles = np.array([b"train"] * 300 + [b"val"] * 84 + [b"test"] * 96)
+    run_with(BOXES, {"role": roles}).write(Path("sound"), packed=True)
+    found = probe("sound", split="column", split_column="role")
+    assert [note for note in found["notes_on_rows"] if "divides" in note] == [
+        "the given split divides 1 groups (image) between validation and training rows, such as "
+        "that of 037.jpg#296,0,9,9, with 4 of 84 rows: strengths are chosen too well"
+    ]
+    run_with(BOXES, {"role": np.roll(roles, 3)}).write(Path("divided"), packed=True)
+    notes = probe("divided", split="column", split_column="role")["notes_on_rows"]
+    assert any("between test and training rows" in note and "too high" in note for note in notes)
+    lines = [f'"{key.decode()}",{role.decode()}' for key, role in zip(BOXES, roles, strict=True)]
+    Path("split.csv").write_text("\n".join(["key,split", *lines]))
+    file = probe("sound", split="column", split_file="split.csv")
+    assert file["notes_on_rows"] == found["notes_on_rows"]
+
+
+def test_what_occurs_in_both_stores_is_told() -> None:
+    run_with(None, PATIENTS).write(Path("store"), packed=True)
+    other = run_with(None, PATIENTS, seed=1).changed(other=1)
+    other.write(Path("other"), packed=True)
+    notes = probe(test_store="other", group_column="patient")["notes_on_rows"]
+    assert any("480 test rows of probe.test_store have keys that" in note for note in notes)
+    assert any(
+        "480 test rows of probe.test_store have a value of patient" in note for note in notes
+    )
+    run_with(BOXES).write(Path("boxes"), packed=True)
+    elsewhere = [b"9" + key for key in BOXES[:472]] + BOXES[472:]
+    order = np.argsort(np.array(elsewhere), kind="stable")
+    run_with([elsewhere[i] for i in order], seed=1).changed(other=1).write(
+        Path("rest"), packed=True
+    )
+    found = probe("boxes", test_store="rest")
+    assert found["effective_rows"] < 200
+    notes = found["notes_on_rows"]
+    assert any("8 test rows of probe.test_store have images that" in note for note in notes)
+
+
+def test_rows_without_a_value_are_groups_of_their_own() -> None:
+    values = PATIENTS["patient"].copy()
+    values[:16] = b""
+    run_with(None, {"patient": values}).write(Path("store"), packed=True)
+    found = probe(group_column="patient")
+    assert found["split"]["groups"]["groups"] == GROUPS - 2 + 16
+    assert "16 rows have no value of patient: each is a group of its own" in found["notes_on_rows"]
+
+
+def test_what_groups_do_not_allow_is_told() -> None:
+    columns = {
+        "label_itself": np.array([b"pq"[label : label + 1] for label in Y]),
+        "two_each": np.array([b"%d%d" % (label, i % 4 > 1) for i, label in enumerate(Y)]),
+        "three": np.array([b"%d" % (i % 3) for i in range(len(Y))]),
+    }
+    run_with(None, columns).write(Path("store"), packed=True)
+    with pytest.raises(DataError, match=r"every class has a single group \(label_itself\)"):
+        probe(group_column="label_itself")
+    with pytest.raises(DataError, match=r"single group \(two_each\) to train on"):
+        probe(group_column="two_each")
+    with pytest.raises(DataError, match=r"probe.folds=5 are more than the groups allow"):
+        probe(group_column="three", split="kfold")
+    few = np.where(Y == 0, GROUP_OF, GROUP_OF % 8 + 1000)
+    run_with(None, {"few": few}).write(Path("few"), packed=True)
+    notes = probe("few", group_column="few", split="kfold")["notes_on_rows"]
+    assert notes[0] == (
+        "1 classes, such as b, lie in fewer groups than the 5 folds: they are not tested in every "
+        "fold"
+    )

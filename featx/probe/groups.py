@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from featx.data.key_forms import origin_of
 from featx.probe.data import Labelled
+from featx.types import NO_IMAGE
 
 GroupNumbers = npt.NDArray[np.int64]
 
@@ -91,8 +92,15 @@ def shared_with(training: Labelled, testing: Labelled, column: str | None) -> li
     """
     notes = []
     (ours, kind), (theirs, _) = _origins(training), _origins(testing)
-    # Keys are relative to data.root, so equal keys in two stores may still be different images.
-    if count := int((both := np.isin(theirs, ours)).sum()):
+    sums, their_sums = (rows.store.image_checksums[rows.rows] for rows in (training, testing))
+    if kind != "video" and (sums > NO_IMAGE).all() and (their_sums > NO_IMAGE).all():
+        if count := int(np.isin(their_sums, sums).sum()):
+            notes.append(
+                f"{count} test rows of probe.test_store are of images that training rows are of, "
+                "byte for byte: the accuracy is too high"
+            )
+    elif count := int((both := np.isin(theirs, ours)).sum()):
+        # Keys are relative to data.root, so equal keys in two stores may be different images.
         what = f"{kind or 'key'}s"
         example = theirs[both][0].decode("utf-8", "replace")
         notes.append(

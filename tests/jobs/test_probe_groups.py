@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import MadeRun, make_labelled
-from tiny_model import run_job
+from PIL import Image
+from tiny_model import extract, run_job
 
 from featx.data.key_forms import box_key, frame_key
 from featx.errors import DataError
@@ -44,7 +45,10 @@ def run_with(
 
 
 def probe(store: str = "store", **options: Any) -> dict[str, Any]:
-    run_job("probe", json=True, store=store, device="cpu", probe={"method": "knn", **options})
+    keys = {key: options.pop(key) for key in ("layer",) if key in options}
+    run_job(
+        "probe", json=True, store=store, device="cpu", probe={"method": "knn", **options}, **keys
+    )
     found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
     return found
 
@@ -196,3 +200,36 @@ def test_what_groups_do_not_allow_is_told() -> None:
         "1 classes, such as b, lie in fewer groups than the 5 folds: they are not tested in every "
         "fold"
     )
+
+
+def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_told(
+    tmp_path: Path,
+) -> None:
+    rng = np.random.default_rng(0)
+    lines = ["path,x,y,width,height,label"]
+    for folder, numbers in (("photos", range(12)), ("others", range(10, 22))):
+        Path(folder).mkdir()
+        for i in numbers:
+            pixels = np.random.default_rng(i).integers(0, 256, (40, 40, 3), np.uint8)
+            Image.fromarray(pixels).save(Path(folder, f"{folder}-{i:02d}.png"))
+    lines += [
+        f"photos-{i:02d}.png,{x},0,20,20,{'ab'[int(rng.integers(2))]}"
+        for i in range(12)
+        for x in (0, 4, 8, 12)
+    ]
+    Path("boxes.csv").write_text("\n".join(lines))
+    labels = ["path,label", *(f"others-{i:02d}.png,{'ab'[i % 2]}" for i in range(10, 22))]
+    Path("others/labels.csv").write_text("\n".join(labels))
+    extract({"name": "folder", "root": "photos", "boxes": "boxes.csv"})
+    found = probe(layer=["conv"])
+    assert found["split"]["groups"] == {
+        "by": "image", "groups": 12, "largest": 4, "rows_without_value": 0
+    }  # fmt: skip
+    assert found["split"]["test_rows"][0] % 4 == 0
+    extract({"name": "table", "root": "others/labels.csv"}, out="others-store")
+    notes = probe(test_store="others-store", layer=["conv"])["notes_on_rows"]
+    # Other keys, and two images of the same bytes.
+    assert [note for note in notes if "byte for byte" in note] == [
+        "2 test rows of probe.test_store are of images that training rows are of, byte for byte: "
+        "the accuracy is too high"
+    ]

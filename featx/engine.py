@@ -22,7 +22,7 @@ from torch import nn
 
 from featx.allocator import keep_freed_memory
 from featx.devices import OwnStream, away, exact_cuda, synchronise, to_cpu
-from featx.errors import LayerError, ModelError, RunError
+from featx.errors import LayerError, ModelError, RunError, require
 from featx.folding import Pair, foldable_pairs, folded
 from featx.models.base import Backbone
 from featx.rows import same_row
@@ -391,7 +391,7 @@ class Engine:
 
         They share all but their hooks, and this one is not to be settled anew meanwhile.
         """
-        assert self.replicable
+        require(self.replicable, "an engine that cannot be replicated is replicated")
         synchronise(self.device)  # weights may still be on their way, and streams do not wait
         self._is_shared = True
         self._hooks.thread = _NO_THREAD

@@ -16,6 +16,7 @@
         ├── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
         ├── TooManyFailuresError        more images fail than max_failures, and much is left to do
         └── GradientAlarm               gradients explode, vanish, or are not finite (gradients)
+    InternalError (AssertionError)      a mistake in featx itself
 
 Errors up to StoreError are the user's to mend and end the command with exit code 2;
 RunError ends it with exit code 1.
@@ -103,6 +104,21 @@ class TooManyFailuresError(RunError):
 
 class NonFiniteError(RunError):
     """A feature is NaN or infinite, or too large for the store's dtype."""
+
+
+class InternalError(AssertionError):
+    """featx has broken one of its own rules; the traceback belongs into a bug report."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise InternalError unless a condition holds; `assert` is left out under python -O.
+
+    Args:
+        condition: what the code that follows relies on.
+        message: what is wrong otherwise.
+    """
+    if not condition:
+        raise InternalError(message)
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass, field, replace
 
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, require
 from featx.loading.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.loading.preprocess import Preprocess
 from featx.loading.suspects import Suspects
@@ -41,7 +41,7 @@ class Decoding:
     device_share: int | None = None
 
     def __post_init__(self) -> None:
-        assert self.reference or self.preprocess.has_fast_path, "its pixels would be others"
+        require(self.reference or self.preprocess.has_fast_path, "its pixels would be others")
 
     @classmethod
     def of_run(

@@ -24,6 +24,7 @@ from featx.errors import LayerError, StoreError, nearest
 from featx.statistics.moments import Moments
 from featx.statistics.part_moments import StatsLayer
 from featx.store import layout
+from featx.store.commit import reads_back_differently
 from featx.store.files import check_plain, damage_text, open_for_a_look
 from featx.types import Failure, Status
 
@@ -101,8 +102,10 @@ def file_bytes(
         for name in layers:
             read = read_layer(file, path, name, root)[0]
             for key in _ARRAYS:
-                assert torch.equal(getattr(read, key), getattr(moments[name], key).cpu()), name
-        assert len(read_failures(file, path, root)) == len(failures)
+                if not torch.equal(getattr(read, key), getattr(moments[name], key).cpu()):
+                    raise reads_back_differently(root / path, name)
+        if len(read_failures(file, path, root)) != len(failures):
+            raise reads_back_differently(root / path, layout.FAILURES)
     data = buffer.getbuffer()
     data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
     return data

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from featx.errors import ConfigError
+from featx.errors import ConfigError, require
 from featx.statistics.moments import (
     Moments,
     check_size,
@@ -118,12 +118,12 @@ class PartMoments:
             NonFiniteError: a value of a row that did not fail is NaN or infinite.
         """
         name, stop = self.layer.spec.name, start + len(rows)
-        assert start == self._next, f"row {start} came where row {self._next} was due"
-        assert stop <= self.part.stop, "a batch crosses its part"
-        assert all(start <= row < stop for row in failed), "a failure outside its batch"
-        assert rows.is_floating_point(), f"{name} is {rows.dtype}"
+        require(start == self._next, f"row {start} came where row {self._next} was due")
+        require(stop <= self.part.stop, "a batch crosses its part")
+        require(all(start <= row < stop for row in failed), "a failure outside its batch")
+        require(rows.is_floating_point(), f"{name} is {rows.dtype}")
         # Another order of the axes could be reshaped as well, and would mix features up unseen.
-        assert tuple(rows.shape[1:]) in self.layer.shapes, f"{name} has shape {tuple(rows.shape)}"
+        require(tuple(rows.shape[1:]) in self.layer.shapes, f"{name} has shape {tuple(rows.shape)}")
         failed = frozenset(failed)
         with plain_tensors():
             while self._next < stop:
@@ -135,7 +135,7 @@ class PartMoments:
 
     def finish(self) -> Moments:
         """The moments of the part. All its rows must have come."""
-        assert self._next == self.part.stop, f"row {self._next} of the part never came"
+        require(self._next == self.part.stop, f"row {self._next} of the part never came")
         *lower, (_, _, total) = self._nodes
         for _, _, node in reversed(lower):
             total = node.merge(total)

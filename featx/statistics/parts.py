@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from featx.errors import LayerError, StoreError
+from featx.errors import LayerError, StoreError, require
 from featx.statistics.file import DamagedError
 from featx.statistics.moments import Moments
 from featx.statistics.part_moments import is_aligned
@@ -95,7 +95,7 @@ class MomentsOfParts:
         self, part: Part, failures: Sequence[Failure], moments: Mapping[str, Moments]
     ) -> Sequence[Failure]:
         """Keep the moments of a part, durably when this returns, as `MomentsTree.commit` does."""
-        assert self._surveyed, "what is there already was not looked for"
+        require(self._surveyed, "what is there already was not looked for")
         if self.has(part):
             return [f for f in self.failures if part.start <= f.row < part.stop]
         there = self.tree.commit(part, failures, moments)
@@ -145,7 +145,7 @@ class MomentsOfParts:
             StoreError: rows are missing, or a file is damaged; `survey` sets it aside.
             RunError: the disk is full or fails; the same call goes on.
         """
-        assert self._surveyed, "what is there already was not looked for"
+        require(self._surveyed, "what is there already was not looked for")
         if not self.complete:
             nodes = sorted(self._spans)
             edges = [0, *(stop for _, stop in nodes)]

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from featx.errors import StoreError, StoreMismatchError
+from featx.errors import StoreError, StoreMismatchError, require
 from featx.fingerprint import differences, digest
 from featx.statistics.file import (
     PARTS_FOLDER,
@@ -81,13 +81,15 @@ class MomentsTree:
         Raises:
             RunError: the disk is full or fails; the part is as good as not done.
         """
-        assert set(moments) == set(self._layers), "a layer is missing"
-        assert part.start % layout.power_of_two_at_least(len(part)) == 0, f"{part} is off the tree"
-        assert is_aligned(part.start, part.stop) or part.stop == self.num_rows, f"{part} is short"
+        require(set(moments) == set(self._layers), "a layer is missing")
+        require(
+            part.start % layout.power_of_two_at_least(len(part)) == 0, f"{part} is off the tree"
+        )
+        require(is_aligned(part.start, part.stop) or part.stop == self.num_rows, f"{part} is short")
         for name, layer in self._layers.items():
             expected = (len(part) - len(failures)) * layer.rows_per_image
             found = moments[name]
-            assert (found.count, found.dim, found.kind) == (expected, layer.dim, layer.kind), name
+            require((found.count, found.dim, found.kind) == (expected, layer.dim, layer.kind), name)
         in_order = sorted(failures, key=lambda failure: failure.row)
         path = self.file(part.start, part.stop)
         if not self._publish(path, part.start, part.stop, in_order, moments):
@@ -111,7 +113,7 @@ class MomentsTree:
         """
         moments, failures = self._merged(0, self.num_rows)
         created = self._publish(self.path, 0, self.num_rows, failures, moments)
-        assert created, f"somebody else wrote {self.path} without the lock"
+        require(created, f"somebody else wrote {self.path} without the lock")
         return tuple(failures)
 
     def file(self, start: int, stop: int) -> Path:

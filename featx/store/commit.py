@@ -461,3 +461,12 @@ def failed(path: Path, error: OSError, doing: str = "writing") -> RunError:
     return RunError(
         f"{doing} {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
     )
+
+
+def reads_back_differently(path: Path | str, dataset: str) -> RunError:
+    """The error for a file in memory that does not hold what was put into it."""
+    return RunError(
+        f"{path} was not written: /{dataset} reads back differently, still in memory. That is a "
+        "fault of this machine's memory or of a library (h5py, hdf5plugin). Nothing committed is "
+        "lost. Give the same command again, and on another machine if it happens again."
+    )

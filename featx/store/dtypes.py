@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import StoreError
+from featx.errors import StoreError, require
 
 NAMES: Final = ("float16", "float32", "bfloat16")
 
@@ -67,7 +67,7 @@ def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     Returns:
         the same shape in `memory_dtype(name)`; for bfloat16 a copy, else the array itself.
     """
-    assert array.dtype == raw_dtype(name), f"{array.dtype} are no raw bits of {name}"
+    require(array.dtype == raw_dtype(name), f"{array.dtype} are no raw bits of {name}")
     if name != "bfloat16":
         return array
     bits = array.astype("<u4")

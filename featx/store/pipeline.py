@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import StoreError
+from featx.errors import StoreError, require
 from featx.store.plugins import Blosc2, PluginFilter, Zstd, load
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -72,9 +72,9 @@ class Pipeline:
         Args:
             chunk: anything with chunk_bytes contiguous bytes.
         """
-        assert self.supported, "this pipeline is a case for h5py"
+        require(self.supported, "this pipeline is a case for h5py")
         data = _flat(chunk)
-        assert len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}"
+        require(len(data) == self.chunk_bytes, f"{len(data)} bytes, a chunk has {self.chunk_bytes}")
         for stage in self._stages:
             data = stage.encode(data)
         return data.tobytes()
@@ -89,7 +89,7 @@ class Pipeline:
         Raises:
             StoreError: the bytes are damaged; no more than a chunk is ever made of them.
         """
-        assert self.supported, "this pipeline is a case for h5py"
+        require(self.supported, "this pipeline is a case for h5py")
         data = _flat(stored)
         if filter_mask >> len(self._stages):
             raise StoreError(f"the filter mask {filter_mask:#x} names filters that are not there")
@@ -176,6 +176,6 @@ class _Plugged:
 def _flat(data: Any) -> Bytes:
     """Anything with contiguous bytes as (n,) uint8, without a copy."""
     if isinstance(data, np.ndarray):
-        assert data.flags.c_contiguous, "a chunk must be contiguous"
+        require(data.flags.c_contiguous, "a chunk must be contiguous")
         return data.reshape(-1).view(np.uint8)
     return np.frombuffer(data, np.uint8)

@@ -12,8 +12,10 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from featx.errors import require
 from featx.machine import num_cpus
 from featx.store import codecs, layout
+from featx.store.commit import reads_back_differently
 from featx.store.dtypes import hdf5_type, nan, raw_dtype, read_raw, write_raw
 from featx.store.failures import write_failures
 from featx.store.listing import make_groups, row_values, write_classes
@@ -59,23 +61,23 @@ class PartBuilder:
         """
         first = start - self.part.start
         count = len(next(iter(features.values())))
-        assert first >= 0, "a batch begins before its part"
-        assert first + count <= len(self.part), "a batch crosses a part"
-        assert set(features) == set(self._features), "a layer is missing"
-        assert (self._status[first : first + count] == Status.ABSENT).all(), "rows came twice"
+        require(first >= 0, "a batch begins before its part")
+        require(first + count <= len(self.part), "a batch crosses a part")
+        require(set(features) == set(self._features), "a layer is missing")
+        require((self._status[first : first + count] == Status.ABSENT).all(), "rows came twice")
         self._status[first : first + count] = Status.OK
         if checksums is not None:
             self._checksums[first : first + count] = checksums
         for name, rows in features.items():
             stored = self._features[name]
             # numpy would broadcast a row over the others, or cast 1e6 to infinity, without a word.
-            assert rows.shape == (count, *stored.shape[1:]), f"{name} has shape {rows.shape}"
-            assert rows.dtype == stored.dtype, f"{name} is {rows.dtype}"
+            require(rows.shape == (count, *stored.shape[1:]), f"{name} has shape {rows.shape}")
+            require(rows.dtype == stored.dtype, f"{name} is {rows.dtype}")
             stored[first : first + count] = rows
         for failure in failures:
             row = failure.row - self.part.start
-            assert first <= row < first + count, "a failure outside its batch"
-            assert failure.status not in (Status.OK, Status.ABSENT), "a failure without a reason"
+            require(first <= row < first + count, "a failure outside its batch")
+            require(failure.status not in (Status.OK, Status.ABSENT), "a failure without a reason")
             self._status[row] = failure.status
             for name, stored in self._features.items():
                 stored[row] = nan(self._specs[name].dtype)
@@ -88,8 +90,11 @@ class PartBuilder:
             run: that the part belongs to.
             listing: of the whole store; this part's keys, labels and columns are taken from it.
             manifest: a copy of featx.json, from which a lost one can be put back.
+
+        Raises:
+            RunError: it reads back differently.
         """
-        assert Status.ABSENT not in self._status, "a row of the part never arrived"
+        require(Status.ABSENT not in self._status, "a row of the part never arrived")
         buffer = io.BytesIO()
         rows = slice(self.part.start, self.part.stop)
         columns = {
@@ -128,10 +133,11 @@ class PartBuilder:
             for path, values in {**columns, **features}.items():
                 dataset = file[path]
                 found = read_raw(dataset, 0, len(dataset))
-                assert layout.chunk_checksums(found, dataset.chunks[0]).tolist() == (
-                    file[f"{layout.CHECKSUMS}/{path}"][:].tolist()
-                ), f"{path} reads back differently"
-                assert dataset.shape == values.shape
+                sums = layout.chunk_checksums(found, dataset.chunks[0])
+                stored = file[f"{layout.CHECKSUMS}/{path}"][:]
+                if dataset.shape != values.shape or sums.tolist() != stored.tolist():
+                    name = layout.part_name(self.part.index)
+                    raise reads_back_differently(f"{layout.PARTS}/{name}", path)
 
 
 @dataclass(frozen=True)

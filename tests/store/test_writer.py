@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from conftest import with_path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_store import MadeRun, make_run, temporary_files
 
+from featx.errors import RunError
 from featx.store import layout
 from featx.store.failures import read_failures
 from featx.store.reader import FeatureStore
@@ -200,8 +204,55 @@ def test_a_value_that_changes_on_its_way_into_the_file_is_noticed(
         file["classes"] = np.array([b"cat"])
 
     monkeypatch.setattr("featx.store.writer.write_classes", lossy)
-    with pytest.raises(AssertionError, match="features/flat reads back differently"):
+    with pytest.raises(RunError, match="features/flat reads back differently"):
         run.builder(Part(0, 0, 8)).build(run.as_run(), run.listing, b"{}")
+
+
+OPTIMISED = """
+assert False, "python -O leaves this out"
+import numpy as np
+from made_store import make_run
+from featx.errors import InternalError, RunError
+from featx.store import writer
+from featx.store.writer import PartBuilder
+
+run = make_run(8, 8)
+part, rows = run.grid.part(0), {name: values[:4] for name, values in run.features.items()}
+
+def attempt(act):
+    try:
+        act()
+    except (InternalError, RunError) as error:
+        print(type(error).__name__, error)
+
+builder = PartBuilder(part, run.specs)
+builder.add(0, rows, [])
+attempt(lambda: builder.add(3, rows, []))
+attempt(lambda: builder.build(run.as_run(), run.listing, b"{}"))
+whole = writer.write_classes
+
+def lossy(file, classes):
+    file["features/flat"][5, 2] = 1.0
+    whole(file, classes)
+
+writer.write_classes = lossy
+attempt(lambda: run.builder(part).build(run.as_run(), run.listing, b"{}"))
+"""
+
+
+def test_promises_hold_under_python_without_asserts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", OPTIMISED],
+        env=with_path(Path(__file__).parents[2], Path(__file__).parents[1]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout + done.stderr
+    assert lines[0] == "InternalError rows came twice"
+    assert lines[1] == "InternalError a row of the part never arrived"
+    assert "RunError parts/part-000000.h5 was not written: /features/flat reads back" in lines[2]
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -103,9 +103,9 @@ def file_bytes(
             read = read_layer(file, path, name, root)[0]
             for key in _ARRAYS:
                 if not torch.equal(getattr(read, key), getattr(moments[name], key).cpu()):
-                    raise reads_back_differently(root / path, name)
+                    raise reads_back_differently(path, name)
         if len(read_failures(file, path, root)) != len(failures):
-            raise reads_back_differently(root / path, layout.FAILURES)
+            raise reads_back_differently(path, layout.FAILURES)
     data = buffer.getbuffer()
     data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
     return data

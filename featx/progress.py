@@ -334,6 +334,17 @@ def bottleneck(
     return text.format(share=seconds[stage] / took)
 
 
+def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Lines that compare a run with its trial; none where nothing was computed here."""
+    promised, share = summary["trial_images_per_second"], summary["share_of_trial"]
+    if not promised:
+        return []
+    text = f"reading, decoding and model promised {promised:.1f} images/s"
+    text += "" if share is None else f"; the run reached {share:.2f} of it"
+    slow = [("slow", summary["below_trial"])] if summary["below_trial"] else []
+    return [("trial", text), *slow]
+
+
 def describe_end(summary: Mapping[str, Any], out: str) -> str:
     """The table after the run, with three lines that open the result."""
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
@@ -342,6 +353,7 @@ def describe_end(summary: Mapping[str, Any], out: str) -> str:
         ("rows", str(summary["rows"])),
         ("failures", str(summary["failures"])),
         ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
+        *trial_rows(summary),
         ("seconds", seconds),
         *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
         ("size", size_text(summary["bytes"])),

@@ -31,6 +31,7 @@ SMALL = {
     "peers": "--model resnet18 --images 16 --runs 1",
     "probe": "--rows 400 --features 16 --runs 1",
     "read": "--gigabytes 0.2 --runs 1",
+    "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0",
     "roof": "--models resnet18 --batch-size 2 --runs 1",
     "scale": "--rows 1000 2000",
     "spread": "--images 32 --devices null 1 --runs 1",
@@ -38,8 +39,8 @@ SMALL = {
 }
 
 
-def benchmark(*arguments: str) -> str:
-    """What a command of scripts/benchmark prints."""
+def benchmark(*arguments: str, code: int = 0) -> str:
+    """What a command of scripts/benchmark prints, on stderr too where it is to fail."""
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "scripts" / "benchmark"), *arguments],
@@ -48,8 +49,8 @@ def benchmark(*arguments: str) -> str:
         text=True,
         timeout=500,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stderr
+    return done.stdout + (done.stderr if code else "")
 
 
 def test_none_is_left_out() -> None:
@@ -62,3 +63,13 @@ def test_none_is_left_out() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_a_command_gives_figures(name: str) -> None:
     assert re.search(r"\d", benchmark(name, *SMALL[name].split()))
+
+
+def test_a_commit_that_is_not_there() -> None:
+    assert "git worktree add" in benchmark("regressions", "no-such-commit", code=2)
+
+
+@pytest.mark.slow
+def test_a_slower_commit_gives_exit_code_1() -> None:
+    small = SMALL["regressions"].replace("--least 0", "--least 100").split()
+    assert "SLOWER: resnet18 fp32" in benchmark("regressions", *small, code=1)

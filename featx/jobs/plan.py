@@ -49,9 +49,9 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
         "disk_needed_while_packing": packed_size_bound(2 * stored),
         "disk_free": None if is_url(config.out) else Disk(place_of(config.out)).free_bytes(),
         "memory": prepared.engine.weight_bytes + 3 * part + 6 * batch,
-        "images_per_second_model": 1 / prepared.seconds_per_image,
+        "images_per_second_model": 1 / prepared.trial.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
-        "seconds": num_rows * max(prepared.seconds_per_image, seconds_read or 0.0),
+        "seconds": num_rows * max(prepared.trial.model_s, seconds_read or 0.0),
     }
 
 

@@ -31,6 +31,8 @@ class RunSpeed:
     Attributes:
         finished: when, as text.
         images_per_second: None where nothing was left to do.
+        share_of_trial: of the trial's rate, None where it is not told.
+        below_trial: why the share is below 0.7, or nothing.
         stages: (name, seconds, what it is).
         bottleneck: a sentence, or nothing.
         memory: MiB at the peak, None where it is not told.
@@ -38,6 +40,8 @@ class RunSpeed:
 
     finished: str
     images_per_second: float | None
+    share_of_trial: float | None
+    below_trial: str
     stages: list[tuple[str, float, str]]
     bottleneck: str
     memory: float | None
@@ -82,9 +86,12 @@ def _runs(store: FeatureStore) -> tuple[list[RunSpeed], str]:
 
 def _run_speed(entry: Mapping[str, Any]) -> RunSpeed:
     rate, memory = entry.get("images_per_second"), entry.get("peak_memory_mib")
+    share = entry.get("share_of_trial")
     return RunSpeed(
         finished=str(entry.get("finished", "")),
         images_per_second=None if rate is None else float(rate),
+        share_of_trial=None if share is None else float(share),
+        below_trial=str(entry.get("below_trial") or ""),
         stages=[
             (str(name), float(seconds), _STAGES.get(name, ""))
             for name, seconds in entry["seconds"].items()

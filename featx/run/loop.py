@@ -35,17 +35,27 @@ class Figures:
         images_per_second: None where nothing was left to do.
         bytes_read: of encoded images.
         bottleneck: a sentence on the stage that the others waited for.
+        trial_images_per_second: what the trial before the run promised; None where workers compute.
+        share_of_trial: of it, which the run reached; None also for a run that is too short.
+        below_trial: a sentence on the likely cause, where the share is below 0.7.
     """
 
     seconds: dict[str, float]
     images_per_second: float | None
     bytes_read: int
     bottleneck: str | None
+    trial_images_per_second: float | None = None
+    share_of_trial: float | None = None
+    below_trial: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Of summary.json."""
         return {
             "images_per_second": self.images_per_second and round(self.images_per_second, 3),
+            "trial_images_per_second": self.trial_images_per_second
+            and round(self.trial_images_per_second, 3),
+            "share_of_trial": self.share_of_trial and round(self.share_of_trial, 3),
+            "below_trial": self.below_trial,
             "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
             "bytes_read": self.bytes_read,
             "bottleneck": self.bottleneck,
@@ -158,7 +168,18 @@ def run_parts(
         return Figures(seconds, None, loader.times.bytes, None)
     precision = prepared.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
-    return Figures(seconds, rows / took, loader.times.bytes, sentence)
+    trial = prepared.trial
+    batches = num_computed / engine.compute.batch_size / prepared.at_once.replicas
+    found = trial.compare(seconds, rows, took, batches)
+    return Figures(
+        seconds,
+        rows / took,
+        loader.times.bytes,
+        sentence,
+        trial.images_per_second,
+        found.share,
+        found.cause,
+    )
 
 
 class _Awaited:

@@ -16,7 +16,7 @@ from featx.allocator import keep_freed_memory
 from featx.config import Config, layer_requests
 from featx.loading.decode import ImagePolicy
 from featx.loading.suspects import Suspects
-from featx.machine import resident_memory
+from featx.machine import num_cpus, resident_memory
 from featx.models import build_backbone, resolve_library
 from featx.run.provenance import fingerprint, header
 from featx.run.purpose import Purpose, StorePurpose
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from featx.loading.decoding import Decoding
     from featx.loading.loader import Loader
     from featx.run.beside import AtOnce
+    from featx.run.trial import TrialSpeed
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Prepared:
     Attributes:
         choices: one line for each `auto` that was decided, with the reason.
         left_out: what a preset could not store, with the reason.
-        seconds_per_image: of the backbone alone, measured on the probe.
+        trial: what reading, decoding and the model took for an image of the trial.
         at_once: threads of a batch, and batches that are computed side by side in each process.
         devices: of the processes that compute, torch.device.
     """
@@ -51,7 +52,7 @@ class Prepared:
     specs: list[LayerSpec]
     header: StoreHeader
     part_rows: int
-    seconds_per_image: float
+    trial: TrialSpeed
     at_once: AtOnce
     devices: list[Any]
     choices: dict[str, str] = field(default_factory=dict)
@@ -125,6 +126,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     from featx.run import beside
     from featx.run.decode_share import check_device, with_share
     from featx.run.resolve import Resolver
+    from featx.run.trial import TrialSpeed
     from featx.statistics.projected import with_statistics
 
     devices = choose_devices(config.device, config.devices)
@@ -144,7 +146,8 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         cpus = beside.cpus_that_compute(config, devices[0])
         stack.enter_context(cpu_threads(beside.threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
-        engine.trial_images = images = _probe_images(source, listing, decoding)
+        images, read_s, decode_s = _probe_images(source, listing, decoding)
+        engine.trial_images = images
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()
@@ -163,7 +166,13 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             specs=specs,
             header=header(config_yaml, backbone, {**settings, **purpose.settings}),
             part_rows=part_rows,
-            seconds_per_image=resolver.seconds_per_image,
+            trial=TrialSpeed(
+                read_s=read_s,
+                decode_s=decode_s,
+                model_s=resolver.seconds_per_image,
+                threads=num_cpus(),
+                is_on_cpu=devices[0].type == "cpu",
+            ),
             at_once=at_once,
             devices=devices,
             choices={**resolver.choices, **at_once.choices, **why_share},
@@ -171,10 +180,13 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         )
 
 
-def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> Any:
-    """Some images from all over the data set, (n, 3, H, W), to try and time the backbone on.
+def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> tuple[Any, float, float]:
+    """Some images from all over the data set, to try and time the backbone on.
 
     What a run that died was decoding is looked at first, as they may be among them.
+
+    Returns:
+        the images, (n, 3, H, W), and the busy seconds of reading and of decoding one.
     """
     from featx.loading.loader import Loader
     from featx.run.resolve import PROBE_IMAGES
@@ -182,7 +194,12 @@ def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> Any:
     rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.settle_suspects()
-        return loader.load(rows.tolist())
+        loader.load(rows[:1].tolist())  # imports what decodes, which is not to be timed
+        read, decode = loader.times.read, loader.times.decode
+        images = loader.load(rows.tolist())
+        count = max(1, len(images))
+        read_s, decode_s = loader.times.read - read, loader.times.decode - decode
+        return images, read_s / count, decode_s / count
 
 
 def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:

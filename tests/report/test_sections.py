@@ -152,10 +152,12 @@ def test_speed_of_parts_and_of_packed_stores() -> None:
         os.utime(root / "parts" / layout.part_name(number), (when, when))
     assert speed_of(featx.open(root)).parts == [(0, 8), (1, 16), (2, 24), (3, 30)]
     entry = {"images_per_second": 12.5, "seconds": {"model": 2.0}, "finished": "then"}
-    run.session(root).write_summary(entry)
+    run.session(root).write_summary({**entry, "share_of_trial": 0.5, "below_trial": "why"})
     run.session(root).write_summary({**entry, "images_per_second": None})
     found = speed_of(featx.open(root))
     assert [each.images_per_second for each in found.runs] == [12.5, None]
+    assert [each.share_of_trial for each in found.runs] == [0.5, None]
+    assert [each.below_trial for each in found.runs] == ["why", ""]
     packed = speed_of(featx.open(run.write(Path("packed"), packed=True)))
     assert packed.parts == []
     assert "packed" in packed.parts_missing

@@ -20,6 +20,7 @@ from featx.loading.loader import LoaderTimes
 from featx.run.beside import AtOnce
 from featx.run.loop import run_parts
 from featx.run.stopping import Interrupted
+from featx.run.trial import TrialSpeed
 from featx.types import Batch, Failure, Part
 
 DISK: Any = None  # is for profile=true alone
@@ -87,6 +88,7 @@ def prepared() -> Any:
         loader=lambda size: Images(),
         config=config,
         at_once=AtOnce(1, 1, False, {}),
+        trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),
     )
 
 

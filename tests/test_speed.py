@@ -1,0 +1,72 @@
+"""A run keeps what its trial promises: no model is slower in a run than in the passes before it.
+
+Every run is a process of its own. Other load on the machine makes it fail: run it at rest.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from featx.bench.photos import make_photos
+from featx.devices import may_have_bf16
+from featx.machine import num_cpus
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+LEAST_SHARE = 0.75
+_TRIES = 3
+"""Runs, of which one has to keep the promise: what else runs on a machine only makes it slower."""
+
+MODELS = {
+    "resnet50": 192,
+    "vit_b_16": 96,
+    "vit_small_patch16_224": 192,
+    "convnext_tiny": 192,
+    "efficientnet_lite0": 768,
+}
+"""Name, and images of about 10 s of two CPU cores: six batches for each of two replicas."""
+
+
+def has_bf16_units() -> bool:
+    flags = Path("/proc/cpuinfo")
+    if flags.exists() and platform.machine() == "x86_64":
+        return bool({"avx512_bf16", "amx_bf16"} & set(flags.read_text().split()))
+    return may_have_bf16()
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speed") / "photos"
+    make_photos(folder, max(MODELS.values()))
+    return folder
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_run_keeps_the_rate_of_its_trial(
+    model: str, precision: str, photographs: Path, tmp_path: Path
+) -> None:
+    if precision == "bf16" and not has_bf16_units():
+        pytest.skip("this CPU has no bf16 units: a run takes minutes, and is no case for bf16")
+    if num_cpus() < 2:
+        pytest.skip("one CPU computes one batch at a time: there are no replicas to slow down")
+    shares: list[float] = []
+    while len(shares) < _TRIES and max(shares, default=0.0) < LEAST_SHARE:
+        out = tmp_path / f"store-{len(shares)}"
+        command = [
+            sys.executable, "-m", "featx", f"model={model}", "model.weights=null", "data=folder",
+            f"data.root={photographs}", f"data.limit={MODELS[model]}", f"precision={precision}",
+            "compile=false", f"out={out}",
+        ]  # fmt: skip
+        subprocess.run(command, capture_output=True, check=True, timeout=600)
+        summary = json.loads((out / "summary.json").read_text())
+        shares.append(summary["images_per_second"] / summary["trial_images_per_second"])
+        rate = summary["images_per_second"]
+        print(f"{model} {precision}: {rate:.1f} images/s, {shares[-1]:.2f}")  # noqa: T201 - for -rP
+    assert max(shares) >= LEAST_SHARE, summary["below_trial"]

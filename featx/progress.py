@@ -349,9 +349,11 @@ def describe_end(summary: Mapping[str, Any], out: str) -> str:
     """The table after the run, with three lines that open the result."""
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
     rate = summary["images_per_second"]
+    warnings = summary["decoder_warnings"]
     rows = [
         ("rows", str(summary["rows"])),
         ("failures", str(summary["failures"])),
+        *([("warnings", _warnings_text(warnings))] if warnings else []),
         ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
         *trial_rows(summary),
         ("seconds", seconds),
@@ -367,3 +369,9 @@ def describe_end(summary: Mapping[str, Any], out: str) -> str:
         f'X, y = store.xy("{layer}")      # ok rows only; store["{layer}"][10:20] reads lazily'
     )
     return f"{facts(rows)}\n\n{opening}"
+
+
+def _warnings_text(counts: Mapping[str, int]) -> str:
+    """How many images gave which warning of a decoder, the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return "\n".join(f"{count} images: {reason}" for reason, count in ordered)

@@ -40,17 +40,20 @@ class Labour:
         seconds: stage -> busy ones.
         bytes_read: of encoded images.
         peak_memory_mib: of the largest process.
+        decoder_warnings: reason -> images whose decoder gave this warning.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     bytes_read: int = 0
     peak_memory_mib: int = 0
+    decoder_warnings: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Labour) -> None:
         """Take over what another worker, or this one in another turn, took."""
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self.bytes_read += other.bytes_read
+        self.decoder_warnings.update(other.decoder_warnings)
         self.peak_memory_mib = max(self.peak_memory_mib, other.peak_memory_mib)
 
 
@@ -131,5 +134,12 @@ class Harvest:
         of_all = took * self.rows / timed * num_workers
         device, precision = str(order.fingerprint["device"]), order.config.precision
         sentence = bottleneck(seconds, of_all, order.cpus, device, precision)
-        figures = Figures(seconds, timed / took, self.labour.bytes_read, sentence)
-        return Outcome(figures, self.faint, self.labour.peak_memory_mib)
+        labour = self.labour
+        figures = Figures(
+            seconds,
+            timed / took,
+            labour.bytes_read,
+            sentence,
+            decoder_warnings=labour.decoder_warnings,
+        )
+        return Outcome(figures, self.faint, labour.peak_memory_mib)

@@ -65,7 +65,8 @@ class PartWork:
         self._parts = parts
         self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
         figures = run_parts(self._prepared, self, progress=self._unseen)
-        return Labour(figures.seconds, figures.bytes_read, peak_memory_mib())
+        warnings = Counter(figures.decoder_warnings)
+        return Labour(figures.seconds, figures.bytes_read, peak_memory_mib(), warnings)
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from PIL import Image
 from featx.errors import RunError
 from featx.loading.alone import decode_alone
 from featx.loading.decode import Coded, ImagePolicy, coded_jpeg, decode, decode_pixels
+from featx.loading.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.loading.suspects import Suspects
 from featx.loading.threads import Threads
 from featx.machine import num_cpus
@@ -43,6 +44,9 @@ class GuardedDecoder:
         suspects: which pictures are decoded each in a process of its own, and where is noted what
             is being decoded.
         name: of the threads begins with it.
+
+    Attributes:
+        warnings: what the decoders of this process warned of.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class GuardedDecoder:
         suspects: Suspects,
         name: str,
     ) -> None:
+        self.warnings = DecoderWarnings()
         self._source = source
         self._regions = source if isinstance(source, Regional) else None
         self._policy = policy
@@ -64,6 +69,7 @@ class GuardedDecoder:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> GuardedDecoder:
+        self._stack.enter_context(decoder_warnings_redirected)
         self._notes = self._stack.enter_context(self._suspects.notes())
         threads = Threads(num_cpus(), self._timeout_s, self._name)
         self._threads = self._stack.enter_context(threads)
@@ -153,7 +159,7 @@ class GuardedDecoder:
     def _noted(self, picture: bytes) -> Iterator[None]:
         """This thread is decoding a picture, and may be given up, as long as the block runs."""
         noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(picture)
-        with self._threads.watched(), noted:
+        with self.warnings.collecting(picture), self._threads.watched(), noted:
             yield
 
     def _decoded_alone(self, picture: bytes, data: bytes) -> npt.NDArray[np.uint8]:

@@ -123,6 +123,11 @@ class Loader:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Reason -> images whose decoder gave this warning, so far."""
+        return dict(self._decoder.warnings.counts)
+
     def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
         """The batches of some parts, in order; no batch crosses a part.
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.machine import num_cpus
@@ -38,6 +38,7 @@ class Figures:
         trial_images_per_second: what the trial before the run promised; None where workers compute.
         share_of_trial: of it, which the run reached; None also for a run that is too short.
         below_trial: a sentence on the likely cause, where the share is below 0.7.
+        decoder_warnings: reason -> images whose decoder gave this warning.
     """
 
     seconds: dict[str, float]
@@ -47,6 +48,7 @@ class Figures:
     trial_images_per_second: float | None = None
     share_of_trial: float | None = None
     below_trial: str | None = None
+    decoder_warnings: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Of summary.json."""
@@ -59,6 +61,7 @@ class Figures:
             "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
             "bytes_read": self.bytes_read,
             "bottleneck": self.bottleneck,
+            "decoder_warnings": dict(self.decoder_warnings),
         }
 
 
@@ -165,7 +168,7 @@ def run_parts(
     rows = work.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **work.seconds}
     if not rows:
-        return Figures(seconds, None, loader.times.bytes, None)
+        return Figures(seconds, None, loader.times.bytes, None, decoder_warnings=loader.warnings)
     precision = prepared.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
     trial = prepared.trial
@@ -179,6 +182,7 @@ def run_parts(
         trial.images_per_second,
         found.share,
         found.cause,
+        loader.warnings,
     )
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -31,6 +31,7 @@ class Images(contextlib.AbstractContextManager[Any]):
     """Batches of two rows without pictures."""
 
     times = LoaderTimes()
+    warnings: ClassVar[dict[str, int]] = {}
 
     def batches(self, parts: list[Part]) -> Iterator[tuple[Part, Batch]]:
         for part in parts:

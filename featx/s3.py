@@ -3,13 +3,21 @@
 Every request goes through `request`. Credentials, region and endpoint come from where AWS' tools
 look for them (AWS_* in the environment, ~/.aws, the machine's role); featx asks for none, keeps
 none, and prints none.
+
+A server that does not answer is an error at once for those who only read, and before a run has
+begun. A run waits for it: see `patience`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import errno
 import functools
+import logging
 import os
+import random
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +30,18 @@ CONNECTIONS = 16
 """Requests of one process that are under way at once."""
 
 ATTEMPTS = 4
-"""How often a request is made that gets no answer, or one that asks for patience."""
+"""How often a request is made that gets no answer, or one that asks for patience, before that is
+an outage."""
+
+PATIENCE_S = 600.0
+"""How long a run waits for a server that does not answer, or answers that it cannot now."""
+
+_LONGEST_PAUSE_S = 20.0
+_SLICE_S = 0.5
+"""Waiting threads look this often whether the run was told to stop."""
+
+_QUIET_S = 60.0
+"""A server that comes and goes is reported no more often than this."""
 
 _MISSING = ("NoSuchKey", "404", "NotFound")
 _TAKEN = ("PreconditionFailed", "412")
@@ -31,6 +50,9 @@ _REFUSED = (
     "AccessDenied", "AllAccessDisabled", "InvalidAccessKeyId", "SignatureDoesNotMatch",
     "ExpiredToken", "InvalidToken", "403", "401",
 )  # fmt: skip
+
+
+logger = logging.getLogger(__name__)
 
 
 class TakenError(OSError):
@@ -56,6 +78,111 @@ class Entry:
     modified: float
 
 
+class _Outage:
+    """Whether the server answers this process now; shared by all of its threads.
+
+    Attributes:
+        limit_s: seconds that a request waits for it; 0 outside of `patience`.
+    """
+
+    def __init__(self) -> None:
+        self.limit_s = 0.0
+        self._lock = threading.Lock()
+        self._began: float | None = None
+        self._reported: float | None = None
+        self._is_reported = self._stopped = False
+
+    def start(self, limit_s: float) -> None:
+        """Requests wait so long from now on."""
+        self.limit_s, self._stopped = limit_s, False
+
+    def stop(self) -> None:
+        """End every wait. A signal handler may call it, so it takes no lock."""
+        self._stopped = True
+
+    def answered(self) -> None:
+        """A request got an answer."""
+        if self._began is None:
+            return
+        with self._lock:
+            began, self._began = self._began, None
+            was_reported, self._is_reported = self._is_reported, False
+        if began is not None and was_reported:
+            logger.warning("the object store answers again after %.0f s", time.monotonic() - began)
+
+    def wait(self, error: ObjectStoreError, since: float, pause_s: float) -> bool:
+        """Pause before a request is made again.
+
+        Args:
+            error: what it failed with.
+            since: when it first failed, by time.monotonic.
+            pause_s: how long to pause at most.
+
+        Returns:
+            False where the limit is over, or the run was told to stop.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._began is None:
+                self._began = since
+            left_s = min(since, self._began) + self.limit_s - now
+            if left_s <= 0 or self._stopped:
+                return False
+            is_new = not self._is_reported and (
+                self._reported is None or now - self._reported > _QUIET_S
+            )
+            if is_new:
+                self._is_reported, self._reported = True, now
+        if is_new:
+            logger.warning(
+                "%s The run waits until the object store answers, at most %.0f s; nothing "
+                "committed is lost.", error, self.limit_s,
+            )  # fmt: skip
+        until = now + min(pause_s, left_s)
+        while (left_s := until - time.monotonic()) > 0:
+            if self._stopped:
+                return False
+            time.sleep(min(left_s, _SLICE_S))
+        return True
+
+
+_outage = _Outage()
+_waits = contextvars.ContextVar("waits", default=True)
+
+
+@contextlib.contextmanager
+def patience(limit_s: float | None = None) -> Iterator[None]:
+    """Have the requests of this process wait for a server that does not answer.
+
+    For the time of a run, whose work would be lost otherwise. One line on the log says that it
+    waits, and one that the server answers again.
+
+    Args:
+        limit_s: seconds from the first request that failed; None means PATIENCE_S.
+    """
+    before = _outage.limit_s
+    _outage.start(PATIENCE_S if limit_s is None else limit_s)
+    try:
+        yield
+    finally:
+        _outage.limit_s = before
+
+
+@contextlib.contextmanager
+def without_patience() -> Iterator[None]:
+    """Have the requests of this thread fail at once: what they write is of no use later."""
+    token = _waits.set(False)
+    try:
+        yield
+    finally:
+        _waits.reset(token)
+
+
+def stop_waiting() -> None:
+    """Have all requests that wait for the server fail now; a signal handler may call it."""
+    _outage.stop()
+
+
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
     """Make one request; what it gives back as `Body` is read to its end.
 
@@ -63,18 +190,49 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
         FileNotFoundError: there is no such object.
         TakenError: its condition does not hold.
         EmptyError: it has no such range.
-        ObjectStoreError: the server refuses it, is not to be reached, or has no such bucket.
+        ObjectStoreError: the server refuses it, has no such bucket, or does not answer, within
+            `patience` for as long as that says.
     """
     own = client(os.getpid())  # which says what to install
+    url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
+    since: float | None = None
+    pause_s = 1.0
+    while True:
+        try:
+            answer = _asked(own, operation, parameters, url)
+        except ObjectStoreError as error:
+            if error.errno != errno.EAGAIN:
+                _outage.answered()
+                raise
+            since = time.monotonic() if since is None else since
+            # Workers of a cluster meet the same outage, and should not come back in one moment.
+            pause = pause_s * random.uniform(0.5, 1.0)
+            if not (_outage.limit_s and _waits.get() and _outage.wait(error, since, pause)):
+                raise
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        except OSError:
+            _outage.answered()
+            raise
+        else:
+            _outage.answered()
+            return answer
+
+
+def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> dict[str, Any]:
+    """The answer to a request that is made ATTEMPTS times.
+
+    Raises:
+        OSError: as `request`; with errno EAGAIN where the server may answer later.
+    """
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
+        ConnectionError,
         HTTPClientError,
         IncompleteReadError,
         NoCredentialsError,
     )
 
-    url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
     for attempt in range(1, ATTEMPTS + 1):
         try:
             answer: dict[str, Any] = getattr(own, operation)(**parameters)
@@ -88,8 +246,10 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
                 raise
             return answer
         except ClientError as error:
-            meaning = _meaning(error.response.get("Error", {}), url)
-            if meaning.errno == errno.EAGAIN and attempt < ATTEMPTS:
+            meaning = _meaning(error.response, url)
+            # botocore has made those again that failed with 500 or more.
+            asks = error.response.get("Error", {}).get("Code") in _WAIT
+            if asks and attempt < ATTEMPTS:
                 time.sleep(0.1 * 2**attempt)
                 continue
             raise meaning from error
@@ -97,13 +257,17 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
             text = f"{type(error).__name__}: {error}".rstrip(".")
             if isinstance(error, NoCredentialsError):
                 text += "; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            raise ObjectStoreError(errno.EIO, text, url) from error
+            passing = (ConnectionError, HTTPClientError, IncompleteReadError, OSError)
+            number = errno.EAGAIN if isinstance(error, passing) else errno.EIO
+            raise ObjectStoreError(number, text, url) from error
     raise AssertionError("unreachable")
 
 
-def _meaning(found: dict[str, Any], url: str) -> OSError:
+def _meaning(response: dict[str, Any], url: str) -> OSError:
     """The OSError that stands for what a server answered."""
+    found = response.get("Error", {})
     code = str(found.get("Code", ""))
+    status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     text = f"{code}: {found.get('Message', '')}".rstrip(".: ")
     if code in _MISSING:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
@@ -111,7 +275,7 @@ def _meaning(found: dict[str, Any], url: str) -> OSError:
         return TakenError(errno.EEXIST, text, url)
     if code == "InvalidRange":
         return EmptyError(errno.EINVAL, text, url)
-    if code in _WAIT:
+    if code in _WAIT or status >= 500:
         return ObjectStoreError(errno.EAGAIN, text, url)
     if code in _REFUSED:
         return ObjectStoreError(errno.EACCES, f"the server refuses it ({text})", url)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from featx import s3
 from featx.config import Config
 from featx.data import open_source
 from featx.errors import ConfigError, RunError
@@ -233,28 +234,36 @@ class _Ordered:
 def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
     """Everything a worker needs to compute parts, on one device.
 
+    The driver has written to the store before, so an object store that does not answer is waited
+    for.
+
     Raises:
         RunError: this worker would compute other values than the driver, or has no listing.
         FeatxError: model or data set are not to be had here.
     """
-    take_cpus(order.cpus)
-    order.product.check(order.root, order.fingerprint)
-    config = replace(order.config, device=device)
-    source = order.source
-    if source is None:
-        source = open_source(config.data)
-        source.listing()  # which makes it ready to read
-    listing = order.product.listing(order.root, order.num_rows, order.fingerprint["listing"])
-    if listing is None:
-        raise RunError(f"{order.root} has no listing of {order.num_rows} rows that is readable.")
-    purpose = _Ordered(order, source, listing)
-    with prepare(config, order.config_yaml, purpose) as prepared:
-        # A listing from the store has no marks; its rows are compared all the same.
-        marks = {"data.marks": order.fingerprint.get("data.marks")}
-        now = {**prepared.header.fingerprint, **(marks if marks["data.marks"] else {})}
-        if changed := differences(order.fingerprint, now):
-            lines = [f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed]
+    with s3.patience():
+        take_cpus(order.cpus)
+        order.product.check(order.root, order.fingerprint)
+        config = replace(order.config, device=device)
+        source = order.source
+        if source is None:
+            source = open_source(config.data)
+            source.listing()  # which makes it ready to read
+        listing = order.product.listing(order.root, order.num_rows, order.fingerprint["listing"])
+        if listing is None:
             raise RunError(
-                "this worker would compute other values than the driver:\n" + "\n".join(lines)
+                f"{order.root} has no listing of {order.num_rows} rows that is readable."
             )
-        yield prepared
+        purpose = _Ordered(order, source, listing)
+        with prepare(config, order.config_yaml, purpose) as prepared:
+            # A listing from the store has no marks; its rows are compared all the same.
+            marks = {"data.marks": order.fingerprint.get("data.marks")}
+            now = {**prepared.header.fingerprint, **(marks if marks["data.marks"] else {})}
+            if changed := differences(order.fingerprint, now):
+                lines = [
+                    f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
+                ]
+                raise RunError(
+                    "this worker would compute other values than the driver:\n" + "\n".join(lines)
+                )
+            yield prepared

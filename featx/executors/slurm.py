@@ -1,19 +1,24 @@
 """executor=slurm: a job array over the parts, by submitit; each task has some that are neighbours.
 
 The driver holds the store's lock (in a bucket there is none), waits for the tasks, notes the parts
-that they commit, packs, and writes the summary. A task that is preempted or reaches its time limit
-is queued again, and does what is missing of its parts.
+that they commit, packs, and writes the summary. A task that is told to end, by its time limit, by
+preemption or by scancel, commits what is whole and returns; the driver submits the rest again.
+Where the driver is gone, the task is queued again by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +27,59 @@ from featx.errors import ConfigError, MissingExtraError, RunError
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
 from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordered
 from featx.executors.part_work import PartWork, blamed_on, rows_text
+from featx.executors.slurm_queue import (
+    SlurmQueue,
+    check_partition,
+    is_no_controller,
+    last_line,
+    no_controller,
+    seconds_left,
+)
+from featx.options.executors import DEFAULT_TIME_LIMIT_MIN
 from featx.progress import Progress
 from featx.run.prepare import Prepared
 from featx.run.stopping import Interrupted, stop_signals
 from featx.store import layout
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat, clear_signs
+from featx.store.heartbeat import Heartbeat, clear_signs, signs_of_life
 from featx.store.object_disk import disk_at
 from featx.types import Part
 
 POLL_S = 2.0
 SIGNAL_DELAY_S = 90
-"""Before its time limit a task is told so; it commits what is whole and is queued again."""
+"""At most this long before its time limit a task is told to end."""
 
 MAX_LOSSES = 3
-"""How often parts are submitted whose tasks ended without a word, before the run ends."""
+"""How often a part is submitted at which tasks ended, before that ends the run."""
 
-_TASKS, _TIME_LIMIT_MIN = 8, 240
+RESULT_S = 15.0
+"""How long the file of a task that has ended is waited for, which a shared disk may show late."""
+
+SUBMIT_AGAIN_S = 30.0
+"""In mid run a controller that does not answer is asked again after this."""
+
+TIME_LIMIT = "its time limit"
+
+_TASKS = 8
+_ENDLESS = 10**9
+"""How often submitit queues a task again after its time limit; `Task` counts those in vain."""
 
 
 def check(config: Config) -> None:
-    """Raise where submitit is not installed, or there is no Slurm."""
+    """Raise where submitit is not installed, or Slurm, its controller or the partition not there.
+
+    Raises:
+        RunError: the controller does not answer.
+    """
     _submitit()
-    if config.executor.mode != "local" and shutil.which("srun") is None:
+    if config.executor.mode == "local":
+        return
+    if shutil.which("srun") is None:
         raise ConfigError(
             "executor=slurm: there is no Slurm on this machine (srun is not found). Start the "
             "command on a machine of the cluster; executor.mode=local runs the same path here."
         )
+    check_partition(config.executor.partition)
 
 
 def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
@@ -67,43 +98,159 @@ def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
     return array.harvest.outcome(array.num_tasks, order)
 
 
-class Task:
-    """What one task of the array does; pickled by submitit, and again when it is queued again."""
+@dataclass(frozen=True)
+class TaskResult:
+    """What a task returns to the driver.
 
-    def __init__(self, order: SentOrder, device: str, parts: Sequence[Part]) -> None:
+    Attributes:
+        done: the parts that it committed.
+        labour: what all of them took; nothing where it was told to end.
+        told_by: what told it to end, TIME_LIMIT or a signal; None where all is done.
+        doing: what it did until then.
+    """
+
+    done: Sequence[Done]
+    labour: Labour
+    told_by: str | None = None
+    doing: str = ""
+
+
+class Task:
+    """What one task of the array does; pickled by submitit, and again when it is queued again.
+
+    Args:
+        order: of the driver.
+        device: to compute on.
+        parts: to do, in order.
+        limit_s: the time limit of the task; None where there is none.
+    """
+
+    def __init__(
+        self, order: SentOrder, device: str, parts: Sequence[Part], limit_s: float | None = None
+    ) -> None:
         self._order = order
         self._device = device
         self._parts = parts
+        self._limit_s = limit_s
+        self._runs_in_vain = 0
+        self._done: list[Done] = []
 
-    def __call__(self) -> tuple[list[Done], Labour]:
-        """Compute and commit what is missing of the parts.
-
-        Returns:
-            the parts that were done here and now, and what that took.
-        """
+    def __call__(self) -> TaskResult:
+        """Compute and commit what is missing of the parts, until told to end."""
+        began = time.monotonic()
         order = self._order.open()
-        missing = order.product.missing(order.root, self._parts)
-        done: list[Done] = []
-        if not missing:
-            return done, Labour()
-        name = f"task {os.environ.get('SLURM_JOB_ID', os.getpid())} on {self._device}"
+        self._done = []
+        ready_s: float | None = None
         work = None
+        missing = list(self._parts)
 
         def at() -> str:
             return rows_text([work.part] if work is not None and work.part is not None else missing)
 
-        # After a signal the system ends this task; if it was preempted, Slurm queues it again.
-        with (
-            blamed_on(name, at),
-            Heartbeat(disk_at(order.root), name, order.driver, outlives=True) as heart,
-            prepared_as_ordered(order, self._device) as prepared,
-        ):
-            work = PartWork(prepared, order, done.append, heart)
-            return done, work.do(iter(missing))
+        name = f"task {os.environ.get('SLURM_JOB_ID', os.getpid())} on {self._device}"
+        with blamed_on(name, at):
+            try:
+                with _told_to_end(self._limit_s, order) as told:
+                    missing = order.product.missing(order.root, self._parts)
+                    if not missing:
+                        return TaskResult([], Labour())
+                    heart = Heartbeat(disk_at(order.root), name, order.driver, outlives=True)
+                    with heart, prepared_as_ordered(order, self._device) as prepared:
+                        ready_s = time.monotonic() - began
+                        work = PartWork(prepared, order, self._done.append, heart)
+                        return TaskResult(self._done, work.do(iter(missing)))
+            except Interrupted:
+                ran_s = time.monotonic() - began
+        doing = (
+            f"not ready after {ran_s:.0f} s"
+            if ready_s is None
+            else f"ready after {ready_s:.0f} s, computed for {ran_s - ready_s:.0f} s"
+        )
+        return TaskResult(self._done, Labour(), told[0], doing)
 
     def checkpoint(self) -> Any:
-        """What submitit queues again on preemption: the same, which does what is missing then."""
+        """What submitit queues again: the same, which does what is missing then.
+
+        Raises:
+            RunError: nothing was committed in MAX_LOSSES runs.
+        """
+        self._runs_in_vain = 0 if self._done else self._runs_in_vain + 1
+        if self._runs_in_vain >= MAX_LOSSES:
+            raise RunError(
+                f"the task was told to end {MAX_LOSSES} times before it could commit a part of "
+                f"{rows_text(self._parts[:1])}"
+            )
+        self._done = []  # it does not travel
         return _submitit().helpers.DelayedSubmission(self)
+
+
+@contextlib.contextmanager
+def _told_to_end(limit_s: float | None, order: Order) -> Iterator[list[str]]:
+    """Raise Interrupted within the block when this task is told to end.
+
+    That is SIGTERM (scancel, preemption), SIGUSR2 (Slurm's announcement of either, as submitit
+    asks for it), or a clock of our own: Slurm announces a time limit up to a minute too early,
+    which is all of a short one. Where the driver is gone, an announcement is left to submitit,
+    which queues the task again.
+
+    Args:
+        limit_s: the time limit of the task; None where there is none.
+        order: of the driver.
+
+    Yields:
+        one text, what told it: TIME_LIMIT or the name of a signal.
+    """
+    told = ["SIGTERM"]
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    by_submitit = signal.getsignal(signal.SIGUSR2)
+
+    def end(signum: int, frame: object) -> None:
+        raise Interrupted(signal.SIGTERM)
+
+    def announced(signum: int, frame: Any) -> None:
+        if callable(by_submitit) and not _driver_lives(order):
+            by_submitit(signum, frame)
+            return
+        if told[0] != TIME_LIMIT:
+            told[0] = "SIGUSR2"
+        os.kill(os.getpid(), signal.SIGTERM)  # for whoever handles it now: a run in progress
+
+    def time_is_over() -> None:
+        told[0] = TIME_LIMIT
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, end),
+        signal.SIGUSR2: signal.signal(signal.SIGUSR2, announced),
+    }
+    timer = None
+    if limit_s is not None:
+        timer = threading.Timer(seconds_left(limit_s) - _end_margin_s(limit_s), time_is_over)
+        timer.daemon = True
+        timer.start()
+    try:
+        yield told
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _end_margin_s(limit_s: float) -> float:
+    """Seconds that a task keeps to commit what is whole before its time limit."""
+    return min(SIGNAL_DELAY_S, limit_s / 6)
+
+
+def _driver_lives(order: Order) -> bool:
+    """Whether there is somebody who submits what a task leaves undone."""
+    try:
+        signs = signs_of_life(order.root)
+    except OSError:
+        return True  # the store cannot be asked now
+    return any(sign.alive for sign in signs if sign.path.name == order.driver)
 
 
 class _Array:
@@ -121,10 +268,16 @@ class _Array:
         self.num_tasks = max(1, min(keys.tasks or _TASKS, len(self._missing)))
         self._order = order
         self._session = session
+        self._limit_s = keys.task_seconds
         self._device = str(prepared.engine.device).partition(":")[0]
+        self._folder = folder
         self._executor = _executor(prepared.config, folder)
         self._jobs: dict[Any, list[Part]] = {}
+        self._ended_at: dict[Any, float] = {}
         self._losses: Counter[int] = Counter()
+        self._unsubmitted: list[Part] = []
+        self._submit_at = 0.0
+        self._queue = None if keys.mode == "local" else SlurmQueue(self._report)
 
     def work(self) -> None:
         """Submit the parts and follow them until each is done."""
@@ -135,28 +288,82 @@ class _Array:
         ):
             try:
                 if self._missing:
-                    self._submit(list(self._missing.values()))
+                    self._submit(list(self._missing.values()), is_first=True)
                 while self._missing or self._jobs:
-                    ended = [job for job in self._jobs if job.done()]
+                    ended = self._ended()
                     self._look_at_parts()
-                    for job in ended:
-                        self._look_at_job(job)
+                    for job, state in ended:
+                        self._look_at_job(job, state)
+                    if self._unsubmitted and time.monotonic() >= self._submit_at:
+                        self._submit(self._unsubmitted)
                     if stop:
                         raise Interrupted(stop[0])
                     time.sleep(POLL_S if self._missing or self._jobs else 0)
             finally:
-                for job in self._jobs:
-                    job.cancel(check=False)
+                self._cancel()
 
-    def _submit(self, parts: Sequence[Part]) -> None:
+    def _report(self, text: str) -> None:
+        self._progress.tell(text)
+
+    def _submit(self, parts: Sequence[Part], is_first: bool = False) -> None:
+        """Submit parts as tasks; in mid run those wait that Slurm cannot take now.
+
+        Raises:
+            ConfigError: Slurm refuses what the config asks for.
+            RunError: its controller does not answer at first, or refuses something in mid run.
+        """
+        parts = [part for part in parts if part.index in self._missing]
+        self._unsubmitted = []
+        if not parts:
+            return
         chunks = list(_chunks(parts, self.num_tasks))
         order = SentOrder(self._order)
-        with self._executor.batch():
-            tasks = [Task(order, self._device, chunk) for chunk in chunks]
-            jobs = [self._executor.submit(task) for task in tasks]
+        limit_s = self._limit_s
+        try:
+            with self._executor.batch():
+                tasks = [Task(order, self._device, chunk, limit_s) for chunk in chunks]
+                jobs = [self._executor.submit(task) for task in tasks]
+        except _submitit().core.utils.FailedJobError as error:  # with what sbatch printed
+            said = str(error)
+            if is_first:
+                raise _refused(self._executor, said) from error
+            if not is_no_controller(said):
+                raise RunError(
+                    f"Slurm does not take the tasks again ({last_line(said)}). Nothing committed "
+                    "is lost; the same command goes on."
+                ) from error
+            self._unsubmitted, self._submit_at = parts, time.monotonic() + SUBMIT_AGAIN_S
+            self._report(
+                f"the controller of Slurm does not answer ({last_line(said)}); {len(parts)} parts "
+                f"are submitted again in {SUBMIT_AGAIN_S:.0f} s"
+            )
+            return
         self._jobs |= dict(zip(jobs, chunks, strict=True))
         ids = ", ".join(job.job_id for job in jobs[:3]) + (", ..." if len(jobs) > 3 else "")
-        self._progress.tell(f"submitted {len(jobs)} tasks: {ids}")
+        self._report(f"submitted {len(jobs)} tasks: {ids}")
+
+    def _ended(self) -> list[tuple[Any, str | None]]:
+        """The tasks that have ended.
+
+        Returns:
+            each with its state where it left no result.
+        """
+        if self._queue is None:
+            return [(job, None) for job in self._jobs if job.done()]
+        now = time.monotonic()
+        # One listing shows what is new also where a network disk would answer from its memory.
+        results = {path.name for path in self._folder.glob("*_result.pkl")}
+        states = self._queue.states([job.job_id for job in self._jobs])
+        ended: list[tuple[Any, str | None]] = []
+        for job in self._jobs:
+            if job.paths.result_pickle.name in results:
+                ended.append((job, None))
+            elif (state := states.get(job.job_id)) is not None and state.has_ended:
+                if now - self._ended_at.setdefault(job, now) >= RESULT_S:
+                    ended.append((job, state.state))
+            else:
+                self._ended_at.pop(job, None)
+        return ended
 
     def _look_at_parts(self) -> None:
         """Note what is committed since the last look: the files say so, whoever wrote them."""
@@ -170,42 +377,121 @@ class _Array:
             self._progress.step(len(part), len(failures), 0.0)
             self.harvest.refuse_failures(self._order, self._session)
 
-    def _look_at_job(self, job: Any) -> None:
-        """Take what a task that ended returned; submit again what a lost one left undone."""
-        parts = self._jobs.pop(job)
-        try:
-            done, labour = job.result()
-        except Exception as error:  # noqa: BLE001 - whatever the task raised comes through here
-            self._lost(job, parts, error)
-            return
-        for each in done:
-            self.harvest.faint.update(each.faint)
-        self.harvest.labour.add(labour)
+    def _look_at_job(self, job: Any, state: str | None) -> None:
+        """Take what a task that ended returned; submit again what it left undone.
 
-    def _lost(self, job: Any, parts: Sequence[Part], error: Exception) -> None:
-        """A task failed (which ends the run), or was taken from us without a word."""
-        raised = type(error).__name__ == "FailedJobError"  # submitit's, with the task's traceback
+        Args:
+            job: that ended.
+            state: of a task without a result.
+        """
+        parts = self._jobs.pop(job)
+        self._ended_at.pop(job, None)
+        if state is not None:
+            text = f"was lost ({_with_last_words(job, state)})"
+            self._lost(job, parts, text, is_late=state == "TIMEOUT")
+            return
+        try:
+            result: TaskResult = job.result()
+        except Exception as error:  # whatever the task raised comes through here
+            if type(error).__name__ == "FailedJobError":  # with the task's traceback
+                raise self._failed(job, error) from error
+            self._lost(job, parts, f"was lost ({str(error).strip().splitlines()[0][:200]})")
+            return
+        for each in result.done:
+            self.harvest.faint.update(each.faint)
+        self.harvest.labour.add(result.labour)
+        if result.told_by == TIME_LIMIT:
+            self._lost(job, parts, f"reached its time limit ({result.doing})", is_late=True)
+        elif result.told_by is not None:
+            self._lost(job, parts, f"was told to end by {result.told_by} ({result.doing})")
+
+    def _failed(self, job: Any, error: Exception) -> RunError:
+        """The error for a task that raised one."""
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        said = next((line for line in reversed(lines) if "RunError: " in line), lines[-1])
+        said = said.rpartition("RunError: ")[2].rstrip(".")
+        failed = RunError(
+            f"job {job.job_id}: {said}. Nothing committed is lost; the same command goes on."
+        )
+        failed.add_note(str(error))
+        return failed
+
+    def _lost(self, job: Any, parts: Sequence[Part], how: str, is_late: bool = False) -> None:
+        """Submit again what a task left undone that ended before its time.
+
+        Args:
+            job: that ended.
+            parts: of the task.
+            how: it ended, the rest of a sentence.
+            is_late: its time limit ended it.
+
+        Raises:
+            RunError: MAX_LOSSES tasks have ended at the same part.
+        """
         left = [part for part in parts if part.index in self._missing]
-        if raised:
-            lines = [line for line in str(error).strip().splitlines() if line.strip()]
-            said = next((line for line in reversed(lines) if "RunError: " in line), lines[-1])
-            said = said.rpartition("RunError: ")[2].rstrip(".")
-            told = RunError(
-                f"job {job.job_id}: {said}. Nothing committed is lost; the same command goes on."
-            )
-            told.add_note(str(error))
-            raise told
         if not left:
             return
         self._losses[left[0].index] += 1
-        reason = str(error).strip().splitlines()[0][:200]
         if self._losses[left[0].index] >= MAX_LOSSES:
+            advice = self._advice(left[0]) if is_late else ""
             raise RunError(
-                f"job {job.job_id} and others before it ended without a word at {rows_text(left)}: "
-                f"{reason}. Its logs are in {self._executor.folder}; the same command goes on."
+                f"job {job.job_id} {how}, as {MAX_LOSSES - 1} tasks before it that had to begin "
+                f"with {rows_text(left[:1])}.{advice} Its logs are in {self._folder}. Nothing "
+                "committed is lost; the same command goes on."
             )
-        self._progress.tell(f"job {job.job_id} was lost ({reason}); its parts are submitted again")
-        self._submit(left)
+        self._report(f"job {job.job_id} {how}; its {len(left)} missing parts are submitted again")
+        self._submit([*self._unsubmitted, *left])
+
+    def _advice(self, part: Part) -> str:
+        """What to change where the time limit ends tasks before they can commit a part."""
+        minutes = (self._limit_s or 0) / 60
+        advice = (
+            f" Within executor.time_limit_min={minutes:.0f} a task has to load the model and to "
+            f"compute the {len(part)} rows of a part. Raise executor.time_limit_min"
+        )
+        if len(part) == 1:
+            return f"{advice}."
+        return (
+            f"{advice}, or begin the store anew with smaller parts: overwrite=true "
+            f"part_rows={max(1, len(part) // 4)}, with a batch_size of no more than that."
+        )
+
+    def _cancel(self) -> None:
+        """No task goes on, whatever ends the run."""
+        if self._queue is not None:
+            self._queue.cancel(job.job_id for job in self._jobs)
+            return
+        for job in self._jobs:
+            job.cancel(check=False)
+
+
+def _with_last_words(job: Any, state: str) -> str:
+    """The state of a task that left no result, and the last line of its log, if there is any."""
+    with contextlib.suppress(OSError):
+        lines = job.paths.stderr.read_text(errors="replace").split("\n")
+        if said := [line.strip() for line in lines if line.strip()]:
+            return f"{state}; its last words: {said[-1][:200]}"
+    return state
+
+
+def _refused(executor: Any, said: str) -> Exception:
+    """The error for tasks that sbatch did not take, by what it printed."""
+    if is_no_controller(said):
+        return no_controller(said)
+    parameters = {
+        "cpus_per_task": "executor.cpus",
+        "mem": "executor.memory_gib",
+        "time": "executor.time_limit_min",
+        "partition": "executor.partition",
+        "gres": "executor.gres",
+        "account": "executor.account",
+    }
+    asked = getattr(executor, "parameters", {})
+    given = [f"{key}={asked[name]}" for name, key in parameters.items() if name in asked]
+    return ConfigError(
+        f"Slurm does not take the tasks: {last_line(said)}. They ask for {', '.join(given)}; "
+        "`sinfo` and `scontrol show partition` tell what the cluster has."
+    )
 
 
 def _chunks(parts: Sequence[Part], count: int) -> Iterator[list[Part]]:
@@ -241,14 +527,19 @@ def _executor(config: Config, folder: Path) -> Any:
     """submitit's, with what the config asks of the cluster."""
     keys = config.executor
     mode = keys.mode or "slurm"
-    executor = _submitit().AutoExecutor(folder=folder, cluster=mode)
+    more = {"slurm_max_num_timeout": _ENDLESS} if mode == "slurm" else {}
+    executor = _submitit().AutoExecutor(folder=folder, cluster=mode, **more)
+    limit_min = keys.time_limit_min or DEFAULT_TIME_LIMIT_MIN
     asked: dict[str, Any] = {
-        "timeout_min": keys.time_limit_min or _TIME_LIMIT_MIN,
+        "timeout_min": limit_min,
         "cpus_per_task": keys.num_cpus,
         "name": "featx",
     }
     if mode == "slurm":
-        asked["slurm_signal_delay_s"] = SIGNAL_DELAY_S
+        # Slurm's own announcement comes up to a minute early. It is a second clock for long limits
+        # only: for a short one it would end a task that has just begun (0: none).
+        is_long = limit_min * 60 > 10 * SIGNAL_DELAY_S
+        asked["slurm_signal_delay_s"] = SIGNAL_DELAY_S if is_long else 0
         asked["slurm_additional_parameters"] = {"requeue": True}
         if keys.memory_gib is not None:
             asked["mem_gb"] = keys.memory_gib

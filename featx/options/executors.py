@@ -23,6 +23,9 @@ _OF_EXECUTORS = {
 }
 """Keys of some executors only."""
 
+DEFAULT_TIME_LIMIT_MIN = 240
+"""Minutes that a task of Slurm may run, when the key `time_limit_min` is not given."""
+
 
 @dataclass
 class ExecutorConfig:
@@ -49,7 +52,8 @@ class ExecutorConfig:
     memory_gib: float | None = None
     """Memory of each task; null takes the cluster's default."""
     time_limit_min: int | None = None
-    """Minutes that a task may run before it is queued again, 240 when not given."""
+    """Minutes that a task may run before what it left undone is submitted again, 240 when not
+    given. A part has to fit in several times, so part_rows=auto takes it into account."""
     folder: str | None = None
     """That all machines see, for what tasks are to do and for their logs; null takes OUT/jobs, and
     where out is a bucket it has to be given."""
@@ -77,3 +81,10 @@ class ExecutorConfig:
         if self.cpus is None:
             return 4 if self.name == "slurm" else 1
         return self.cpus
+
+    @property
+    def task_seconds(self) -> float | None:
+        """Time limit of a task in seconds; None where there is none."""
+        if self.name != "slurm" or self.mode == "local":
+            return None
+        return 60.0 * (self.time_limit_min or DEFAULT_TIME_LIMIT_MIN)

@@ -26,6 +26,9 @@ PART_SECONDS = 60.0
 SHORT_PART_SECONDS, SHORT_PARTS = 2.0, 256
 """A run that is done in so many shorter parts has its first rows, and loses least, with those."""
 
+PARTS_PER_LIMIT = 8
+"""At least so many parts fit into the time limit of a process, by what the driver measured."""
+
 
 class Purpose(Protocol):
     """What a run is for, as far as `prepare` has to know: a store, or statistics.
@@ -102,12 +105,20 @@ class StorePurpose:
     ) -> tuple[float, float]:
         """A part is built in memory; a folder of very many parts is slow to resume."""
         row_bytes = sum(spec.row_bytes for spec in specs)
-        return PART_BYTES / max(1, row_bytes), seconds_of_part(work_s)
+        limit_s = self._config.executor.task_seconds
+        return PART_BYTES / max(1, row_bytes), seconds_of_part(work_s, limit_s)
 
 
-def seconds_of_part(work_s: float) -> float:
-    """Seconds of work that a part should take, of a run that takes `work_s`."""
-    return min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
+def seconds_of_part(work_s: float, limit_s: float | None = None) -> float:
+    """Seconds of work that a part should take.
+
+    Args:
+        work_s: that the whole run takes.
+        limit_s: after which a process of the run is ended; None where there is no such limit. It
+            also has to load the model, and what it computed of an unfinished part is lost.
+    """
+    seconds = min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
+    return seconds if limit_s is None else min(seconds, limit_s / PARTS_PER_LIMIT)
 
 
 def check_out(out: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+from featx import s3
 from featx.progress import complain
 from featx.supervisor import is_echo
 
@@ -34,13 +35,14 @@ def stop_signals() -> Iterator[list[int]]:
         if is_echo(signum):
             return
         if stop:
-            raise Interrupted(stop[0])
+            cut_short(signum, frame)
         stop.append(signum)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
         complain("\nstopping; the same command goes on from the last whole part")
 
     def cut_short(signum: int, frame: object) -> None:
         if stop:
+            s3.stop_waiting()  # a commit that waits for an object store would keep us here
             raise Interrupted(stop[0])
 
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}

@@ -112,7 +112,8 @@ class StatsPurpose:
         full = self._config.stats.kind == "full"
         numbers = sum(layer.dim ** (2 if full else 1) for layer in self.layers)
         commit_s = 8 * numbers / COMMIT_BYTES_PER_S
-        return float("inf"), max(seconds_of_part(work_s), commit_s / COMMIT_SHARE)
+        seconds = seconds_of_part(work_s, self._config.executor.task_seconds)
+        return float("inf"), max(seconds, commit_s / COMMIT_SHARE)
 
     def _layer(self, spec: LayerSpec, input_size: tuple[int, int]) -> StatsLayer:
         positions = None

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx import s3
-from featx.errors import StoreError
+from featx.errors import ObjectStoreError, StoreError
 from featx.object_path import ObjectPath
 from featx.s3 import TakenError
 from featx.store.commit import Disk, failed, patiently
@@ -73,12 +73,12 @@ class ObjectDisk(Disk):
 
     def jot(self, path: Path, text: str) -> None:
         """Put text in place of what `path` holds; no harm where it cannot be done."""
-        with contextlib.suppress(OSError):
+        with s3.without_patience(), contextlib.suppress(OSError):
             _created(path, text.encode())
 
     def forget(self, path: Path) -> None:
         """Delete what `jot` wrote."""
-        with contextlib.suppress(OSError):
+        with s3.without_patience(), contextlib.suppress(OSError):
             s3.delete(*_of(path))
 
     def set_aside(self, path: Path, folder: Path) -> Path:
@@ -122,12 +122,15 @@ class ObjectDisk(Disk):
     def locked(self, path: Path) -> Iterator[int]:
         """Nobody is kept out: what this finds out is whether the server keeps its conditions.
 
+        From then on the run has begun: requests wait for a server that does not answer.
+
         Yields:
             a descriptor for child processes to inherit, as of a lock; it holds nothing.
 
         Raises:
             StoreError: the server writes though a condition does not hold, refuses to write, or is
-                not to be reached.
+                not to be reached, at the start.
+            RunError: it refuses a request later, or does not answer for `s3.PATIENCE_S`.
         """
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
         _created(path, json.dumps(holder).encode(), IfNoneMatch="*")
@@ -140,7 +143,11 @@ class ObjectDisk(Disk):
                 )
         descriptor = os.open(os.devnull, os.O_RDWR)
         try:
-            yield descriptor
+            with s3.patience():
+                yield descriptor
+        except ObjectStoreError as error:
+            # What was there at the start is no mistake of the user's any more.
+            raise failed(Path(error.filename), error, "a request for") from error
         finally:
             os.close(descriptor)
 

@@ -1,0 +1,108 @@
+"""`python -m featx` as a user starts it, with what it says as it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from conftest import with_path
+from tiny_model import COMMAND
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+class Driver:
+    """A command that runs.
+
+    Args:
+        arguments: of the command.
+        environment: variables beside those of this process.
+        program: what Python runs, featx's own command when not given.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        program: Sequence[str] = ("-m", "featx"),
+    ) -> None:
+        self._log = Path(f"driver-{time.monotonic_ns()}.log")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, *program, *arguments],
+                env={**with_path(TESTS), "OMP_NUM_THREADS": "1", **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    @property
+    def said(self) -> str:
+        """All that it printed so far."""
+        return self._log.read_text(errors="replace")
+
+    def lines(self, text: str) -> list[str]:
+        """The lines with some text."""
+        return [line for line in self.said.splitlines() if text in line]
+
+    def wait_for(self, text: str, limit_s: float = 200) -> str:
+        """Wait until it says something; the first line with it."""
+        deadline = time.monotonic() + limit_s
+        while not (lines := self.lines(text)):
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.1)
+        return lines[0]
+
+    def wait_for_parts(self, count: int, root: Path = Path("store"), limit_s: float = 200) -> None:
+        """Wait until a store on a disk has so many parts."""
+        deadline = time.monotonic() + limit_s
+        while len(list(root.glob("parts/part-*.h5"))) < count:
+            assert self.process.poll() is None, self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.1)
+
+    def finish(self, limit_s: float = 300) -> int:
+        """Its exit code."""
+        return self.process.wait(limit_s)
+
+
+@contextlib.contextmanager
+def driving(
+    *overrides: str,
+    data: Path | str = "photos",
+    pause_s: float = 0.5,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = ("-m", "featx"),
+) -> Iterator[Driver]:
+    """A run of the tiny model, ended with the block.
+
+    Args:
+        overrides: of the command, beside tiny_model.COMMAND.
+        data: a folder of pictures.
+        pause_s: how long every forward pass takes, also those of the trial.
+        environment: variables beside those of this process.
+        program: what Python runs.
+    """
+    arguments = [*COMMAND, "data=folder", f"data.root={data}", f"+model.args.pause_s={pause_s}"]
+    driver = Driver([*arguments, *overrides], environment or {}, program)
+    try:
+        yield driver
+    finally:
+        if driver.process.poll() is None:
+            driver.process.kill()
+        driver.process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]

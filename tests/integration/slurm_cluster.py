@@ -1,0 +1,175 @@
+"""A Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd, all of our own.
+
+Everything listens on the loopback interface, and keeps its key, socket, state and logs in one
+folder. There is no accounting: what sacct would tell has to come from squeue. About ten seconds to
+idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from drivers import free_ports
+
+NODES = ("n1", "n2")
+COMMANDS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol", "sinfo")
+
+_CONFIG = """\
+ClusterName=featx
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller_port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool.%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=sched_interval=2,bf_interval=2
+KillWait=10
+SlurmdTimeout=20
+JobRequeue=1
+{nodes}
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PartitionName=brief Nodes=n1,n2 MaxTime=2 State=UP
+"""
+
+
+@dataclass
+class SlurmCluster:
+    """A cluster that runs.
+
+    Attributes:
+        folder: of its files.
+        environment: what leads Slurm's commands to it.
+        processes: its daemons by name: munged, slurmctld, n1 and n2.
+    """
+
+    folder: Path
+    environment: dict[str, str]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def ask(self, *command: str) -> str:
+        """What a command of Slurm prints."""
+        environment = {**os.environ, **self.environment}
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    def tasks(self, *states: str) -> list[str]:
+        """The ids of tasks in the queue, of all states or some."""
+        chosen = [f"--states={','.join(states)}"] if states else []
+        return self.ask("squeue", "--noheader", "--array", "--format=%i", *chosen).split()
+
+    def start(self, name: str) -> None:
+        """Start a daemon."""
+        command = {
+            "munged": [
+                "munged", "--force", "--foreground",
+                *(f"--{what}-file={self.folder}/munge.{what}" for what in ("key", "pid", "seed")),
+                f"--socket={self.folder}/munge.socket",
+            ],
+            "slurmctld": ["slurmctld", "-D"],
+            **{node: ["slurmd", "-D", "-N", node] for node in NODES},
+        }[name]  # fmt: skip
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, env={**os.environ, **self.environment}, stdout=log, stderr=log
+            )
+
+    def stop(self, name: str) -> None:
+        """Stop a daemon that runs."""
+        process = self.processes.pop(name)
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def wait_until_idle(self, limit_s: float = 120) -> None:
+        """Wait until both nodes are idle and the queue is empty."""
+        deadline = time.monotonic() + limit_s
+        found = ""
+        while time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                found = self.ask("sinfo", "--noheader", "--Node", "--format=%T", "-p", "main")
+                if found.split() == ["idle"] * len(NODES) and not self.tasks():
+                    return
+            time.sleep(0.5)
+        logs = "".join(f"\n{path.name}: {_tail(path)}" for path in self.folder.glob("*.log"))
+        raise AssertionError(f"the nodes of Slurm are {found.split()}, not idle.{logs}")
+
+    def clear(self) -> None:
+        """Cancel what is left of a test."""
+        for task in self.tasks():
+            subprocess.run(
+                ["scancel", task], env={**os.environ, **self.environment}, check=False, timeout=60
+            )
+        self.wait_until_idle()
+
+
+@contextlib.contextmanager
+def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
+    """A cluster as long as the block runs. Skips where Slurm is not installed."""
+    if lacking := [name for name in COMMANDS if shutil.which(name) is None]:
+        pytest.skip(
+            f"{', '.join(lacking)}: not found; "
+            "apt-get install --no-install-recommends slurm-wlm munge"
+        )
+    if os.geteuid() != 0:
+        pytest.skip("slurmd and munged are started as root only")
+    for name in ("state", *(f"spool.{node}" for node in NODES)):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    folder.chmod(0o755)
+    ports = free_ports(1 + len(NODES))
+    host = socket.gethostname()
+    nodes = "\n".join(
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 "
+        "RealMemory=4000 State=UNKNOWN"
+        for node, port in zip(NODES, ports[1:], strict=True)
+    )
+    config = folder / "slurm.conf"
+    config.write_text(
+        _CONFIG.format(host=host, controller_port=ports[0], folder=folder, nodes=nodes)
+    )
+    cluster = SlurmCluster(folder, {"SLURM_CONF": str(config)})
+    try:
+        cluster.start("munged")
+        deadline = time.monotonic() + 30
+        while not (folder / "munge.socket").exists():
+            assert time.monotonic() < deadline, _tail(folder / "munged.log")
+            time.sleep(0.1)
+        for name in ("slurmctld", *NODES):
+            cluster.start(name)
+        cluster.wait_until_idle()
+        yield cluster
+    finally:
+        for name in reversed(list(cluster.processes)):
+            cluster.stop(name)
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-5:])

@@ -1,0 +1,127 @@
+"""Stores on a real S3 server that is killed in mid run, comes back, or does not."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drivers import Driver, driving
+from object_server import environment, num_parts, place, rows_of
+from seaweed import SeaweedServer, running_seaweed
+from slurm_cluster import running_cluster
+from tiny_model import extract
+
+import featx
+from featx import s3
+from featx.store.check import check_store
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
+]
+
+IMPATIENT = (
+    "-c",
+    "from featx import __main__, s3; s3.PATIENCE_S = 15; __main__.main()",
+)
+"""featx's command that waits for 15 s only."""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedServer]:
+    """A server with a bucket; the environment leads to it."""
+    with running_seaweed(tmp_path / "seaweed") as running:
+        for name, value in environment(running.url).items():
+            monkeypatch.setenv(name, value)
+        s3.client.cache_clear()
+        with s3.patience(60):
+            s3.request("create_bucket", Bucket="bucket")
+        yield running
+    s3.client.cache_clear()
+
+
+OUT = "s3://bucket/run"
+
+
+def wait_for_parts(driver: Driver, count: int) -> None:
+    deadline = time.monotonic() + 200
+    while num_parts(OUT) < count:
+        assert driver.process.poll() is None, driver.said
+        assert time.monotonic() < deadline, driver.said
+        time.sleep(0.2)
+
+
+def is_whole(photos: Path) -> None:
+    """Every row is that of a run to the disk."""
+    assert rows_of(featx.open(OUT)) == rows_of(extract(photos, out="alone"))
+    assert check_store(place(OUT)).complete
+
+
+@pytest.mark.parametrize("more", [(), ("devices=2", "device=cpu")])
+def test_a_server_that_is_killed_and_started_is_waited_for(
+    photos: Path, server: SeaweedServer, more: tuple[str, ...]
+) -> None:
+    with driving(f"out={OUT}", *more, pause_s=2) as driver:
+        wait_for_parts(driver, 1)
+        server.kill()
+        driver.wait_for("The run waits until the object store answers")
+        time.sleep(10)
+        server.start()
+        assert driver.finish() == 0, driver.said
+    assert len(driver.lines("The run waits until")) <= 3, driver.said
+    assert driver.lines("the object store answers again after")
+    is_whole(photos)
+
+
+def test_tasks_of_slurm_go_on_when_the_server_is_killed_and_started(
+    photos: Path, server: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running_cluster(tmp_path / "slurm") as cluster:
+        for name, value in cluster.environment.items():
+            monkeypatch.setenv(name, value)
+        slurm = ("executor=slurm", "executor.cpus=1", "executor.tasks=2", "executor.folder=jobs")
+        with driving(f"out={OUT}", *slurm, pause_s=2) as driver:
+            wait_for_parts(driver, 1)
+            before = cluster.tasks("RUNNING")
+            server.kill()
+            driver.wait_for("The run waits until the object store answers")
+            time.sleep(10)
+            assert cluster.tasks("RUNNING") == before, "a task was ended by the outage"
+            server.start()
+            assert driver.finish() == 0, driver.said
+        assert len(driver.lines("submitted ")) == 1, driver.said
+    is_whole(photos)
+
+
+def test_a_server_that_is_gone_for_good_ends_the_run_which_goes_on_later(
+    photos: Path, server: SeaweedServer
+) -> None:
+    with driving(f"out={OUT}", pause_s=2, program=IMPATIENT) as driver:
+        wait_for_parts(driver, 1)
+        server.kill()
+        assert driver.finish() == 1, driver.said
+    said = driver.said.strip().splitlines()
+    assert "Nothing committed is lost. When the object store accepts it, give the same" in said[-2]
+    assert said[-1].startswith("python -m featx ")
+    assert "Traceback" not in driver.said
+    server.start()
+    again = Driver(shlex.split(said[-1])[3:], {})
+    assert again.finish() == 0, again.said
+    assert "rows are there already" in again.said
+    is_whole(photos)
+
+
+def test_a_server_that_is_not_there_at_the_start_is_told_at_once(
+    photos: Path, server: SeaweedServer
+) -> None:
+    server.kill()
+    with driving(f"out={OUT}", pause_s=0) as driver:
+        began = time.monotonic()
+        assert driver.finish() == 2
+    assert time.monotonic() - began < 60
+    assert "EndpointConnectionError" in driver.said
+    assert "The run waits" not in driver.said

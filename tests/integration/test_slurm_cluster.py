@@ -1,0 +1,196 @@
+"""executor=slurm on a real Slurm without accounting: whatever happens, the same rows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from drivers import driving
+from made_store import dataset_digests, temporary_files
+from slurm_cluster import SlurmCluster, running_cluster
+from tiny_model import extract, write_pictures
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("in_tmp_path", "one_thread"),
+]
+
+SLURM = ("executor=slurm", "executor.cpus=1")
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    with running_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(
+    shared_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SlurmCluster]:
+    """A cluster whose queue is empty; the environment leads to it."""
+    for name, value in shared_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    yield shared_cluster
+    shared_cluster.clear()
+
+
+def alone(data: Path) -> dict[str, str]:
+    """The datasets of a run in this process; a pause has no effect on them."""
+    extract(data, out="alone")
+    return dataset_digests(Path("alone/features.h5"))
+
+
+def found() -> dict[str, str]:
+    assert temporary_files(Path("store")) == []
+    return dataset_digests(Path("store/features.h5"))
+
+
+def test_the_rows_are_those_of_a_local_run(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.tasks=3") as driver:
+        assert driver.finish() == 0, driver.said
+    assert found() == alone(photos)
+    assert "Slurm accounting storage is disabled" not in driver.said
+    assert not Path("store/jobs").exists()
+
+
+def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.tasks=2", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        cluster.ask("scancel", cluster.tasks("RUNNING")[-1])
+        line = driver.wait_for("submitted again", 60)
+        assert driver.finish() == 0, driver.said
+    assert "was told to end by SIGTERM" in line or "CANCELLED" in line
+    assert found() == alone(photos)
+
+
+def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    with driving(*SLURM, "executor.tasks=3", "executor.cpus=2") as driver:
+        driver.wait_for("submitted 3 tasks")
+        waiting = []
+        while not waiting:
+            waiting = cluster.tasks("PENDING")
+            assert driver.process.poll() is None, driver.said
+        cluster.ask("scancel", waiting[0])
+        assert "was lost (CANCELLED" in driver.wait_for("submitted again", 90)
+        assert driver.finish() == 0, driver.said
+    assert found() == alone(photos)
+
+
+def test_a_time_limit_shorter_than_the_work_is_no_end(
+    tmp_path: Path, cluster: SlurmCluster
+) -> None:
+    photos = write_pictures(tmp_path / "photos", 96)
+    with driving(*SLURM, "executor.tasks=1", "executor.time_limit_min=1", pause_s=4) as driver:
+        assert driver.finish(800) == 0, driver.said
+    limits = driver.lines("reached its time limit (ready after")
+    assert len(limits) >= 2, driver.said
+    assert found() == alone(photos)
+
+
+def test_a_time_limit_shorter_than_a_part_says_what_to_change(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    limit = ("executor.tasks=1", "executor.time_limit_min=1", "part_rows=32", "batch_size=2")
+    with driving(*SLURM, *limit, pause_s=5) as driver:
+        assert driver.finish(800) == 1, driver.said
+    last = driver.said.strip().splitlines()[-1]
+    assert "reached its time limit" in last
+    assert "the 21 rows of a part. Raise executor.time_limit_min, or" in last
+    assert "overwrite=true part_rows=5" in last
+    assert "Traceback" not in driver.said
+    assert not cluster.tasks("RUNNING", "PENDING")
+
+
+def test_a_wrong_partition_is_one_line(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.partition=mian") as driver:
+        assert driver.finish() == 2
+    assert driver.said.strip() == (
+        "executor.partition=mian: this cluster has no partition mian. Nearest: main. "
+        "It has: brief, main."
+    )
+    assert not Path("store").exists()
+
+
+def test_what_no_node_has_is_refused_or_said(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.gres=gpu:1") as driver:
+        assert driver.finish() == 2
+    assert "Slurm does not take the tasks: Batch job submission failed" in driver.said
+    assert "executor.gres=gpu:1" in driver.said.strip().splitlines()[-1]
+    assert "Traceback" not in driver.said
+
+
+def test_why_a_task_waits_is_said(photos: Path, cluster: SlurmCluster) -> None:
+    given = ("executor.partition=brief", "executor.time_limit_min=3", "executor.tasks=2")
+    with driving(*SLURM, *given) as driver:
+        line = driver.wait_for("wait in the queue", 90)
+        assert line.startswith("2 of 2 tasks wait in the queue for ")
+        assert line.endswith(": PartitionTimeLimit (2); lower executor.time_limit_min")
+        driver.process.send_signal(signal.SIGINT)
+        assert driver.finish(60) == 130
+    deadline = time.monotonic() + 60
+    while cluster.tasks() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert cluster.tasks() == [], "a task was left in the queue"
+
+
+def test_without_a_controller_it_is_one_line(
+    photos: Path, cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    config = (cluster.folder / "slurm.conf").read_text()
+    nobody = tmp_path / "slurm.conf"
+    nobody.write_text(
+        "".join(
+            "SlurmctldPort=9\n" if line.startswith("SlurmctldPort") else line
+            for line in config.splitlines(keepends=True)
+        )
+    )
+    with driving(*SLURM, environment={"SLURM_CONF": str(nobody)}) as driver:
+        assert driver.finish() == 1
+    assert len(driver.said.strip().splitlines()) == 1
+    assert driver.said.startswith("the controller of Slurm does not answer (Unable to contact")
+    assert not Path("store").exists()
+
+
+def test_a_controller_that_goes_away_in_mid_run_is_waited_for(
+    photos: Path, cluster: SlurmCluster
+) -> None:
+    with driving(*SLURM, "executor.tasks=2", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        cluster.stop("slurmctld")
+        try:
+            driver.wait_for("the controller of Slurm does not answer", 120)
+        finally:
+            cluster.start("slurmctld")
+        assert driver.finish() == 0, driver.said
+    assert found() == alone(photos)
+
+
+def test_a_task_that_is_killed_says_its_state(photos: Path, cluster: SlurmCluster) -> None:
+    with driving(*SLURM, "executor.tasks=1", pause_s=2) as driver:
+        driver.wait_for_parts(1)
+        for pid in processes_of_tasks(cluster):
+            os.kill(pid, signal.SIGKILL)
+        line = driver.wait_for("submitted again", 60)
+        assert "was lost (FAILED" in line
+        assert driver.finish() == 0, driver.said
+    assert found() == alone(photos)
+
+
+def processes_of_tasks(cluster: SlurmCluster) -> list[int]:
+    """The Python processes that Slurm started for the tasks of this cluster."""
+    told = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+    folder = str(Path("store/jobs").absolute())
+    return [
+        int(line.split()[0])
+        for line in told.stdout.splitlines()
+        if "submitit.core._submit" in line and folder in line and "srun" not in line
+    ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shlex
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def _guarded(node: Any, debug: bool) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx import compose, keys
-    from featx.errors import FeatxError
+    from featx.errors import FeatxError, StorageError
     from featx.progress import complain, log_as_json
 
     try:
@@ -80,7 +82,20 @@ def _guarded(node: Any, debug: bool) -> int:
         if debug:
             raise
         complain(str(error), "error")
+        if isinstance(error, StorageError):
+            complain(_resume_command(sys.argv[1:]))
         return error.exit_code
+
+
+def _resume_command(arguments: list[str]) -> str:
+    """The command that resumes a run that failed on its way.
+
+    Args:
+        arguments: of the command that began it. `overwrite` is left out: it would delete the parts
+            that are committed.
+    """
+    kept = [text for text in arguments if text.partition("=")[0].lstrip("+") != "overwrite"]
+    return shlex.join(["python", "-m", "featx", *kept])
 
 
 def _leave(signum: int, frame: object) -> None:

@@ -13,6 +13,7 @@
     │   ├── StoreLockedError            another process is writing this store
     │   └── ObjectStoreError            an object store refuses a request, or is not to be reached
     └── RunError (RuntimeError)         the run failed on its way; the store stays resumable
+        ├── StorageError                a disk is full or fails, an object store does not answer
         ├── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
         ├── TooManyFailuresError        more images fail than max_failures, and much is left to do
         └── GradientAlarm               gradients explode, vanish, or are not finite (gradients)
@@ -96,6 +97,10 @@ class RunError(FeatxError, RuntimeError):
     """The run failed on its way; what was committed stays, the same command goes on."""
 
     exit_code = 1
+
+
+class StorageError(RunError):
+    """A disk is full or fails, or an object store does not answer; the command prints itself."""
 
 
 class TooManyFailuresError(RunError):

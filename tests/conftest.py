@@ -113,8 +113,9 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that a test lets fail is asked again without waiting."""
+    """A disk or a server that a test lets fail is asked again without waiting."""
     monkeypatch.setattr("featx.store.commit.RETRY_WAITS_S", ())
+    monkeypatch.setattr("featx.s3.PATIENCE_S", 0.0)
 
 
 @pytest.fixture(autouse=True)

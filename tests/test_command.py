@@ -20,6 +20,8 @@ import pytest
 from conftest import REPOSITORY
 from tiny_model import COMMAND
 
+from featx.__main__ import _resume_command
+
 HERE = Path(__file__).parent
 
 Featx = Callable[..., subprocess.CompletedProcess[str]]
@@ -344,3 +346,10 @@ def test_the_wheel_carries_conf_and_pictures(tmp_path: Path) -> None:
         cwd=empty, env=elsewhere, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert str(site) in printed
+
+
+def test_the_command_that_resumes_deletes_nothing_and_can_be_pasted() -> None:
+    given = ["data=folder", "data.root=my photos", "layers=[a,b]", "overwrite=true", "+overwrite=1"]
+    assert _resume_command(given) == (
+        "python -m featx data=folder 'data.root=my photos' 'layers=[a,b]'"
+    )

@@ -29,6 +29,7 @@ from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordere
 from featx.executors.part_work import PartWork, blamed_on, rows_text
 from featx.executors.slurm_queue import (
     SlurmQueue,
+    TaskState,
     check_partition,
     is_no_controller,
     last_line,
@@ -342,7 +343,7 @@ class _Array:
         ids = ", ".join(job.job_id for job in jobs[:3]) + (", ..." if len(jobs) > 3 else "")
         self._report(f"submitted {len(jobs)} tasks: {ids}")
 
-    def _ended(self) -> list[tuple[Any, str | None]]:
+    def _ended(self) -> list[tuple[Any, TaskState | None]]:
         """The tasks that have ended.
 
         Returns:
@@ -354,13 +355,13 @@ class _Array:
         # One listing shows what is new also where a network disk would answer from its memory.
         results = {path.name for path in self._folder.glob("*_result.pkl")}
         states = self._queue.states([job.job_id for job in self._jobs])
-        ended: list[tuple[Any, str | None]] = []
+        ended: list[tuple[Any, TaskState | None]] = []
         for job in self._jobs:
             if job.paths.result_pickle.name in results:
                 ended.append((job, None))
             elif (state := states.get(job.job_id)) is not None and state.has_ended:
                 if now - self._ended_at.setdefault(job, now) >= RESULT_S:
-                    ended.append((job, state.state))
+                    ended.append((job, state))
             else:
                 self._ended_at.pop(job, None)
         return ended
@@ -377,7 +378,7 @@ class _Array:
             self._progress.step(len(part), len(failures), 0.0)
             self.harvest.refuse_failures(self._order, self._session)
 
-    def _look_at_job(self, job: Any, state: str | None) -> None:
+    def _look_at_job(self, job: Any, state: TaskState | None) -> None:
         """Take what a task that ended returned; submit again what it left undone.
 
         Args:
@@ -388,7 +389,7 @@ class _Array:
         self._ended_at.pop(job, None)
         if state is not None:
             text = f"was lost ({_with_last_words(job, state)})"
-            self._lost(job, parts, text, is_late=state == "TIMEOUT")
+            self._lost(job, parts, text, is_late=state.state == "TIMEOUT")
             return
         try:
             result: TaskResult = job.result()
@@ -449,11 +450,12 @@ class _Array:
             f" Within executor.time_limit_min={minutes:.0f} a task has to load the model and to "
             f"compute the {len(part)} rows of a part. Raise executor.time_limit_min"
         )
-        if len(part) == 1:
+        if len(part) < 4:
             return f"{advice}."
         return (
             f"{advice}, or begin the store anew with smaller parts: overwrite=true "
-            f"part_rows={max(1, len(part) // 4)}, with a batch_size of no more than that."
+            f"part_rows={layout.power_of_two_at_most(len(part) / 4)}, with a batch_size of no more "
+            "than that."
         )
 
     def _cancel(self) -> None:
@@ -465,13 +467,13 @@ class _Array:
             job.cancel(check=False)
 
 
-def _with_last_words(job: Any, state: str) -> str:
+def _with_last_words(job: Any, state: TaskState) -> str:
     """The state of a task that left no result, and the last line of its log, if there is any."""
     with contextlib.suppress(OSError):
         lines = job.paths.stderr.read_text(errors="replace").split("\n")
         if said := [line.strip() for line in lines if line.strip()]:
             return f"{state}; its last words: {said[-1][:200]}"
-    return state
+    return str(state)
 
 
 def _refused(executor: Any, said: str) -> Exception:

@@ -125,7 +125,7 @@ class TaskState:
 
     Attributes:
         state: as squeue names it, such as PENDING or NODE_FAIL.
-        reason: why it waits, as squeue says.
+        reason: why it waits, as squeue says; of a forgotten one what it was when last seen.
     """
 
     state: str
@@ -135,6 +135,9 @@ class TaskState:
     def has_ended(self) -> bool:
         """Whether the task does not run again by itself."""
         return self.state in _ENDED or self.state == FORGOTTEN
+
+    def __str__(self) -> str:
+        return f"{self.state}, {self.reason}" if self.state == FORGOTTEN else self.state
 
 
 class SlurmQueue:
@@ -186,13 +189,42 @@ class SlurmQueue:
                 task, state, reason = line.split("|", 2)
                 found[task] = TaskState(state, "" if reason == "None" else reason)
             lacking = [task for task in ids if task not in found]
-            self._states.update({**found, **(_of_accounting(lacking) if lacking else {})})
+            self._states.update({**found, **self._of_accounting(lacking)})
             return
         if self._is_due("silent", self._clock()):
             self._report(
                 f"the controller of Slurm does not answer ({last_line(error)}); tasks that run go "
                 "on, and it is asked again"
             )
+
+    def _of_accounting(self, ids: list[str]) -> dict[str, TaskState]:
+        """The states of tasks that the controller does not know any more.
+
+        It forgets a task some minutes after its end, and at once where a task of an array is
+        cancelled while it waits.
+        """
+        if not ids:
+            return {}
+        known = {}
+        jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
+        command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
+        code, out, _ = _asked([*command, f"--jobs={jobs}"])
+        for line in out.splitlines() if code == 0 else ():
+            task, _, state = line.partition("|")
+            known[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
+        # The database may lag behind: what is gone from the controller has ended all the same.
+        return {
+            task: known[task]
+            if task in known and known[task].has_ended
+            else TaskState(FORGOTTEN, self._last_seen(task))
+            for task in ids
+        }
+
+    def _last_seen(self, task: str) -> str:
+        before = self._states.get(task)
+        if before is None:
+            return "never seen in the queue"
+        return before.reason if before.state == FORGOTTEN else f"last seen as {before.state}"
 
     def _report_waiting(self, ids: list[str], now: float) -> None:
         """Say why tasks wait, REPORT_S after they began to and as often from then on."""
@@ -211,7 +243,7 @@ class SlurmQueue:
         more = f"; {'; '.join(sorted(advice))}" if advice else ""
         waited = time_text(now - self._waiting_since)
         self._report(
-            f"{len(waiting)} of {len(ids)} tasks wait in the queue since {waited}: {text}{more}"
+            f"{len(waiting)} of {len(ids)} tasks wait in the queue for {waited} now: {text}{more}"
         )
 
     def _is_due(self, what: str, now: float) -> bool:
@@ -225,22 +257,6 @@ class SlurmQueue:
 
 def _waits(state: TaskState) -> bool:
     return state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
-
-
-def _of_accounting(ids: list[str]) -> dict[str, TaskState]:
-    """The states of tasks that the controller does not know any more."""
-    known = {}
-    jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
-    command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
-    code, out, _ = _asked([*command, f"--jobs={jobs}"])
-    for line in out.splitlines() if code == 0 else ():
-        task, _, state = line.partition("|")
-        known[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
-    forgotten = TaskState(FORGOTTEN)
-    # The database may lag behind: a task that is gone from the controller has ended all the same.
-    return {
-        task: known[task] if task in known and known[task].has_ended else forgotten for task in ids
-    }
 
 
 def _asked(command: list[str]) -> tuple[int | None, str, str]:

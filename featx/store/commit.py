@@ -21,7 +21,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from featx.errors import FeatxError, ObjectStoreError, RunError, StoreError, StoreLockedError
+from featx.errors import (
+    FeatxError,
+    ObjectStoreError,
+    StorageError,
+    StoreError,
+    StoreLockedError,
+)
 
 T = TypeVar("T")
 
@@ -451,14 +457,14 @@ def patiently(path: Path, write: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
-def failed(path: Path, error: OSError, doing: str = "writing") -> RunError:
+def failed(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Make room and give the same command again"
     elif isinstance(error, ObjectStoreError):
         hint = "When the object store accepts it, give the same command again"
     else:
         hint = "When the disk answers again, give the same command again"
-    return RunError(
+    return StorageError(
         f"{doing} {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
     )
 

@@ -147,7 +147,7 @@ class ObjectDisk(Disk):
                 yield descriptor
         except ObjectStoreError as error:
             # What was there at the start is no mistake of the user's any more.
-            raise failed(Path(error.filename), error, "a request for") from error
+            raise failed(error.filename, error, "a request for") from error
         finally:
             os.close(descriptor)
 

@@ -26,13 +26,14 @@ import featx as package
 from featx import machine
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.executors import slurm
+from featx.executors.harvest import Labour
 from featx.executors.orders import SentOrder
 from featx.keys import from_keywords, from_omegaconf
 from featx.run.features import StoreProduct
 from featx.store import layout
 from featx.store.check import check_store
 from featx.store.commit import Disk
-from featx.store.heartbeat import Heartbeat, signs_of_life
+from featx.store.heartbeat import Heartbeat, sign_name, signs_of_life
 from featx.store.object_disk import ObjectDisk
 from featx.types import Part
 
@@ -80,8 +81,11 @@ class Job:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """submitit without processes: `tasks` notes what was submitted, `lose` the next so many."""
-    made = SimpleNamespace(tasks=[], asked={}, lose=0)
+    """submitit without processes: `tasks` notes what was submitted, `lose` the next so many.
+
+    `refusals` are what sbatch prints on stderr the next times, instead of taking a task.
+    """
+    made = SimpleNamespace(tasks=[], asked={}, lose=0, refusals=[])
 
     class Executor:
         folder = "jobs"
@@ -94,11 +98,18 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             yield
 
         def submit(self, task: Any) -> Job:
+            if made.refusals:
+                raise FailedJobError(made.refusals.pop(0))
             lost = len(made.tasks) < made.lose
             made.tasks.append(task)
             return Job(len(made.tasks), pickle.dumps(task), lost)
 
-    module = SimpleNamespace(AutoExecutor=lambda folder, cluster: Executor())
+    utils = SimpleNamespace(FailedJobError=FailedJobError)
+    module = SimpleNamespace(
+        AutoExecutor=lambda folder, cluster, **more: Executor(),
+        core=SimpleNamespace(utils=utils),
+        helpers=SimpleNamespace(DelayedSubmission=lambda task: task),
+    )
     monkeypatch.setattr(slurm, "_submitit", lambda: module)
     monkeypatch.setattr(slurm, "POLL_S", 0.01)
     yield made
@@ -108,9 +119,12 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    checked: list[str | None] = []
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
     extract(photos, out="alone", max_failures=5.0)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
+    monkeypatch.setattr(slurm, "check_partition", checked.append)
+    monkeypatch.setattr(slurm, "SlurmQueue", lambda report: None)  # its jobs know themselves
     keys = {
         "name": "slurm", "tasks": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
         "memory_gib": 3.0, "time_limit_min": 30,
@@ -129,6 +143,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
         "mem_gb": 3.0, "slurm_partition": "short", "slurm_gres": "gpu:1",
         "slurm_additional_parameters": {"requeue": True},
     }  # fmt: skip
+    assert set(checked) == {"short"}
     assert sorted(path.name for path in Path("store").iterdir() if path.is_dir()) == [".hydra"]
     assert extract(photos, executor=keys, max_failures=5.0).complete
     assert len(cluster.tasks) == 3, "a finished store was submitted again"
@@ -170,7 +185,7 @@ def test_the_parts_of_lost_tasks_are_submitted_again(
 def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: Any) -> None:
     cluster.lose = 99
     with pytest.raises(
-        RunError, match=r"ended without a word at part 0 \(rows 0 to 3\).*NODE_FAIL"
+        RunError, match=r"NODE_FAIL.*2 tasks before it .*begin with part 0 \(rows 0 to 3\)"
     ):
         extract(photos, executor={**LOCAL, "tasks": 1})
     cluster.lose = 0
@@ -203,7 +218,139 @@ def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
     task = slurm.Task(SentOrder(order), "cpu", [Part(0, 0, 4)])
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
-    assert pickle.loads(pickle.dumps(task))()[0] == []
+    assert pickle.loads(pickle.dumps(task))() == slurm.TaskResult([], Labour())
+
+
+def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: Any) -> None:
+    cluster.refusals = ["sbatch: error: Batch job submission failed: Invalid qos specification"]
+    with pytest.raises(ConfigError, match=r"take the tasks: Batch job.* Invalid qos"):
+        extract(photos, executor={**LOCAL, "tasks": 2})
+    cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]
+    with pytest.raises(RunError, match=r"controller of Slurm does not answer \(Unable to contact"):
+        extract(photos, executor={**LOCAL, "tasks": 2})
+
+
+def test_in_mid_run_a_controller_is_waited_for(
+    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(slurm, "SUBMIT_AGAIN_S", 0.05)
+    cluster.lose = 1
+    submit = slurm._Array._submit
+
+    def refused(self: Any, parts: Any, is_first: bool = False) -> None:
+        if not is_first and not cluster.refusals and len(cluster.tasks) == 2:
+            cluster.refusals = ["sbatch: error: Socket timed out on send/recv operation"]
+            cluster.tasks.append(None)
+        submit(self, parts, is_first)
+
+    monkeypatch.setattr(slurm._Array, "_submit", refused)
+    assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
+    told = capfd.readouterr().err
+    assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in told
+
+
+@pytest.fixture
+def running_task(
+    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., slurm.TaskResult]:
+    """A task of all parts, run in this process; `event` happens when its third part is begun."""
+
+    def run(event: Callable[[], None], limit_s: float | None = None) -> slurm.TaskResult:
+        cluster.lose = 99
+        with pytest.raises(RunError, match="NODE_FAIL"):
+            extract(photos, executor={**LOCAL, "tasks": 1})
+        task = pickle.loads(pickle.dumps(cluster.tasks[0]))
+        task._limit_s = limit_s
+        take = slurm.PartWork.take
+
+        def taking(self: Any, part: Part, batch: Any, computed: Any) -> Any:
+            if part.index == 2:
+                event()
+            return take(self, part, batch, computed)
+
+        monkeypatch.setattr(slurm.PartWork, "take", taking)
+        result: slurm.TaskResult = task()
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_task_that_is_told_to_end_returns_what_is_committed(
+    running_task: Callable[..., slurm.TaskResult],
+    monkeypatch: pytest.MonkeyPatch,
+    signum: signal.Signals,
+) -> None:
+    monkeypatch.setattr(slurm, "_driver_lives", lambda order: True)
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)]
+    result = running_task(lambda: os.kill(os.getpid(), signum))
+    assert result.told_by == signum.name
+    assert result.doing.startswith("ready after ")
+    # The batch that is being computed is the last one, and what is whole is committed.
+    assert [done.part.index for done in result.done] in ([0, 1], [0, 1, 2])
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)] == before
+
+
+def test_a_task_ends_by_its_own_clock_before_its_time_limit(
+    running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_driver_lives", lambda order: True)
+    monkeypatch.setattr(slurm, "seconds_left", lambda limit_s: limit_s)
+    result = running_task(lambda: time.sleep(4), limit_s=3.0)
+    assert result.told_by == slurm.TIME_LIMIT
+    assert len(result.done) < 6
+
+
+def test_without_a_driver_an_announcement_is_left_to_submitit(
+    running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm, "_driver_lives", lambda order: False)
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda signum, frame: told.append(signum))
+    try:
+        result = running_task(lambda: os.kill(os.getpid(), signal.SIGUSR2))
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert told == [signal.SIGUSR2]
+    assert result.told_by is None
+    assert len(result.done) == 6
+
+
+def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
+    photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call = slurm.Task.__call__
+
+    def stopped(self: Any) -> slurm.TaskResult:
+        self._parts, told = self._parts[:1], len(self._parts) > 1
+        result = call(self)
+        by = slurm.TIME_LIMIT if told else None
+        return slurm.TaskResult(result.done, result.labour, by, "ready after 1 s")
+
+    monkeypatch.setattr(slurm.Task, "__call__", stopped)
+    assert extract(photos, executor={**LOCAL, "tasks": 1}).complete
+    assert [len(task._parts) for task in cluster.tasks] == [6, 5, 4, 3, 2, 1]
+    told = capfd.readouterr().err
+    assert "job 7_1 reached its time limit (ready after 1 s); its 5 missing parts are" in told
+
+
+def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:
+    order: Any = SimpleNamespace(root=tmp_path, driver=sign_name(os.getpid()))
+    assert not slurm._driver_lives(order)
+    with Heartbeat(Disk(tmp_path), "driver"):
+        assert slurm._driver_lives(order)
+    assert not slurm._driver_lives(order)
+
+
+def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) -> None:
+    product = StoreProduct("float16", {}, frozenset(), b"")
+    order: Any = SimpleNamespace(root=Path.cwd(), product=product)
+    task = slurm.Task(SentOrder(order), "cpu", [Part(0, 0, 4)])
+    assert task.checkpoint() is task
+    assert pickle.loads(pickle.dumps(task)).checkpoint() is not None
+    task.checkpoint()
+    with pytest.raises(RunError, match=r"3 times before it could commit a part of part 0"):
+        task.checkpoint()
 
 
 def test_neighbours_stay_together_whatever_the_numbers() -> None:

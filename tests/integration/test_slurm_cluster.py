@@ -73,14 +73,13 @@ def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: Slur
 def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with driving(*SLURM, "executor.tasks=3", "executor.cpus=2") as driver:
+    with driving(*SLURM, "executor.tasks=3", "executor.cpus=2", pause_s=4) as driver:
         driver.wait_for("submitted 3 tasks")
-        waiting = []
-        while not waiting:
-            waiting = cluster.tasks("PENDING")
-            assert driver.process.poll() is None, driver.said
-        cluster.ask("scancel", waiting[0])
-        assert "was lost (CANCELLED" in driver.wait_for("submitted again", 90)
+        driver.wait_for("wait in the queue", 60)
+        cluster.ask("scancel", cluster.tasks("PENDING")[0])
+        line = driver.wait_for("submitted again", 90)
+        # Slurm forgets at once a task of an array that never had a job of its own.
+        assert "was lost (CANCELLED" in line or "to Slurm, last seen as PENDING" in line
         assert driver.finish() == 0, driver.said
     assert found() == alone(photos)
 
@@ -105,7 +104,7 @@ def test_a_time_limit_shorter_than_a_part_says_what_to_change(
     last = driver.said.strip().splitlines()[-1]
     assert "reached its time limit" in last
     assert "the 21 rows of a part. Raise executor.time_limit_min, or" in last
-    assert "overwrite=true part_rows=5" in last
+    assert "overwrite=true part_rows=4" in last
     assert "Traceback" not in driver.said
     assert not cluster.tasks("RUNNING", "PENDING")
 
@@ -123,7 +122,7 @@ def test_a_wrong_partition_is_one_line(photos: Path, cluster: SlurmCluster) -> N
 def test_what_no_node_has_is_refused_or_said(photos: Path, cluster: SlurmCluster) -> None:
     with driving(*SLURM, "executor.gres=gpu:1") as driver:
         assert driver.finish() == 2
-    assert "Slurm does not take the tasks: Batch job submission failed" in driver.said
+    assert "Slurm does not take the tasks: " in driver.said, driver.said
     assert "executor.gres=gpu:1" in driver.said.strip().splitlines()[-1]
     assert "Traceback" not in driver.said
 
@@ -177,7 +176,9 @@ def test_a_controller_that_goes_away_in_mid_run_is_waited_for(
 def test_a_task_that_is_killed_says_its_state(photos: Path, cluster: SlurmCluster) -> None:
     with driving(*SLURM, "executor.tasks=1", pause_s=2) as driver:
         driver.wait_for_parts(1)
-        for pid in processes_of_tasks(cluster):
+        pids = processes_of_tasks()
+        assert pids
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
         line = driver.wait_for("submitted again", 60)
         assert "was lost (FAILED" in line
@@ -185,12 +186,11 @@ def test_a_task_that_is_killed_says_its_state(photos: Path, cluster: SlurmCluste
     assert found() == alone(photos)
 
 
-def processes_of_tasks(cluster: SlurmCluster) -> list[int]:
-    """The Python processes that Slurm started for the tasks of this cluster."""
-    told = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True)
+def processes_of_tasks() -> list[int]:
+    """The Python processes that Slurm started for the tasks of this test."""
+    told = subprocess.run(
+        ["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    )
     folder = str(Path("store/jobs").absolute())
-    return [
-        int(line.split()[0])
-        for line in told.stdout.splitlines()
-        if "submitit.core._submit" in line and folder in line and "srun" not in line
-    ]
+    lines = [line for line in told.stdout.splitlines() if "submitit.core._submit" in line]
+    return [int(line.split()[0]) for line in lines if folder in line and "srun" not in line]

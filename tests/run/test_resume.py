@@ -410,3 +410,20 @@ def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     purpose = StorePurpose(from_omegaconf(from_keywords(KEYS)))
     most_rows, found = purpose.part_limits(None, [make_spec("a", (1024,))], work_s)
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
+
+
+@pytest.mark.parametrize(
+    ("executor", "seconds"),
+    [
+        ({"name": "slurm"}, 60),
+        ({"name": "slurm", "time_limit_min": 4}, 30),
+        ({"name": "slurm", "time_limit_min": 1}, 7.5),
+        ({"name": "slurm", "time_limit_min": 1, "mode": "local"}, 60),
+        ({"name": "local"}, 60),
+    ],
+)
+def test_several_parts_fit_into_the_time_limit_of_a_task(
+    executor: dict[str, Any], seconds: float
+) -> None:
+    purpose = StorePurpose(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
+    assert purpose.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds

@@ -468,11 +468,13 @@ class _Array:
 
 
 def _with_last_words(job: Any, state: TaskState) -> str:
-    """The state of a task that left no result, and the last line of its log, if there is any."""
+    """The state of a task that left no result, and what its log says of it, if anything."""
     with contextlib.suppress(OSError):
-        lines = job.paths.stderr.read_text(errors="replace").split("\n")
-        if said := [line.strip() for line in lines if line.strip()]:
-            return f"{state}; its last words: {said[-1][:200]}"
+        lines = [line.strip() for line in job.paths.stderr.read_text(errors="replace").split("\n")]
+        # srun ends its report on a task that was killed with lines that say nothing more.
+        errors = [line for line in lines if "error" in line.lower()]
+        if said := errors or [line for line in lines if line]:
+            return f"{state}; its log: {said[-1][:200]}"
     return str(state)
 
 

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 from featx.errors import (
     FeatxError,
     ObjectStoreError,
+    RunError,
     StorageError,
     StoreError,
     StoreLockedError,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,14 +23,15 @@ from torch import nn
 
 from featx.allocator import keep_freed_memory
 from featx.devices import OwnStream, away, exact_cuda, synchronise, to_cpu
-from featx.errors import LayerError, ModelError, RunError, require
+from featx.errors import FeatxError, LayerError, ModelError, RunError, require
 from featx.folding import Pair, foldable_pairs, folded
+from featx.independence import Buffers, MovedRows, ValueReads, check_row, moved, regrouped
 from featx.models.base import Backbone
 from featx.rows import same_row
 from featx.statistics.projected import StoredReduce, bound_reduction
 from featx.taps.attention import check_weights, needs_plain_attention, plain_attention
-from featx.taps.hooks import Expected, Keep, TapHooks, find_overwritten
-from featx.taps.kept import Keeper
+from featx.taps.hooks import Copies, Expected, Keep, TapHooks, check_calls
+from featx.taps.kept import Keeper, check_storable
 from featx.taps.traces import Tap, Trace
 from featx.taps.tracing import no_fast_path, trace
 from featx.targets import target_values
@@ -50,6 +52,9 @@ _TRACE_BATCH, _BIND_BATCH = 2, 3
 
 _PROOF_BATCH = 2
 """Images of noise, and of the trial, on which weights cast once are compared with autocast's."""
+
+_PROOF_BYTES = 64 * 2**20
+"""Of the float32 values that two ways of computing are compared by; two images always are."""
 
 _NO_THREAD = 0
 """Of hooks that see no pass now; no thread is identified so."""
@@ -76,6 +81,21 @@ class Compute:
     def as_dict(self) -> dict[str, Any]:
         """JSON types; of `fold` only where it is true, for stores of before it was a key."""
         return {key: value for key, value in asdict(self).items() if key != "fold" or value}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What `Engine.formats` found to be as good as the plain way of computing.
+
+    Attributes:
+        channels_last, fold: as of Compute.
+        values: dataset name -> (n, ...) of the images in that way and fp32, as stored, on the
+            device; None where not all of them were tried.
+    """
+
+    channels_last: bool
+    fold: bool
+    values: Mapping[str, torch.Tensor] | None = None
 
 
 class Engine:
@@ -113,6 +133,9 @@ class Engine:
         self._pairs: list[Pair] | None = None
         self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
         self._order: list[str] = []
+        self._trial = torch.empty(0)
+        self._row_bytes = 1
+        self._calls: Mapping[tuple[str, str], int] | None = None
         self._traced: Trace | None = None
         self._operations: list[str] | None = None
         self._plain: list[str] = []
@@ -133,9 +156,11 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
-        self._settings.close()
-        self.backbone.give_back()
+        # In this order, and each of them whatever those before it raise.
+        with contextlib.ExitStack() as last:
+            last.callback(self.backbone.give_back)
+            last.callback(self._settings.close)
+            last.callback(self._stack.close)
 
     def trace(self, requests: Sequence[str] = ()) -> Trace:
         """One pass over noise that records every call of a module, and every operation.
@@ -147,8 +172,43 @@ class Engine:
         fused = needs_plain_attention(self._module, requests)
         self._settings.enter_context(plain_attention(self._module, fused))
         self._plain += fused
-        self._traced = trace(self._module, self._noise(_TRACE_BATCH))
+        x = self._noise(_TRACE_BATCH)
+        with self._named_failure(x):
+            self._traced = trace(self._module, x)
         return self._traced
+
+    @contextlib.contextmanager
+    def _named_failure(self, x: torch.Tensor) -> Iterator[None]:
+        """Whatever the model raises in a first pass over a batch becomes one message."""
+        try:
+            yield
+        except (FeatxError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+            raise ModelError(
+                f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "
+                f"{str(x.dtype).removeprefix('torch.')} fails with {type(error).__name__}: "
+                f"{reason[:300]}. The model has to take such a batch as its only argument, in eval "
+                "mode on one device. FEATX_DEBUG=1 shows the traceback."
+            ) from error
+
+    def bytes_per_image(self, precision: str) -> int:
+        """Memory on the device that a pass takes for each image, at the least.
+
+        Its normalised pixels and a copy of them, and what goes into the largest layer and comes
+        out of it.
+        """
+        pixels = 3 * math.prod(self.backbone.preprocess.crop)
+        each = COMPUTE_DTYPES[precision].itemsize
+        largest = 0
+        if self._traced is not None:
+            largest = max(
+                sum(math.prod(s) for s in {*call.outputs.values(), *call.inputs.values()})
+                // self._traced.batch_size
+                for call in self._traced.calls
+            )
+        return 2 * 4 * pixels + each * largest
 
     @property
     def unfused(self) -> list[str]:
@@ -159,8 +219,11 @@ class Engine:
     def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
         """Fix the taps: find which need a copy, what their rows look like, and where to stop.
 
+        On `trial_images` the rows are proven to depend on their own image only; noise stands in
+        where there are too few.
+
         Raises:
-            LayerError: a tap's shape does not follow the batch.
+            LayerError: a tap's shape does not follow the batch, or a store cannot keep its numbers.
             ModelError: a row depends on the rows beside it, or on chance.
             ReduceError: a reduction does not fit its tensor.
             RunError: the model does other things than in the trace.
@@ -169,32 +232,49 @@ class Engine:
         self._taps = [tap for tap, _ in chosen]
         self._pairs = None
         self._castable.clear()
+        self._calls = None
         if self._traced is not None:
             self._operations = self._traced.operations_up_to(self._taps) or None
-        x = self._noise(_BIND_BATCH)
+        x = self._trial = self._trial_batch()
+        copies, reads = Copies(), ValueReads()
+
+        def keep(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+            check_storable(tap, tensor)
+            return copies.keep(tap, tensor)
+
+        hooks = self._tap_hooks(keep)
         # Copies of x, for a model may write to its input.
-        forward = [tap for tap in self._taps if not tap.is_gradient]
-        overwritten = find_overwritten(self._module, forward, x.clone())
-        self._keeper = Keeper(self._store_dtype, overwritten)
-        hooks = self._tap_hooks(_clone)
-        with torch.no_grad(), hooks:
+        with self._named_failure(x), torch.no_grad(), hooks, reads.watching():
             values = hooks.forward(x.clone())
-            self._order = list(hooks.fired)
+            self._order, calls = list(hooks.fired), hooks.num_calls
+        self._keeper = Keeper(self._store_dtype, copies.overwritten())
+        if reads.seen:
+            # Its course may follow the data: each pass is seen to its end, and calls are counted.
+            self._calls = calls
         if self._score is not None and hooks.numbers is not None:
             self._check_score(x, hooks.numbers)
-        self._check_order()
+        self._check_order(calls)
         for tap, reduce in chosen:
             self._expect(tap, reduce, values[tap.name])
+        self._row_bytes = max(1, sum(4 * value[0].numel() for value in values.values()))
         self._check_rows(x, values)
+        if reads.seen and self.trial_images is not None:
+            self._check_alone(self.trial_images)
 
-    def _check_order(self) -> None:
-        """Every tap fires once, as in the trace."""
+    def _check_order(self, calls: Mapping[tuple[str, str], int]) -> None:
+        """Every tap fires once, and its module is called as often as in the trace."""
         promised = [tap.name for tap in self._taps]
         silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in self._order]
         if silent:
             raise LayerError(
                 f"{', '.join(silent)}: no gradient of target={self._target} arrives there; what "
                 "the model returns does not depend on it."
+            )
+        if self._traced is not None:
+            traced = self._traced
+            check_calls(
+                calls,
+                {place: len(traced.by_module[traced.names[place[0]]]) for place in calls},
             )
         if sorted(self._order) != sorted(promised):
             raise RunError(
@@ -210,11 +290,6 @@ class Engine:
             raise LayerError(
                 f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
                 "in front, so its rows cannot be told apart. Choose a layer around it."
-            )
-        if value.is_complex():
-            raise LayerError(
-                f"{tap.name} gives complex numbers, and a store keeps real ones. Choose a layer or "
-                "an operation behind it, such as one that takes the magnitude."
             )
         if tap.capture == "attention":
             check_weights(tap.name, value)
@@ -234,25 +309,49 @@ class Engine:
             )
 
     def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """Change every image but the first: the first row must not notice.
+        """The first row must not notice other neighbours, another place, or another pass.
 
         BatchNorm without running statistics, or `F.dropout(x)`, which forgets about eval mode,
-        would give rows that depend on the padding, on failed neighbours, or on chance.
+        would give rows that depend on the padding, on failed neighbours, or on chance. In fp32,
+        where rounding hides nothing; `seconds_per_image` looks again at the precision of the run.
         """
-        others = x.clone()
-        others[1:] = 0
+        buffers = Buffers(self._module)
         hooks = self._tap_hooks(_clone, self._order, stop=True)
         with torch.no_grad(), hooks:
-            again = hooks.forward(others)
-        for name, value in values.items():
-            row, same = value[0].double(), again[name][0].double()
-            if not torch.allclose(row, same, rtol=0, atol=same_row(row), equal_nan=True):
-                raise ModelError(
-                    f"{name}: the row of one image changes by {(row - same).abs().max():.2g} when "
-                    "the other images of its batch change, or from one pass to the next (dropout "
-                    "or batch statistics in eval mode?). Its rows would not be reproducible; "
-                    "mend the model, or choose a layer before that."
-                )
+            for batch in self._regrouped(x):
+                again = hooks.forward(batch)
+                for name, value in values.items():
+                    check_row(name, value[0], again[name][-1])
+        buffers.check()
+
+    def _check_alone(self, images: torch.Tensor) -> None:
+        """Each image has the same row in a batch of copies of itself as among the others.
+
+        For models whose course may follow the data: an image that turns it turns it for the others.
+        """
+        every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
+        hooks = self._tap_hooks(_clone, self._order)
+        with torch.no_grad(), hooks:
+            together = hooks.forward(every.clone())
+            for i, image in enumerate(every):
+                alone = hooks.forward(image.repeat(2, 1, 1, 1))
+                for name, value in together.items():
+                    check_row(name, value[i], alone[name][0])
+
+    def _regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
+        shape = 3, *self.backbone.preprocess.crop
+        generator = torch.Generator().manual_seed(1)
+        loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
+        dark, loud = self._normalised(torch.stack([torch.zeros_like(loud), loud]))
+        return regrouped(x, dark, loud)
+
+    def _trial_batch(self) -> torch.Tensor:
+        """Normalised images from all over those that there are, filled up with noise."""
+        noise, images = self._noise(_BIND_BATCH), self.trial_images
+        if images is None or not len(images):
+            return noise
+        few = images[:: -(-len(images) // _BIND_BATCH)]
+        return torch.cat([self._normalised(few), noise])[:_BIND_BATCH]
 
     def settle(self, compute: Compute) -> None:
         """Fix how features are computed; may be called again with another choice."""
@@ -274,7 +373,7 @@ class Engine:
     def _tap_hooks(
         self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
     ) -> TapHooks:
-        expected = Expected(fired, self._operations, stop)
+        expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
         return TapHooks(self._module, self._taps, keep, expected, self._score)
 
     def _take(self, compute: Compute) -> None:
@@ -338,31 +437,55 @@ class Engine:
             for name, p in self._module.named_parameters()
         )
 
-    def supports_channels_last(self) -> bool:
-        """Whether the model has convolutions and runs in channels-last, which they like better."""
-        if not any(isinstance(m, nn.Conv2d) for m in self._module.modules()):
-            return False
-        try:
-            self.settle(Compute("fp32", False, True, _BIND_BATCH))
-            self._pass(self._noise(_BIND_BATCH))
-        except RuntimeError:  # a .view() inside that needs the other layout
-            return False
-        return True
+    def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
+        """The quicker ways of computing that give the values of the plain one.
 
-    def supports_folding(self) -> bool:
-        """Whether there is BatchNorm to fold, and folding changes the values by rounding alone."""
-        if self.takes_gradients or not self._foldable():
-            return False
-        x = self._noise(_BIND_BATCH)
-        values = []
-        with self._keeper.uncast():  # float16 rounds by more than folding does
-            for fold in (False, True):
-                self.settle(Compute("fp32", False, False, _BIND_BATCH, fold))
-                values.append({name: value.double() for name, value in self._pass(x).items()})
-        return all(
+        They are tried together on images of the data set, and one by one where that fails.
+
+        Args:
+            images: (n, 3, H, W), uint8 or normalised; noise stands in where there are none.
+            fold: whether BatchNorm may be folded.
+        """
+        has_convolutions = any(isinstance(m, nn.Conv2d) for m in self._module.modules())
+        layouts = [True, False] if has_convolutions else [False]
+        folds = [True, False] if fold and self.num_folded else [False]
+        tried = [(layout, fold) for layout in layouts for fold in folds][:-1]
+        if not tried:
+            return Formats(False, False)
+        x = self._normalised(images) if len(images) else self._noise(_BIND_BATCH)
+        x = x[: max(2, _PROOF_BYTES // self._row_bytes)]
+        chosen = False, False
+        with self._keeper.uncast() as stored:  # float16 rounds by more than another layout does
+            values = plain = self._values_of(x, False, False)
+            for channels_last, is_folded in tried:
+                try:
+                    found = self._values_of(x, channels_last, is_folded)
+                except RuntimeError:  # a .view() inside that needs the other layout
+                    continue
+                if self._is_same(found, plain):
+                    chosen, values = (channels_last, is_folded), found
+                    break
+        if len(x) != len(images):
+            return Formats(*chosen)
+        return Formats(*chosen, {name: value.to(stored) for name, value in values.items()})
+
+    def _values_of(
+        self, x: torch.Tensor, channels_last: bool, fold: bool
+    ) -> dict[str, torch.Tensor]:
+        self.settle(Compute("fp32", False, channels_last, len(x), fold))
+        return self._pass(x)
+
+    def _is_same(
+        self, values: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Whether two passes differ by rounding alone; of gradients, that there are any.
+
+        Where a rectifier's input is zero up to rounding, a gradient passes or does not.
+        """
+        return self.takes_gradients or all(
             torch.allclose(row, same, rtol=0, atol=0.1 * same_row(row), equal_nan=True)
-            for name in values[0]
-            for row, same in zip(values[0][name], values[1][name], strict=True)
+            for name in plain
+            for row, same in zip(plain[name].double(), values[name].double(), strict=True)
         )
 
     @property
@@ -371,11 +494,16 @@ class Engine:
         return len(self._foldable())
 
     def _foldable(self) -> list[Pair]:
-        """What can be folded; modules that are tapped themselves compute as they stand."""
+        """What can be folded; modules that are tapped themselves compute as they stand.
+
+        Nothing where gradients are taken, or where the course of a pass may follow the data.
+        """
+        if self.takes_gradients or self._calls is not None:
+            return []
         if self._pairs is None:
             self._stack.close()
             kept = {tap.module for tap in self._taps}
-            self._pairs = foldable_pairs(self._module, self._noise(_BIND_BATCH), kept)
+            self._pairs = foldable_pairs(self._module, self._trial, kept)
         return self._pairs
 
     @property
@@ -507,20 +635,37 @@ class Engine:
         ]
 
     def seconds_per_image(
-        self, images: torch.Tensor, repeats: int = 3, enough_s: float = float("inf")
+        self,
+        images: torch.Tensor,
+        repeats: int = 3,
+        enough_s: float = float("inf"),
+        known: Mapping[str, torch.Tensor] | None = None,
     ) -> float:
         """The fastest of some timed passes over a batch, per image; the first is the warm-up.
+
+        In all but the first two images stand at other places among other neighbours, and their rows
+        are compared: it costs no pass, and here the precision is that of the run.
 
         Args:
             images: (B, 3, H, W).
             repeats: passes at the most.
             enough_s: after a pass of so many seconds there is no other.
+            known: what `run` gives for them, where it has run already: there is no warm-up then.
+
+        Raises:
+            ModelError: the row of an image depends on its place, or on other images.
         """
-        fastest = float("inf")
+        fastest, again = float("inf"), known is not None
+        others, places = moved(images)
+        rows = MovedRows(self.compute.precision, places)
+        if known is not None:
+            rows.check(known)
         for _ in range(repeats):
             begun = time.perf_counter()
-            self.run(images)
+            values = self.run(others if again else images)
             fastest = min(fastest, took := time.perf_counter() - begun)
+            rows.check(values)
+            again = True
             if took >= enough_s:
                 break
         return fastest / len(images)

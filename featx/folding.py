@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from featx.taps.nested import elements
 
@@ -30,7 +33,9 @@ Pair = tuple[nn.Conv2d, nn.BatchNorm2d]
 def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) -> list[Pair]:
     """The convolutions whose output goes straight into a BatchNorm, and nowhere else.
 
-    Found in one pass and proven in a second. None where anybody else reads such an output.
+    Found in one pass, from what its operations take and its modules give, not from values: a
+    reader whose result is masked for these images is found as well. What the model does not do in
+    this pass is not found, so a model whose course follows the data must not be folded.
 
     Args:
         module: in eval mode.
@@ -39,85 +44,91 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) ->
     """
     names = dict(module.named_modules(remove_duplicate=False))
     untouched = {id(names[name]) for name in kept if name in names}
-    calls: dict[int, int] = {}
-    made: dict[int, tuple[nn.Conv2d, torch.Tensor]] = {}
-    found: list[Pair] = []
-
-    def convolved(conv: Any, args: Any, output: torch.Tensor) -> None:
-        calls[id(conv)] = calls.get(id(conv), 0) + 1
-        made[id(output)] = conv, output  # kept, so that no other tensor gets its id
-
-    def normalised(norm: Any, args: Any) -> None:
-        calls[id(norm)] = calls.get(id(norm), 0) + 1
-        if args and id(args[0]) in made:
-            found.append((made[id(args[0])][0], norm))
-
+    readers = _Readers()
     with contextlib.ExitStack() as stack:
         for part in module.modules():
-            if id(part) in untouched:
-                continue
             name = type(part).__name__
-            if isinstance(part, nn.Conv2d) and name in _CONVOLUTIONS and _is_plain(part):
-                stack.callback(part.register_forward_hook(convolved).remove)
-            elif isinstance(part, nn.BatchNorm2d) and name in _NORMS and _is_plain(part):
-                stack.callback(part.register_forward_pre_hook(normalised).remove)
-        with torch.no_grad():
+            stays = id(part) in untouched or not _is_plain(part)
+            if isinstance(part, nn.Conv2d) and name in _CONVOLUTIONS and not stays:
+                stack.callback(part.register_forward_hook(readers.convolved).remove)
+                continue
+            if isinstance(part, nn.BatchNorm2d) and name in _NORMS and not stays:
+                before = part.register_forward_pre_hook(readers.begin_norm)
+                stack.callback(before.remove)
+                stack.callback(part.register_forward_hook(readers.end_norm).remove)
+            stack.callback(part.register_forward_hook(readers.returned).remove)
+        with torch.no_grad(), readers:
             module(x.clone())
-    pairs = [pair for pair in found if all(calls[id(part)] == 1 for part in pair)]
-    return [] if _read_elsewhere(module, x, pairs) else pairs
+    return readers.pairs()
 
 
-def _read_elsewhere(module: nn.Module, x: torch.Tensor, pairs: list[Pair]) -> bool:
-    """Whether anything but its BatchNorm reads the output of a convolution.
+class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the outputs of convolutions through a pass: which module or operation takes them."""
 
-    Each convolution gives NaN, which its BatchNorm finds replaced by the true output: NaN behind
-    any other module, or at the end, comes from another reader.
-    """
-    true: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    convolutions = {id(conv) for conv, _ in pairs}
-    seen: list[bool] = []
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # The outputs are kept, so that no other tensor gets the memory by which they are known.
+        self._made: dict[int, tuple[nn.Conv2d, torch.Tensor]] = {}
+        self._found: list[Pair] = []
+        self._calls: Counter[int] = Counter()
+        self._read: set[int] = set()
+        self._taken: int | None = None
 
-    def hide(conv: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        hidden = torch.full_like(output, torch.nan)
-        true[id(hidden)] = hidden, output
-        return hidden
+    def pairs(self) -> list[Pair]:
+        """Those that are called once, and whose convolution has no other reader."""
+        return [
+            (conv, norm)
+            for conv, norm in self._found
+            if self._calls[id(conv)] == self._calls[id(norm)] == 1 and id(conv) not in self._read
+        ]
 
-    def reveal(norm: Any, args: Any) -> Any:
-        return (true[id(args[0])][1],) if id(args[0]) in true else None
+    def convolved(self, conv: Any, args: Any, output: torch.Tensor) -> None:
+        """A convolution gave its output."""
+        self._calls[id(conv)] += 1
+        self._made[_memory(output)] = conv, output
 
-    def look(part: Any, args: Any, output: Any) -> None:
-        if id(part) not in convolutions:
-            seen.extend(bool(tensor.isnan().any()) for tensor in elements(output).values())
+    def begin_norm(self, norm: Any, args: Any) -> None:
+        """A BatchNorm takes its input."""
+        self._calls[id(norm)] += 1
+        memory = _memory(args[0]) if args else 0
+        if memory in self._made and self._made[memory][1] is args[0]:
+            self._found.append((self._made[memory][0], norm))
+            self._taken = memory
 
-    with contextlib.ExitStack() as stack:
-        for part in module.modules():
-            stack.callback(part.register_forward_hook(look).remove)
-        for conv, norm in pairs:
-            stack.callback(conv.register_forward_hook(hide).remove)
-            stack.callback(norm.register_forward_pre_hook(reveal).remove)
-        with torch.no_grad():
-            module(x.clone())
-    return any(seen)
+    def end_norm(self, norm: Any, args: Any, output: Any) -> None:
+        """It has done with it."""
+        self._taken = None
+
+    def returned(self, part: Any, args: Any, output: Any) -> None:
+        """A module gave something; others may take it there."""
+        self._note(elements(output).values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._note(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        return func(*args, **kwargs)
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        for memory in map(_memory, tensors):
+            if memory in self._made and memory != self._taken:
+                self._read.add(id(self._made[memory][0]))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor lie, which its views share; 0 where they lie nowhere."""
+    # A tensor that is made of others, as int8 tensors of torchao, has no memory of its own.
+    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 @contextlib.contextmanager
 def folded(pairs: list[Pair]) -> Iterator[None]:
     """The pairs folded, until the block ends; the modules come back with their own parameters."""
+    weights = [_fused(conv, norm) for conv, norm in pairs]
     before = [(conv, dict(conv._parameters)) for conv, _ in pairs]
     try:
-        for conv, norm in pairs:
-            assert norm.running_mean is not None
-            assert norm.running_var is not None
-            weight, bias = fuse_conv_bn_weights(
-                conv.weight,
-                conv.bias,
-                norm.running_mean,
-                norm.running_var,
-                norm.eps,
-                norm.weight,
-                norm.bias,
-            )
-            conv.weight, conv.bias = weight.requires_grad_(False), bias.requires_grad_(False)
+        for (conv, norm), (weight, bias) in zip(pairs, weights, strict=True):
+            conv._parameters.update(weight=weight, bias=bias)
             passed_on = _activated if hasattr(norm, "act") else _unchanged
             norm.forward = types.MethodType(passed_on, norm)  # type: ignore[method-assign]
         yield
@@ -126,6 +137,23 @@ def folded(pairs: list[Pair]) -> Iterator[None]:
             conv._parameters.update(parameters)
         for _, norm in pairs:
             norm.__dict__.pop("forward", None)
+
+
+def _fused(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight,
+        conv.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        norm.weight,
+        norm.bias,
+    )
+    for parameter in (weight, bias):
+        parameter.requires_grad_(False)
+    return weight, bias
 
 
 def _unchanged(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +166,16 @@ def _activated(norm: Any, x: torch.Tensor) -> Any:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Neither parametrised (weight_norm), nor with a forward of somebody's own, nor training."""
-    own = hasattr(part, "parametrizations") or "forward" in part.__dict__ or part.training
-    return not own and getattr(part, "running_mean", part) is not None
+    """Whether a module computes what its class says, from parameters of its own, in eval mode.
+
+    Weights may be made anew in each pass, by a parametrisation or by a hook (torch.nn.utils.prune,
+    and weight_norm and spectral_norm of old); a hook may also look at what is folded away.
+    """
+    hooks = part._forward_pre_hooks or part._forward_hooks
+    own = hasattr(part, "parametrizations") or "forward" in part.__dict__ or bool(hooks)
+    names = ["weight", "bias"]
+    names += ["running_mean", "running_var"] if isinstance(part, nn.BatchNorm2d) else []
+    registered = part._parameters.keys() | part._buffers.keys()
+    if own or part.training or not registered.issuperset(names):
+        return False
+    return getattr(part, "running_mean", part) is not None

@@ -252,6 +252,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
     compute = prepared.engine.compute
     devices = Counter(map(str, prepared.devices))
     settings = {
+        **prepared.engine.backbone.choices,
         "precision": compute.precision,
         "compile": str(compute.compile).lower(),
         "fold": str(compute.fold).lower(),

@@ -268,14 +268,14 @@ def test_a_view_inside_keeps_the_model_out_of_channels_last() -> None:
 
     module = Viewed()
     with bound(backbone_of(module), "conv", "fc") as engine:
-        assert not engine.supports_channels_last()
+        assert not engine.formats(noise()).channels_last
         engine.settle(FP32)
         got = engine.run(noise())["fc"]
     assert torch.equal(got, hooked(module, "fc", noise()))
     with bound(backbone_of(Residual()), "fc") as engine:
-        assert engine.supports_channels_last()
+        assert engine.formats(noise()).channels_last
     with bound(backbone_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))), "1") as engine:
-        assert not engine.supports_channels_last()
+        assert not engine.formats(noise()).channels_last
 
 
 def test_uint8_images_are_normalised() -> None:

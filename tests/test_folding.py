@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +14,14 @@ from timm.layers import BatchNormAct2d
 from tiny_engine import backbone_of, bound
 from tiny_model import KEYS, extract
 from torch import nn
+from torch.nn.utils import prune
 
 from featx.engine import Compute
-from featx.errors import StoreMismatchError
+from featx.errors import LayerError, StoreMismatchError
 from featx.folding import foldable_pairs, folded
 from featx.models.base import state_sha256
 
+NONE = torch.zeros(0, 3, 16, 16)
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
 
@@ -117,6 +121,96 @@ def test_weights_that_are_made_anew_in_each_pass_are_not_folded() -> None:
     assert foldable_pairs(old, X, kept=()) == []
 
 
+HOOKED: dict[str, Callable[[Block], object]] = {
+    "prune": lambda block: prune.l1_unstructured(block.conv, "weight", 0.3),
+    "prune the norm": lambda block: prune.l1_unstructured(block.bn, "weight", 0.3),
+    "old weight_norm": lambda block: nn.utils.weight_norm(block.conv),
+    "old spectral_norm": lambda block: nn.utils.spectral_norm(block.conv),
+    "weight_norm": lambda block: nn.utils.parametrizations.weight_norm(block.conv),
+    "spectral_norm": lambda block: nn.utils.parametrizations.spectral_norm(block.conv),
+    "a user's hook": lambda block: block.conv.register_forward_hook(lambda m, args, out: 2 * out),
+}
+"""What makes the weights, or the output, of a layer anew in each pass."""
+
+
+class Hooked(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.block = with_statistics(Block())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the old weight_norm
+            HOOKED[name](self.block)
+        self.last = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(x))
+
+
+LIVING: list[nn.Module] = []
+"""The user's own module, that `living` returns."""
+
+
+def living() -> nn.Module:
+    return LIVING[0]
+
+
+def facts(module: nn.Module) -> object:
+    """Names and hooks of all that a module consists of, and its values."""
+    parts = [
+        (
+            [*part._parameters],
+            [*part._buffers],
+            sorted({*part.__dict__} - {"weight"}),
+            list(part._forward_pre_hooks.values()),
+            list(part._forward_hooks.values()),
+            part.training,
+        )
+        for part in module.modules()
+    ]
+    return parts, state_sha256(module), [(id(x), x.requires_grad) for x in module.parameters()]
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("name", HOOKED)
+def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos: Path) -> None:
+    """And the module comes back as it was, also from a run that fails on its way."""
+    module = Hooked(name).train()
+    LIVING[:] = [module]
+    before = facts(module)
+    model = {**KEYS["model"], "target": "test_folding:living", "weights": "default"}
+    keys = {**KEYS, "model": model, "layers": ["last"], "dtype": "float32"}
+    store = extract(photos, **keys)
+    assert facts(module) == before
+    with pytest.raises(LayerError):
+        extract(photos, **{**keys, "layers": ["last@3"], "out": "other"})
+    assert facts(module) == before
+    plain = extract(photos, **{**keys, "fold": False, "out": "plain"})
+    np.testing.assert_allclose(store["last"][:], plain["last"][:], atol=1e-5)
+
+
+def test_pairs_beside_a_hooked_convolution_are_folded() -> None:
+    module = with_statistics(nn.Sequential(Block(), Block()))
+    prune.l1_unstructured(module[0].conv, "weight", 0.3)
+    expected = module(X.clone())
+    pairs = foldable_pairs(module, X, kept=())
+    assert pairs == [(module[1].conv, module[1].bn)]
+    with folded(pairs):
+        assert torch.allclose(module(X.clone()), expected, atol=1e-5)
+
+
+def test_an_exception_in_the_midst_of_folding_leaves_the_module() -> None:
+    module = with_statistics(nn.Sequential(Block(), Block()))
+    pairs = foldable_pairs(module, X, kept=())
+    before = facts(module)
+    module[1].bn.running_mean = torch.zeros(7)  # of another size: its weights cannot be fused
+    with pytest.raises(RuntimeError), folded(pairs):
+        pass
+    module[1].bn.running_mean = pairs[1][1].running_var * 0
+    assert facts(module)[0] == before[0]  # type: ignore[index]
+    assert not any("forward" in part.__dict__ for part in module.modules())
+
+
 def test_batch_statistics_are_not_folded() -> None:
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
     assert foldable_pairs(module, X, kept=()) == []
@@ -126,7 +220,7 @@ def test_batch_statistics_are_not_folded() -> None:
 def test_an_output_that_is_read_twice_shows_in_the_values(read_twice: bool, folds: bool) -> None:
     module = with_statistics(nn.Sequential(Block(read_twice), nn.MaxPool2d(2)))
     with bound(backbone_of(module, side=16), "1") as engine:
-        assert engine.supports_folding() == folds
+        assert engine.formats(NONE).fold == folds
 
 
 def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
@@ -139,13 +233,13 @@ def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
             engine.settle(Compute("fp32", False, False, 3, fold))
             values.append(engine.run(x)["1"])
         assert not torch.equal(*values)
-        assert engine.supports_folding()
+        assert engine.formats(NONE).fold
 
 
 def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
     module = nn.Sequential(Block(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     with bound(backbone_of(with_statistics(module), side=16), "0.relu:grad_output") as engine:
-        assert not engine.supports_folding()
+        assert not engine.formats(NONE).fold
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from featx.engine import Compute, Engine
 from featx.loading.preprocess import Preprocess
 from featx.models.base import Backbone
 from featx.options import ReduceConfig
+from featx.taps.hooks import Copies, TapHooks
 from featx.taps.select import select
+from featx.taps.traces import Tap
 
 CPU = torch.device("cpu")
 FP32 = Compute("fp32", False, False, 4)
@@ -39,13 +41,15 @@ def bound(
     *layers: str | tuple[str, str],
     dtype: str = "float32",
     device: torch.device = CPU,
+    images: torch.Tensor | None = None,
 ) -> Iterator[Engine]:
-    """An engine with taps on `layers`: names, or (name, reduction)."""
+    """An engine with taps on `layers`: names, or (name, reduction); proven on `images`."""
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
     with Engine(backbone, device, dtype) as engine:
         traced = engine.trace()
         requests = [(name, ReduceConfig(reduce)) for name, reduce in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)
+        engine.trial_images = images
         engine.bind(found.chosen)
         engine.settle(FP32)
         engine.chosen = found.chosen  # type: ignore[attr-defined]
@@ -62,6 +66,14 @@ def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> tor
         module(x.clone())
     handle.remove()
     return seen[call - 1]
+
+
+def overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:
+    """The taps whose tensors are written to again later in a pass."""
+    copies = Copies()
+    with torch.no_grad(), TapHooks(module, taps, copies.keep) as hooks:
+        hooks.forward(x)
+    return copies.overwritten()
 
 
 def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:

@@ -14,7 +14,7 @@ each method. tests/attribution/test_attribution.py compares them with Captum's.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -29,16 +29,16 @@ from featx.attribution.by_captum import (
 )
 from featx.attribution.gradcam import grad_cam, kept_output, map_view
 from featx.attribution.guided import check_rectifiers, guided_rectifiers
-from featx.engine import COMPUTE_DTYPES, Compute, Engine, spec_of
-from featx.errors import ConfigError, LayerError, ModelError
+from featx.engine import COMPUTE_DTYPES, Compute, Engine, Formats, spec_of
+from featx.errors import ConfigError, LayerError
+from featx.independence import Buffers, check_row
 from featx.models.base import Backbone
 from featx.options import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
-from featx.rows import same_row
 from featx.statistics.projected import StoredReduce
 from featx.taps.select import Selection, named_tap
 from featx.taps.stages import find_stages
 from featx.taps.traces import Tap, Trace
-from featx.targets import target_classes, values_of_classes
+from featx.targets import logits_of, target_classes, values_of_classes
 from featx.types import LayerSpec
 
 NUMBERS = ("target", "score", "probability")
@@ -143,14 +143,14 @@ class Attributor(Engine):
         return stages[-2] if tokens and len(stages) > 1 else stages[-1]
 
     def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
-        """Fix what is computed, and prove on noise that a row depends on its own picture only.
+        """Fix what is computed, and prove that a row depends on its own picture only.
 
         Raises:
             LayerError: the layer is no map, or no gradient arrives there.
             ModelError: the model gives no logits, has no rectifiers to guide, or mixes rows.
         """
         self._taps = [tap for tap, _ in chosen]
-        x = self._noise(3)
+        x = self._trial = self._trial_batch()
         if "guided_gradcam" in self._options.methods:
             check_rectifiers(self._module, x)
         if self._maps is not None:
@@ -160,37 +160,31 @@ class Attributor(Engine):
                 self._to_map = self._map_of_layer(x)
             self.settle(Compute("fp32", False, False, len(x)))
             values = self._pass(x)
-            others = x.clone()
-            others[1:] = 0
-            again = self._pass(others)
+            buffers = Buffers(self._module)
+            again = self._pass(self._regrouped(x)[-1])
+            buffers.check()
             # Occlusion is a small difference of large logits.
             with torch.no_grad():
-                rounding = 1e-5 * float(self._module(x.clone()).abs().max())
+                rounding = 1e-5 * float(logits_of(self._module(x.clone())).abs().max())
         for name in set(self._options.methods) & set(values):
-            row, same = values[name][0].double(), again[name][0].double()
-            close = same_row(row) + rounding
-            if not torch.allclose(row, same, rtol=0, atol=close, equal_nan=True):
-                raise ModelError(
-                    f"{name}: the row of one image changes when the other images of its batch "
-                    "change, or from one pass to the next (dropout or batch statistics in eval "
-                    "mode?). Its rows would not be reproducible; mend the model."
-                )
+            check_row(name, values[name][0], again[name][-1], rounding)
 
     def settle(self, compute: Compute) -> None:
         """Fix how attributions are computed; may be called again with another choice."""
         self._take(compute)
         self._forward = self._attributions
 
-    def supports_folding(self) -> bool:
-        """No: comparing heat maps takes hundreds of passes; a store that folds goes on with it."""
-        return False
-
-    def supports_channels_last(self) -> bool:
+    def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
+        """Nothing is folded: comparing heat maps takes hundreds of passes."""
         with self._cheaply():
-            return super().supports_channels_last()
+            return replace(super().formats(images[:2], fold=False), values=None)
 
     def seconds_per_image(
-        self, images: torch.Tensor, repeats: int = 3, enough_s: float = float("inf")
+        self,
+        images: torch.Tensor,
+        repeats: int = 3,
+        enough_s: float = float("inf"),
+        known: Mapping[str, torch.Tensor] | None = None,
     ) -> float:
         # Some methods take hundreds of passes, and the size of a part need not be known exactly.
         return super().seconds_per_image(images[:2], repeats=1)
@@ -264,7 +258,7 @@ class Attributor(Engine):
             stack.enter_context(torch.enable_grad())
             kept = stack.enter_context(kept_output(self._module, self._layer))
             leaf = x.detach().requires_grad_(at_input)
-            output = self._module(leaf.clone())  # a model may write to its input
+            output = logits_of(self._module(leaf.clone()))  # a model may write to its input
             score = values_of_classes(
                 output, self._target, target_classes(output, self._target, self._labels)
             )
@@ -290,7 +284,7 @@ class Attributor(Engine):
         tap = self._layer
         assert tap is not None
         with torch.enable_grad(), kept_output(self._module, tap) as kept:
-            output = self._module(x.clone())
+            output = logits_of(self._module(x.clone()))
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
             reached = kept and score.requires_grad

@@ -10,7 +10,7 @@ from torch import nn
 
 from featx.errors import MissingExtraError
 from featx.options import BY_CAPTUM
-from featx.targets import values_of_classes
+from featx.targets import logits_of, values_of_classes
 
 _BLUR_SHARE = 1 / 16
 """Standard deviation of baseline=blur, as a share of the picture's side."""
@@ -45,7 +45,7 @@ class Explained(nn.Module):
 
     def forward(self, x: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
         # A model may write to its input, and Captum uses it again.
-        return values_of_classes(self._module(x.clone()), self._target, classes)
+        return values_of_classes(logits_of(self._module(x.clone())), self._target, classes)
 
 
 def integrated_gradients(

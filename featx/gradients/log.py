@@ -30,6 +30,7 @@ from featx.gradients.alarms import (
 from featx.gradients.flow import Flow
 from featx.gradients.norms import by_module, norm_of_norms, norms_of, to_host
 from featx.text_table import table
+from featx.torchscript import refuse_scripted
 
 
 @contextlib.contextmanager
@@ -70,6 +71,7 @@ def watch(
         ConfigError: an argument is out of its range; the loop scales its loss and `scaler` is not
             given; a gradient is sparse.
         LayerError: `layers` names a module that is not there.
+        ModelError: the model is TorchScript.
         GradientAlarm: with on_alarm="raise".
         RunError: the parameters were updated and no step was seen.
     """
@@ -79,6 +81,7 @@ def watch(
         raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
     if keep_steps < MEDIAN_STEPS:
         raise ConfigError(f"keep_steps={keep_steps}: expected {MEDIAN_STEPS} or more.")
+    refuse_scripted(model.named_modules())
     names = {name: type(module).__name__ for name, module in model.named_modules()}
     judge = Judge(limits or Limits(), names, keep_steps)
     log = GradientLog(model, clip_value, clip_norm, judge, on_alarm, scaler, keep_steps)

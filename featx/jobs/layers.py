@@ -54,7 +54,9 @@ def run(config: Config, config_yaml: str) -> int:
         compute = Compute(precision, False, False, batch_size)
         if show != "watch":
             traced = _trace(engine)
-            compute = replace(compute, channels_last=engine.supports_channels_last())
+            compute = replace(
+                compute, channels_last=engine.formats(images, fold=False).channels_last
+            )
         engine.settle(compute)
         heading = _heading(config, engine, f"{key} of {_where(config)}{missing}")
         if show == "watch":

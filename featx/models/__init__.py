@@ -62,7 +62,11 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
     if config.init == "reset":
         from featx.models.base import reset_weights  # which imports torch
 
-        reset_weights(backbone, library.untrained(config, seed), seed)
+        try:
+            reset_weights(backbone, library.untrained(config, seed), seed)
+        except BaseException:
+            backbone.give_back()
+            raise
     return backbone
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from featx.errors import ModelError, WeightsError
 from featx.loading.preprocess import Preprocess
+from featx.torchscript import refuse_scripted
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 
@@ -35,6 +37,8 @@ class Backbone:
         is_users: the module is the user's own and may live on after the run.
         reentrant: a pass keeps nothing in the module, so several threads may be in it at once.
         args: what a factory was called with, where it may change values beside the weights.
+        weights_sha256: of the parameters and buffers as they came.
+        choices: a line on what was decided about them, by its name.
     """
 
     module: nn.Module
@@ -50,36 +54,123 @@ class Backbone:
     args: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        _check_module(self.module, self.name)
         self._modes = [(module, module.training) for module in self.module.modules()]
         self._flags = [(x, x.requires_grad) for x in self.module.parameters()]
         self._device = next((x.device for x, _ in self._flags), torch.device("cpu"))
-        self.module.eval().requires_grad_(False)
-        self.weights_sha256 = state_sha256(self.module)
+        self._buffers = _buffers_of(self.module) if self.is_users else []
+        self._data: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.choices: dict[str, str] = {}
+        try:
+            self.weights_sha256 = state_sha256(self.module)
+            self.module.eval().requires_grad_(False)
+            self._compute_in_float32()
+        except BaseException:
+            self.give_back()
+            raise
+
+    def _compute_in_float32(self) -> None:
+        """Take a module of another floating point type as float32, the type of the images.
+
+        What a run computes in is the option `precision`. Of float16 and bfloat16 nothing is lost. A
+        module of several types takes care of them by itself, and stays as it is.
+        """
+        dtypes = {x.dtype for x, _ in self._flags if x.is_floating_point()}
+        if len(dtypes) != 1 or dtypes <= {torch.float32}:
+            return
+        dtype = str(dtypes.pop()).removeprefix("torch.")
+        self._data = [(x, x.data) for x, _ in self._flags] if self.is_users else []
+        self.module.float()
+        self.choices["parameters"] = f"{dtype} in the module, float32 in the run"
 
     def give_back(self) -> None:
-        """Put modes, gradient flags and device of a user's module as they were found.
+        """Put modes, gradient flags, buffers, types and device of a user's module as they were.
 
         Its memory format becomes the usual one.
         """
         if not self.is_users:
             return
-        self.module.to(self._device).to(memory_format=torch.contiguous_format)
+        if not self._data:
+            self.module.to(self._device).to(memory_format=torch.contiguous_format)
+        for x, data in self._data:
+            x.data = data
+        for module, name, buffer, values in self._buffers:
+            module._buffers[name] = buffer
+            if buffer is not None and not torch.equal(buffer, values):
+                with torch.no_grad():
+                    buffer.copy_(values)
         for module, training in self._modes:
             module.training = training
         for parameter, requires_grad in self._flags:
             parameter.requires_grad_(requires_grad)
 
 
+def _check_module(module: nn.Module, name: str) -> None:
+    """Refuse what hooks and hashes cannot work on.
+
+    Raises:
+        ModelError: with what to give instead.
+    """
+    refuse_scripted(module.named_modules())
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    lazy = [key for key, x in tensors.items() if is_lazy(x)]
+    if lazy:
+        raise ModelError(
+            f"{name}: {', '.join(lazy[:5])} have no values yet (LazyLinear and its like take their "
+            "shape from the first batch, and random weights). Pass a batch through the model in "
+            "the factory, then load its weights there."
+        )
+    empty = [key for key, x in tensors.items() if x.is_meta]
+    if empty:
+        raise ModelError(
+            f"{name}: {', '.join(empty[:5])} are on the meta device, which holds no values. Build "
+            "the model on the CPU, or load its weights with assign=True."
+        )
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
+    """(module, name, buffer, a copy of its values) of every buffer; None where it is None."""
+    return [
+        (part, name, buffer, None if buffer is None else buffer.detach().clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+    ]
+
+
 def state_sha256(module: nn.Module) -> str:
     """sha256 over name, dtype, shape and bytes of every parameter and buffer, in order."""
     sha = hashlib.sha256()
-    for name, tensor in module.state_dict().items():
-        if not isinstance(tensor, torch.Tensor):
-            continue
-        data = tensor.detach().cpu().contiguous()
-        sha.update(f"{name} {data.dtype} {tuple(data.shape)};".encode())
-        sha.update(data.reshape(-1).view(torch.uint8).numpy().data)
+    for name, value in module.state_dict().items():
+        for part, tensor in _plain_tensors(name, value):
+            data = tensor.detach().cpu().contiguous()
+            sha.update(f"{part} {data.dtype} {tuple(data.shape)};".encode())
+            sha.update(data.reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
+
+
+def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of numbers that a value of a state dict consists of, each with a name.
+
+    Quantised modules of torch.ao keep tuples of quantised tensors there; tensors of torchao are
+    made of others.
+    """
+    if isinstance(value, tuple | list):
+        for number, part in enumerate(value):
+            yield from _plain_tensors(f"{name}[{number}]", part)
+    elif isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, _ = value.__tensor_flatten__()
+        for part in names:
+            yield from _plain_tensors(f"{name}.{part}", getattr(value, part))
+    elif isinstance(value, torch.Tensor) and value.is_quantized:
+        yield f"{name}.int_repr", value.int_repr()
+        if value.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+            scale, zero = torch.tensor(value.q_scale()), torch.tensor(value.q_zero_point())
+        else:
+            scale, zero = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+        yield f"{name}.scale", scale
+        yield f"{name}.zero_point", zero
+    elif isinstance(value, torch.Tensor):
+        yield name, value if value.layout == torch.strided else value.to_dense()
 
 
 def is_weights_file(weights: str) -> bool:

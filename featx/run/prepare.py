@@ -134,20 +134,21 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
-    check_reference(backbone.preprocess)
-    before = resident_memory()
     with contextlib.ExitStack() as stack:
+        stack.callback(backbone.give_back)  # an engine that is not entered would not
+        check_reference(backbone.preprocess)
+        before = resident_memory()
         engine = stack.enter_context(_engine(config, backbone, devices[0], purpose.dtype))
         selection = _selection(config, engine)
         chosen = with_statistics(selection.chosen, config, backbone)
         chosen = purpose.unfinished(listing, chosen)
-        engine.bind(chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
         cpus = beside.cpus_that_compute(config, devices[0])
         stack.enter_context(cpu_threads(beside.threads_of_probe(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images, read_s, decode_s = _probe_images(source, listing, decoding)
         engine.trial_images = images
+        engine.bind(chosen)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = Resolver(config, engine, images, len(listing), begun)
         resolver.resolve()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,9 @@ from featx.config import Config
 from featx.devices import may_have_bf16
 from featx.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine
 from featx.errors import ConfigError, RunError
+from featx.loading.loader import PREFETCH_BATCHES
+from featx.machine import free_memory
+from featx.progress import size_text
 from featx.rows import row_cosines
 from featx.store import layout
 from featx.types import Begun
@@ -62,14 +66,15 @@ class Resolver:
         self._stored = dict(begun.resolved) if begun else {}
         self._stored_part_rows = begun.part_rows if begun else None
         self._what = begun.what if begun else ""
+        self._exact: Mapping[str, torch.Tensor] | None = None
 
     def resolve(self) -> None:
         """Settle the engine on precision, compilation, memory format and batch size."""
         engine, config = self._engine, self._config
-        channels_last = self._stored.get("channels_last")
-        if channels_last is None:
-            channels_last = engine.supports_channels_last()
-        compute = Compute("fp32", False, channels_last, self._batch_size(), self._folds())
+        batch_size = self._batch_size()
+        self._check_memory(batch_size)
+        channels_last, fold = self._formats()
+        compute = Compute("fp32", False, channels_last, batch_size, fold)
         compute = replace(compute, batch_size=self._fitting(compute))
         precision = config.precision
         if precision == "auto":
@@ -77,6 +82,7 @@ class Resolver:
         compute = replace(compute, precision=precision)
         engine.settle(compute)
         self._time()
+        self._exact = None
         if why := engine.why_eager:
             if config.compile is True:
                 raise ConfigError(
@@ -125,19 +131,20 @@ class Resolver:
         self.choices[key] = f"{shown} (as {self._what} begun)"
         return value
 
-    def _folds(self) -> bool:
-        """Whether BatchNorm is folded: where it can be, and a store was not begun without."""
-        if not self._config.fold:
-            return False
-        if self._stored:
-            return bool(self._stored.get("fold"))
-        folds = self._engine.supports_folding()
-        self.choices["fold"] = (
-            f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
-            if folds
-            else "false (nothing that is not tapped can be folded)"
-        )
-        return folds
+    def _formats(self) -> tuple[bool, bool]:
+        """(channels_last, fold): what gives the same values, or what a store was begun with."""
+        if "channels_last" in self._stored:
+            fold = self._config.fold and bool(self._stored.get("fold"))
+            return bool(self._stored["channels_last"]), fold
+        found = self._engine.formats(self._images, fold=self._config.fold)
+        self._exact = found.values
+        if self._config.fold:
+            self.choices["fold"] = (
+                f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
+                if found.fold
+                else "false (nothing that is not tapped can be folded)"
+            )
+        return found.channels_last, found.fold
 
     def _batch_size(self) -> int:
         if self._config.batch_size != "auto":
@@ -152,6 +159,32 @@ class Resolver:
         size = min(largest, layout.power_of_two_at_least(self._num_rows))
         self.choices["batch_size"] = f"{size}"
         return size
+
+    def _check_memory(self, size: int) -> None:
+        """Refuse a batch that the memory of the host has no room for, before anything is allocated.
+
+        Counted are the batches that are read ahead and, on a CPU, what a pass takes at the least. A
+        device with memory of its own is asked by `_fitting`.
+
+        Raises:
+            ConfigError: there is less memory than that.
+        """
+        free = free_memory()
+        if free is None:
+            return
+        engine = self._engine
+        pixels = 3 * math.prod(engine.backbone.preprocess.crop)
+        ahead = (1 + PREFETCH_BATCHES) * pixels * (4 if self._config.decode == "reference" else 1)
+        precision = "bf16" if self._config.precision == "auto" else self._config.precision
+        each = ahead + (0 if engine.device.type == "cuda" else engine.bytes_per_image(precision))
+        if size * each <= free:
+            return
+        fits = layout.power_of_two_at_most(max(1, free / (4 * each)))
+        raise ConfigError(
+            f"batch_size={size} needs at least {size_text(size * each)} of memory "
+            f"({size_text(each)} an image), and {size_text(int(free))} are free. "
+            f"batch_size={fits} fits; batch_size=auto chooses one."
+        )
 
     def _fitting(self, compute: Compute) -> int:
         """The batch size, halved until it fits on the device where it was left to us."""
@@ -182,10 +215,17 @@ class Resolver:
         return torch.cat([self._images] * repeats)[:size]
 
     def _time(self) -> None:
-        size = min(self._engine.compute.batch_size, PROBE_IMAGES)
-        enough_s = _TIMING_S if self._engine.device.type == "cpu" else math.inf
+        compute = self._engine.compute
+        size = min(compute.batch_size, PROBE_IMAGES)
+        images = self.filled(size)
+        on_cpu = self._engine.device.type == "cpu"
+        plain = on_cpu and compute.precision == "fp32" and not compute.compile
+        known = self._exact if plain and len(images) == len(self._images) else None
         self.seconds_per_image = self._engine.seconds_per_image(
-            self.filled(size), repeats=2, enough_s=enough_s
+            images,
+            repeats=1 if known else 2,
+            enough_s=_TIMING_S if on_cpu else math.inf,
+            known=known,
         )
 
     def _fastest(self, compute: Compute) -> str:
@@ -203,7 +243,8 @@ class Resolver:
         candidates = ("fp16", "bf16") if accelerator else ("bf16",)
         few = self._images[:_GLANCE_IMAGES]
         self._engine.settle(compute)
-        exact = {k: v.clone() for k, v in self._engine.run(self._images).items()}
+        exact = self._exact or self._engine.run(self._images)
+        exact = {name: value.cpu().clone() for name, value in exact.items()}
         best, seconds = "fp32", self._engine.seconds_per_image(self._images)
         glance = self._engine.seconds_per_image(few)
         told = [f"fp32 {1 / seconds:.1f} images/s"]

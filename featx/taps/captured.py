@@ -16,6 +16,7 @@ from featx.taps.hooks import PassRecord, TapHooks
 from featx.taps.layer_names import check_operation_capture, parse_operation, parse_tap
 from featx.taps.operations import is_function_name, of_module
 from featx.taps.traces import Tap
+from featx.torchscript import refuse_scripted
 
 
 @contextlib.contextmanager
@@ -45,10 +46,14 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
     Raises:
         LayerError: there is no such module; on access, the layer was not called in the last forward
             pass of this thread, or several times, or no gradient of that pass has arrived.
+        ModelError: the model or one of these layers is TorchScript.
     """
     layers = [layers] if isinstance(layers, str) else layers
-    names = {name: name for name, _ in model.named_modules(remove_duplicate=False)}
-    captured = Captured(model, [tap for layer in layers for tap in _parse(layer, names)])
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {name: name for name in modules}
+    taps = [tap for layer in layers for tap in _parse(layer, names)]
+    refuse_scripted((name, modules[name]) for name in ["", *(tap.module for tap in taps)])
+    captured = Captured(model, taps)
     plain = plain_attention(model, needs_plain_attention(model, layers))
     with plain, captured.hooks as hooks:
         begin = of_module(model, captured.begin)

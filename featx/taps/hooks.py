@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,8 @@ class Expected:
     Attributes:
         fired: names of the taps in the order in which they fire; None where it is not known yet.
         operations: what `Trace.operations_up_to` says of the taps; None where any may run.
+        calls: (module, kind of capture) -> how often the module is called in a whole pass; None
+            where any number will do. Not looked at where the pass is ended early.
         stop: end the pass by an exception after the last of `fired`; not under torch.compile, which
             drops what nobody reads by itself, and not where gradients are taken, which come after
             the pass.
@@ -40,23 +42,33 @@ class Expected:
 
     fired: Sequence[str] | None = None
     operations: Sequence[str] | None = None
+    calls: Mapping[tuple[str, str], int] | None = None
     stop: bool = False
 
     def ends_after(self, fired: Sequence[str]) -> bool:
         """Whether the pass is to be ended now that these have fired."""
         return self.stop and self.fired is not None and len(fired) >= len(self.fired)
 
-    def check(self, fired: Sequence[str], done: Sequence[str], num_done: int) -> None:
+    def check(
+        self,
+        fired: Sequence[str],
+        calls: Mapping[tuple[str, str], int],
+        done: Sequence[str],
+        num_done: int,
+    ) -> None:
         """Compare a pass with what was expected.
 
         Args:
             fired: names of taps, in order.
+            calls: (module, kind of capture) -> how often the module was called.
             done: operations of the modules that have one tapped, in order.
             num_done: how many of them there were when the last tapped one had run.
 
         Raises:
             RunError: it has done something else.
         """
+        if self.calls is not None and not self.stop:
+            check_calls(calls, self.calls)
         missing = [name for name in self.fired or () if name not in fired]
         if not missing:
             self._check_operations(done, num_done)
@@ -78,6 +90,32 @@ class Expected:
             "The model does different things for different batches, so a name means different "
             "operations; featx cannot vouch for its rows."
         )
+
+
+def check_calls(
+    calls: Mapping[tuple[str, str], int], expected: Mapping[tuple[str, str], int]
+) -> None:
+    """Compare how often modules were called in two passes.
+
+    Args:
+        calls, expected: (module, kind of capture) -> how often; a module that is not there was not
+            called.
+
+    Raises:
+        RunError: they differ.
+    """
+    for place, before in expected.items():
+        if (now := calls.get(place, 0)) != before:
+            raise RunError(
+                f"the layer {place[0]!r} is called {_times(now)} in a pass over images, and was "
+                f"called {_times(before)} in the first pass. The model does different things for "
+                "different batches, so the name stands for different things; featx cannot vouch "
+                "for its rows. Choose a layer that is called equally often for any image."
+            )
+
+
+def _times(count: int) -> str:
+    return {0: "not at all", 1: "once"}.get(count, f"{count} times")
 
 
 ANYTHING = Expected()
@@ -238,6 +276,12 @@ class TapHooks:
         if self._operations:
             self._watch.reset()
 
+    @property
+    def num_calls(self) -> dict[tuple[str, str], int]:
+        """(module, kind of capture) -> how often a tapped module was called in the last pass."""
+        made = self._records.current.calls
+        return {(taps[0].module, key[1]): made.get(key, 0) for key, taps in self._taps.items()}
+
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """One pass; returns what the taps gave.
 
@@ -251,7 +295,8 @@ class TapHooks:
         else:
             self._backward(x)
         record = self._records.current
-        self._expected.check(record.fired, record.done, record.num_done)
+        calls = {} if self._expected.calls is None else self.num_calls
+        self._expected.check(record.fired, calls, record.done, record.num_done)
         return record.values
 
     def _backward(self, x: torch.Tensor) -> None:
@@ -380,23 +425,27 @@ def _refuse_compiled(module: nn.Module, operation: str) -> None:
         )
 
 
-def find_overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:
-    """The taps whose storage is written again later in the pass, found by comparing values.
+class Copies:
+    """Copies of what taps give, and which of the tensors were written to again later in the pass.
 
     `nn.ReLU(inplace=True)` after a layer, or `out += identity`, changes a tensor that a hook has
-    already seen; only these need a copy.
+    already seen; only these need a copy in a run. They are found by comparing values.
     """
-    copies: dict[str, torch.Tensor] = {}
 
-    def keep(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
-        copies[tap.name] = tensor.clone()
-        return tensor
+    def __init__(self) -> None:
+        self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    with torch.no_grad(), TapHooks(module, taps, keep) as hooks:
-        values = hooks.forward(x)
-        return frozenset(
-            name for name, value in values.items() if not _same_values(value, copies[name])
-        )
+    def keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+        """As `Keep`; autograd adds to gradients, which are copied in any case."""
+        copy = tensor.detach().clone()
+        if not tap.is_gradient:
+            self._pairs[tap.name] = tensor.detach(), copy
+        return copy
+
+    def overwritten(self) -> frozenset[str]:
+        """The names of the taps that need a copy, once the pass has ended; forgets the tensors."""
+        pairs, self._pairs = self._pairs, {}
+        return frozenset(name for name, (x, copy) in pairs.items() if not _same_values(x, copy))
 
 
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:

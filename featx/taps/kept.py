@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.errors import RunError
+from featx.errors import LayerError, RunError
 from featx.reduce import VIEWS, Reduction
 from featx.taps.traces import Tap
 
@@ -121,3 +121,23 @@ class Keeper:
             name: ((largest > 0) & (largest < smallest)).cpu().numpy()
             for name, largest in self._largest.items()
         }
+
+
+def check_storable(tap: Tap, tensor: torch.Tensor) -> None:
+    """Refuse what a store of real numbers cannot keep.
+
+    Raises:
+        LayerError: the tensor is complex, boolean, sparse, nested or quantised.
+    """
+    advice = "Choose a layer or an operation behind it that gives plain numbers"
+    if tensor.is_complex():
+        kind, advice = "complex numbers", f"{advice}, such as one that takes the magnitude"
+    elif tensor.dtype == torch.bool:
+        kind = "true and false (torch.bool)"
+    elif tensor.is_quantized:
+        kind, advice = f"quantised numbers ({tensor.dtype})", f"{advice}, such as a DeQuantStub"
+    elif tensor.layout != torch.strided or tensor.is_nested:
+        kind = f"a tensor of layout {'nested' if tensor.is_nested else tensor.layout}"
+    else:
+        return
+    raise LayerError(f"{tap.name} gives {kind}, and a store keeps real numbers. {advice}.")

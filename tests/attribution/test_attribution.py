@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -350,11 +350,32 @@ class Breaks(Net):
         return output
 
 
+class Answer(NamedTuple):
+    logits: torch.Tensor
+    hidden: torch.Tensor
+
+
+class Answering(Net):
+    """A Net whose logits have a name."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Answer(super().forward(x), x)
+
+
+def test_logits_with_a_name_are_explained() -> None:
+    methods = ("saliency", "gradcam", "occlusion", "integrated_gradients")
+    pytest.importorskip("captum")
+    named = attributed(Answering(), pictures(), *methods, layer="two")
+    plain = attributed(Net(), pictures(), *methods, layer="two")
+    for name, value in plain.items():
+        torch.testing.assert_close(named[name], value)
+
+
 @pytest.mark.parametrize("left", range(1, 9))
 def test_no_hook_outlives_an_exception(left: int) -> None:
     net = Breaks()
     net.left = left
-    with pytest.raises(RuntimeError, match="broken"):
+    with pytest.raises((RuntimeError, ModelError), match="broken"):
         attributed(net, pictures(), "gradcam", "guided_gradcam", layer="two")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
 

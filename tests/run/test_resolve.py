@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from featx.engine import Compute, Engine
-from featx.errors import RunError
+from featx.errors import ConfigError, RunError
 from featx.keys import from_keywords, from_omegaconf
 from featx.run.resolve import Resolver
 
@@ -28,9 +29,10 @@ class Timed:
         self.now = 0.0
         self._first_s = first_s
 
-    def run(self, images: torch.Tensor) -> None:
+    def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
         self.passes += 1
         self.now += self._first_s if self.passes == 1 else 0.001
+        return {}
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,40 @@ def test_other_values_are_not_kept_however_fast() -> None:
     assert resolver.choices["compile"].startswith("false (cosine to eager is")
     with pytest.raises(RunError, match="compile=true failed"):
         compiled(0.1, value=-1.0, compile=True)
+
+
+class Large:
+    """An engine of which a pass takes 1 MB for each image."""
+
+    backbone = types.SimpleNamespace(preprocess=types.SimpleNamespace(crop=(100, 100)))
+
+    def __init__(self, device: str) -> None:
+        self.device = types.SimpleNamespace(type=device)
+
+    def bytes_per_image(self, precision: str) -> int:
+        return 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "refused"),
+    [("cpu", 10**6, True), ("cpu", 80, False), ("cuda", 10**6, True), ("cuda", 800, False)],
+)
+def test_a_batch_without_room_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, device: str, size: int, refused: bool
+) -> None:
+    monkeypatch.setattr("featx.run.resolve.free_memory", lambda: 1e8)
+    config = from_omegaconf(from_keywords({"out": "store", "batch_size": size}))
+    engine: Any = Large(device)
+    resolver = Resolver(config, engine, torch.zeros(0, 3, 100, 100), 100, None)
+    if not refused:
+        resolver._check_memory(size)
+        return
+    with pytest.raises(
+        ConfigError, match=r"batch_size=1000000 needs at least .* are free. batch"
+    ) as raised:
+        resolver.resolve()
+    fits = int(re.findall(r"batch_size=(\d+) fits", str(raised.value))[0])
+    resolver._check_memory(fits)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -180,8 +183,77 @@ def test_classes_that_are_not_there_are_refused() -> None:
     for labels in ([-1, 0], [0, 3]):
         with pytest.raises(ModelError, match="has no label, or one beyond the model's 3 classes"):
             target_values(LOGITS, "label", torch.tensor(labels))
-    with pytest.raises(ModelError, match=r"returns logits .* this one returns dict"):
-        target_values({"out": LOGITS}, "predicted", None)
+
+
+class Named(OrderedDict[str, torch.Tensor]):
+    """As a ModelOutput of Hugging Face: a dict whose entries are attributes."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self["logits"]
+
+
+@dataclass
+class Fields:
+    logits: torch.Tensor | None
+    hidden: torch.Tensor
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    aux: torch.Tensor
+
+
+HIDDEN = torch.zeros(2, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        Named(logits=LOGITS, last_hidden_state=HIDDEN),
+        {"logits": LOGITS},
+        Fields(LOGITS, HIDDEN),
+        Pair(LOGITS, LOGITS + 1),
+        (LOGITS, HIDDEN),
+        [HIDDEN, LOGITS],
+    ],
+)
+def test_logits_are_found_in_what_a_model_returns(output: object) -> None:
+    assert target_values(output, 1, None).tolist() == LOGITS[:, 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (
+            Named(last_hidden_state=HIDDEN, pooler_output=LOGITS),
+            r"a Named with last_hidden_state \(2, 4, 4, 4\), pooler_output \(2, 3\)",
+        ),
+        ({"out": LOGITS}, r"a dict with out \(2, 3\)"),
+        (Fields(None, HIDDEN), r"a Fields with logits NoneType, hidden \(2, 4, 4, 4\)"),
+        ((LOGITS, LOGITS), r"a tuple of \(2, 3\), \(2, 3\)"),
+        (HIDDEN, r"a tensor \(2, 4, 4, 4\)"),
+        (None, "a NoneType with nothing"),
+    ],
+)
+def test_a_model_without_logits_is_told_what_it_returns(output: object, found: str) -> None:
+    with pytest.raises(ModelError, match=f"this one returns {found}"):
+        target_values(output, "predicted", None)
+
+
+def test_gradients_of_a_model_with_named_outputs() -> None:
+    class WithNames(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> Named:
+            return Named(logits=self.model(x), hidden=x)
+
+    model, x = Residual(), torch.randn(4, 3, SIDE, SIDE)
+    plain = gradients(backbone_of(model), x, "stem:grad_input")
+    named = gradients(backbone_of(WithNames(model)), x, "model.stem:grad_input")
+    assert torch.equal(named["model.stem:grad_input"], plain["stem:grad_input"])
 
 
 def test_a_layer_that_no_gradient_reaches_is_named() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_engine import overwritten
 from torch import nn
 
 import featx
 from featx.errors import LayerError, RunError
 from featx.models.base import state_sha256
-from featx.taps.hooks import Expected, StopForward, TapHooks, find_overwritten
+from featx.taps.hooks import Expected, StopForward, TapHooks
 from featx.taps.nested import elements
 from featx.taps.traces import Tap
 from featx.taps.tracing import trace
@@ -104,12 +105,12 @@ def test_capture_keeps_what_the_layer_gave_although_it_is_overwritten(x: torch.T
     assert (bn < 0).any()
 
 
-def test_find_overwritten_names_just_the_overwritten(x: torch.Tensor) -> None:
-    found = find_overwritten(Block().eval(), taps("conv", "bn", "plain"), x)
+def test_overwritten_names_just_the_overwritten(x: torch.Tensor) -> None:
+    found = overwritten(Block().eval(), taps("conv", "bn", "plain"), x)
     assert found == {"bn", "plain"}
 
 
-def test_find_overwritten_sees_writes_behind_the_version_counter(x: torch.Tensor) -> None:
+def test_overwritten_sees_writes_behind_the_version_counter(x: torch.Tensor) -> None:
     class Sneaky(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -120,7 +121,7 @@ def test_find_overwritten_sees_writes_behind_the_version_counter(x: torch.Tensor
             y.data.mul_(2)
             return y
 
-    assert find_overwritten(Sneaky().eval(), taps("a"), x) == {"a"}
+    assert overwritten(Sneaky().eval(), taps("a"), x) == {"a"}
 
 
 def test_capture_takes_one_name_too(x: torch.Tensor) -> None:
@@ -321,7 +322,7 @@ def test_input_taps_see_the_input_before_the_layer_writes_to_it(x: torch.Tensor)
     with torch.no_grad(), TapHooks(model, [tap], lambda tap, t: t.clone()) as hooks:
         values = hooks.forward(x)
         assert torch.equal(values["embedding"], model[0](x))
-        assert find_overwritten(model, [tap], x) == {"embedding"}
+        assert overwritten(model, [tap], x) == {"embedding"}
 
 
 def test_keyword_inputs_are_seen(x: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, hooked, noise
+from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, hooked, noise, overwritten
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
@@ -18,7 +18,7 @@ import featx
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
 from featx.options import ReduceConfig
-from featx.taps.hooks import TapHooks, find_overwritten
+from featx.taps.hooks import TapHooks
 from featx.taps.layer_names import parse_operation
 from featx.taps.operations import Watch, plain_name
 from featx.taps.profiling import measure_operations
@@ -198,9 +198,9 @@ def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) 
     assert torch.equal(values["flatten"], hooked(module, "pool", x).flatten(1))
 
 
-def test_find_overwritten_covers_operations() -> None:
+def test_overwritten_covers_operations() -> None:
     taps = [Tap(name, "", operation=name) for name in OPERATIONS]
-    assert find_overwritten(Residual().eval(), taps, noise()) == {"add"}
+    assert overwritten(Residual().eval(), taps, noise()) == {"add"}
 
 
 def test_an_overwriting_that_only_pictures_show_is_found() -> None:

@@ -26,6 +26,9 @@ RunError ends it with exit code 1.
 from __future__ import annotations
 
 import difflib
+import itertools
+import os
+import traceback
 from collections.abc import Iterable
 
 EXIT_TOO_MANY_FAILURES = 3
@@ -40,6 +43,22 @@ class FeatxError(Exception):
     def __str__(self) -> str:
         # OSError and LookupError format their arguments in ways of their own.
         return str(self.args[0]) if self.args else ""
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython and Jupyter show: the message, then where the user's code is.
+
+        IPython asks any exception for this method. A script has the usual traceback, and so has a
+        notebook with FEATX_DEBUG=1.
+        """
+        message = f"{type(self).__name__}: {self}"
+        frames = traceback.extract_tb(self.__traceback__)
+        if os.environ.get("FEATX_DEBUG") == "1":
+            return [message, "", *"".join(traceback.format_exception(self)).splitlines()]
+        inside = os.path.dirname(__file__)  # noqa: PTH120 - pathlib takes longer to import
+        own = itertools.takewhile(lambda frame: not frame.filename.startswith(inside), frames)
+        shown = [frame for frame in own if "IPython" not in frame.filename]
+        where = "".join(traceback.format_list(shown)).splitlines()
+        return [message, "", *where, "FEATX_DEBUG=1 shows the whole traceback."]
 
 
 class ConfigError(FeatxError, ValueError):

@@ -1,0 +1,323 @@
+"""Modules that are not what is expected: they work, or one message says why not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_engine import backbone_of
+from tiny_model import KEYS, extract, run_job
+from torch import nn
+from torch.utils._pytree import tree_map
+
+import featx
+from featx.errors import ConfigError, FeatxError, LayerError, ModelError
+from featx.models.base import state_sha256
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+LIVING: list[nn.Module] = []
+
+
+def living() -> nn.Module:
+    """A factory that gives the user's own module."""
+    return LIVING[0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 8, 8, stride=8)
+        self.bn = nn.BatchNorm2d(8)
+        self.inner = nn.Identity()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(self.bn(self.conv(x))).mean((2, 3)))
+
+
+def rows_of(module: nn.Module, photos: Path, layer: str = "head", **keys: Any) -> Any:
+    """(21, ...) of a layer."""
+    LIVING[:] = [module]
+    model = {**KEYS["model"], "target": "test_odd_models:living", "weights": "default"}
+    keys = {**KEYS, "model": model, "layers": [layer], "dtype": "float32", **keys}
+    return np.asarray(extract(photos, **keys)[layer])
+
+
+def ids(module: nn.Module) -> list[int]:
+    return [id(x) for x in module.state_dict(keep_vars=True).values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_module_of_another_type_is_computed_in_float32_and_given_back(
+    dtype: torch.dtype, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = Net().to(dtype)
+    expected = rows_of(copy.deepcopy(module).float(), photos, out="float32")
+    before, objects = state_sha256(module), ids(module)
+    capsys.readouterr()
+    np.testing.assert_allclose(rows_of(module, photos), expected, rtol=1e-5, atol=1e-6)
+    name = str(dtype).removeprefix("torch.")
+    assert f"parameters  {name} in the module, float32 in the run" in capsys.readouterr().err
+    assert state_sha256(module) == before
+    assert ids(module) == objects
+    assert {x.dtype for x in module.parameters()} == {dtype}
+    assert all(x.requires_grad for x in module.parameters())
+
+
+def test_a_module_of_several_types_takes_care_of_them_itself(photos: Path) -> None:
+    class Mixed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.double()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.bn(self.conv(x)).mean((2, 3)).double())
+
+    assert rows_of(Mixed(), photos).shape == (21, 4)
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.jit.script(Net())
+
+
+def traced() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.jit.trace(Net().eval(), torch.zeros(1, 3, 32, 32))
+
+
+def with_part(part: Callable[[], nn.Module], name: str = "inner") -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        module = Net()
+        setattr(module, name, part())
+        return module
+
+    return make
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * mask
+
+
+class Outputs(nn.Module):
+    """Gives one kind of tensor, which the model makes plain again."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.give = Give(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.give(x)
+        y = y.to_dense() if y.layout != torch.strided else y
+        return x + (y.real if y.is_complex() else y)
+
+
+def outputs(kind: str) -> Callable[[], nn.Module]:
+    return with_part(lambda: Outputs(kind))
+
+
+class Give(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "sparse":
+            return x.to_sparse()
+        if self.kind == "complex":
+            return torch.complex(x, x)
+        return x > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "layer", "error", "message"),
+    [
+        (scripted, "head", ModelError, "the model is TorchScript"),
+        (traced, "head", ModelError, "the model is TorchScript"),
+        (with_part(scripted), "head", ModelError, "'inner' is TorchScript"),
+        (
+            with_part(lambda: nn.LazyLinear(4), "head"),
+            "head",
+            ModelError,
+            r"head.weight, head.bias have no values yet",
+        ),
+        (
+            with_part(lambda: nn.Linear(8, 4, device="meta"), "head"),
+            "head",
+            ModelError,
+            r"head.weight, head.bias are on the meta device",
+        ),
+        (
+            with_part(Fails),
+            "head",
+            ModelError,
+            r"a forward pass over a batch of images \(2, 3, 32, 32\) float32 fails with TypeError",
+        ),
+        (outputs("bool"), "inner.give", LayerError, "gives true and false"),
+        (outputs("sparse"), "inner.give", LayerError, "of layout torch.sparse_coo"),
+        (outputs("complex"), "inner.give", LayerError, "gives complex numbers"),
+    ],
+)
+def test_one_message(
+    make: Callable[[], nn.Module],
+    layer: str,
+    error: type[FeatxError],
+    message: str,
+    photos: Path,
+) -> None:
+    module = make().train()
+    with pytest.raises(error, match=message):
+        rows_of(module, photos, layer)
+    assert not Path("store").exists()
+    assert module.training
+
+
+@pytest.mark.parametrize("kind", ["bool", "sparse", "complex"])
+def test_other_layers_of_such_a_model_are_taken(kind: str, photos: Path) -> None:
+    assert rows_of(outputs(kind)(), photos).shape == (21, 4)
+
+
+def test_torchscript_in_blocks_of_a_loop() -> None:
+    module = with_part(scripted)()
+    with pytest.raises(ModelError, match="'inner' is TorchScript"), featx.capture(module, "inner"):
+        pass
+    whole = scripted()
+    with pytest.raises(ModelError, match="the model is"), featx.capture(whole, "head"):
+        pass
+    with pytest.raises(ModelError, match="the model is"), featx.gradients.watch(whole):
+        pass
+
+
+def test_a_statically_quantised_model(photos: Path) -> None:
+    """Its weights are tuples of quantised tensors in the state dict; they count as weights."""
+
+    class Quantised(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.quant = torch.ao.quantization.QuantStub()
+            self.conv, self.fc = nn.Conv2d(3, 8, 8, stride=8), nn.Linear(128, 4)
+            self.dequant = torch.ao.quantization.DeQuantStub()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dequant(self.fc(self.conv(self.quant(x)).flatten(1)))
+
+    def make(seed: int) -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = Quantised(seed).eval()
+            module.qconfig = torch.ao.quantization.get_default_qconfig("x86")
+            torch.ao.quantization.prepare(module, inplace=True)
+            module(torch.randn(4, 3, 32, 32))
+            return torch.ao.quantization.convert(module)
+
+    if torch.backends.quantized.engine == "none":
+        pytest.skip("this build of torch has no quantised kernels")
+    module = make(0)
+    assert state_sha256(module) == state_sha256(copy.deepcopy(module))
+    assert state_sha256(module) != state_sha256(make(1))
+    assert rows_of(module, photos, "dequant").shape == (21, 4)
+    with pytest.raises(LayerError, match="fc gives quantised numbers"):
+        rows_of(module, photos, "fc", out="other")
+
+
+class Int8(torch.Tensor):
+    """As tensors of torchao are: int8 numbers and a scale, and few operations."""
+
+    data8: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data8: torch.Tensor, scale: torch.Tensor) -> Int8:
+        new: Int8 = torch.Tensor._make_wrapper_subclass(cls, data8.shape, dtype=torch.float32)
+        new.data8, new.scale = data8, scale
+        return new
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["data8", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], *_: object) -> Int8:
+        return Int8(inner["data8"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].data8, args[0].scale)
+        if func in (torch.ops.aten.t.default, torch.ops.aten.addmm.default):
+            plain = tree_map(lambda x: x.data8 * x.scale if isinstance(x, cls) else x, args)
+            return func(*plain, **(kwargs or {}))
+        raise NotImplementedError(f"Int8 has no {func}")
+
+
+def test_weights_that_are_tensors_of_tensors(photos: Path) -> None:
+    def make(scale: float) -> Net:
+        module = Net()
+        data8 = torch.arange(-16, 16, dtype=torch.int8).reshape(4, 8)
+        weight = Int8(data8, torch.tensor(scale))
+        module.head.weight = nn.Parameter(weight, requires_grad=False)
+        return module
+
+    plain = Net()
+    plain.head.weight.data = torch.arange(-16.0, 16.0).reshape(4, 8) * 0.1
+    np.testing.assert_allclose(
+        rows_of(make(0.1), photos), rows_of(plain, photos, out="plain"), rtol=1e-4, atol=1e-4
+    )
+    assert state_sha256(make(0.1)) != state_sha256(make(0.2))
+
+
+def test_buffers_of_a_refused_model_are_as_they_were(photos: Path) -> None:
+    class Counting(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros(()))
+            self.register_buffer("last", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            self.last = x.mean()
+            return super().forward(x)
+
+    module = Counting()
+    before, passes = state_sha256(module), module.passes
+    with pytest.raises(ModelError, match="its buffer passes, last"):
+        rows_of(module, photos)
+    assert state_sha256(module) == before
+    assert module.passes is passes
+
+
+def test_a_module_is_given_back_whatever_fails_before_the_first_pass(photos: Path) -> None:
+    module = Net().train()
+    LIVING[:] = [module]
+    before = state_sha256(module)
+    model = {**KEYS["model"], "target": "test_odd_models:living", "weights": "default"}
+    keys = {**KEYS, "model": model, "data": str(photos), "layers": "embedding"}
+    with pytest.raises(ConfigError, match="window=99"):
+        run_job("attribute", **keys, attribute={"method": "occlusion", "window": 99})
+    assert module.training
+    assert all(x.requires_grad for x in module.parameters())
+    assert state_sha256(module) == before
+
+
+def test_a_hash_that_fails_leaves_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Net().train()
+
+    def fails(module: nn.Module) -> str:
+        raise RuntimeError("made to fail")
+
+    monkeypatch.setattr("featx.models.base.state_sha256", fails)
+    with pytest.raises(RuntimeError, match="made to fail"):
+        backbone_of(module)
+    assert module.training
+    assert all(x.requires_grad for x in module.parameters())

@@ -1,0 +1,66 @@
+"""Errors as a user sees them: a message first in a notebook, the usual traceback in a script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from typing import Any
+
+import pytest
+
+import featx
+from featx.errors import ConfigError, FeatxError, ObjectStoreError
+
+
+def raised() -> FeatxError:
+    with pytest.raises(ConfigError) as caught:
+        featx.extract(model="resnet18", data="nowhere", precision="fp12")
+    return caught.value
+
+
+def test_a_notebook_shows_the_message_and_the_users_own_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("FEATX_DEBUG", raising=False)
+    error = raised()
+    lines = error._render_traceback_()
+    assert lines[0] == f"ConfigError: {error}"
+    text = "\n".join(lines)
+    assert text.count("File ") == 1
+    assert 'featx.extract(model="resnet18"' in text
+    monkeypatch.setenv("FEATX_DEBUG", "1")
+    whole = error._render_traceback_()
+    assert whole[0] == lines[0]
+    assert "keys.py" in "\n".join(whole)
+
+
+def test_errors_without_a_traceback_and_of_other_modules() -> None:
+    assert ConfigError("bad")._render_traceback_()[0] == "ConfigError: bad"
+    assert ObjectStoreError(2, "gone", "s3://a")._render_traceback_()[0] == (
+        "ObjectStoreError: s3://a: gone."
+    )
+    assert issubclass(featx.gradients.GradientAlarm, FeatxError)
+
+
+def test_a_script_has_the_usual_traceback() -> None:
+    error = raised()
+    assert "Traceback (most recent call last)" in "".join(traceback.format_exception(error))
+    code = "import featx; featx.extract(model='resnet18', data='nowhere', precision='fp12')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.splitlines()[-1].startswith("featx.errors.ConfigError: ")
+
+
+def test_ipython_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """By IPython's own machinery, where it is installed."""
+    shells: Any = pytest.importorskip("IPython.core.interactiveshell")
+    shell = shells.InteractiveShell.instance()
+    try:
+        shell.run_cell("import featx\nfeatx.extract(model='resnet18', data='x', precision='fp12')")
+    finally:
+        shells.InteractiveShell.clear_instance()
+    shown = capsys.readouterr().out
+    assert shown.lstrip().startswith("ConfigError: ")
+    assert "Traceback" not in shown
+    assert "featx/keys.py" not in shown

@@ -223,7 +223,7 @@ class Resolver:
         known = self._exact if plain and len(images) == len(self._images) else None
         self.seconds_per_image = self._engine.seconds_per_image(
             images,
-            repeats=1 if known else 2,
+            repeats=2,
             enough_s=_TIMING_S if on_cpu else math.inf,
             known=known,
         )

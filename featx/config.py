@@ -133,6 +133,8 @@ class Config:
     where more than a minute of work is left."""
     retry_failed: bool = False
     """Try the images that failed once more, and put those that can be read now into their rows."""
+    refresh: bool = False
+    """Compute rows anew whose image has changed since, and only those."""
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
@@ -363,6 +365,7 @@ def in_this_process(config: Config) -> Config:
         overwrite=False,
         grow=False,
         retry_failed=False,
+        refresh=False,
         tensorboard=False,
         profile=False,
         executor=ExecutorConfig(),

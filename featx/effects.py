@@ -38,6 +38,7 @@ _ONLY_WITH = {
     "verify": ("verify",),
     "profile": ("extract", "stats", "attribute"),
     "retry_failed": ("extract", "attribute"),
+    "refresh": ("extract", "attribute"),
     "tensorboard": ("extract", "plan"),
     "devices": _SPREAD,
     "executor": _SPREAD,
@@ -114,6 +115,8 @@ def check_effects(config: Config) -> None:
         raise ConfigError(
             "retry_failed=true mends a store and overwrite=true deletes it; give one."
         )
+    if config.refresh and config.overwrite:
+        raise ConfigError("refresh=true mends a store and overwrite=true deletes it; give one.")
     if config.grow and config.overwrite:
         raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
 

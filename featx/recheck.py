@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,13 +12,16 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import Config, in_this_process, layer_requests, with_statistics_at
-from featx.errors import ConfigError, LayerError, StoreError, StoreMismatchError
+from featx.data import open_source
+from featx.errors import ConfigError, FeatxError, LayerError, StoreError, StoreMismatchError
 from featx.keys import data_of_saved, from_saved
 from featx.object_path import is_url
 from featx.options import PROJECTIONS, ReduceConfig
 from featx.run.features import compute_rows
+from featx.run.image_changes import image_changes
 from featx.run.prepare import Prepared, prepare
 from featx.store.dtypes import from_raw
+from featx.store.listing import read_listing
 from featx.store.manifest import Manifest, Run
 from featx.store.reader import FeatureStore
 from featx.store.session import missing_parts
@@ -97,6 +101,60 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
         identical=sum(value == np.inf for value in worst.values()),
         close=sum(MIN_AGREEMENT <= value < np.inf for value in worst.values()),
         different=[notes[row] for row, value in worst.items() if value < MIN_AGREEMENT],
+    )
+
+
+@dataclass
+class ImagesReport:
+    """What became of the images of a store, as far as that can be told from here.
+
+    Attributes:
+        compared: rows whose image is known to be the one they were computed from, or not to be.
+        read: of them, those whose bytes were compared; of the others size and times are the same.
+        changed: keys of rows whose image has changed since.
+        gone: keys of rows whose image is not there any more.
+        unknown: rows that do not say which image they were computed from.
+        not_compared: why no image was looked at, None where they were.
+    """
+
+    compared: int = 0
+    read: int = 0
+    changed: list[str] = field(default_factory=list)
+    gone: list[str] = field(default_factory=list)
+    unknown: int = 0
+    not_compared: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return asdict(self)
+
+
+def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport:
+    """Compare the images of a store with what its rows were computed from.
+
+    Args:
+        config: of the command; its data.root is taken where it is given.
+        root: the store's folder.
+        manifest: its runs.
+    """
+    try:
+        listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
+        if listing is None:
+            return ImagesReport(not_compared="the store has no listing that can be read")
+        saved = from_saved(manifest.runs[-1].header.config)
+        source = open_source(data_of_saved(saved, config.data, str(root)))
+        present = np.isin(listing.keys, source.listing().keys)
+        found = image_changes(source, listing.keys, root, manifest, present, read_all=True)
+    except FeatxError as error:
+        return ImagesReport(not_compared=str(error))
+    except OSError as error:
+        return ImagesReport(not_compared=f"the images cannot be read now: {error}")
+    return ImagesReport(
+        compared=found.num_rows - len(found.gone),
+        read=found.num_read,
+        changed=[os.fsdecode(key) for key in listing.keys[found.rows].tolist()],
+        gone=[os.fsdecode(key) for key in listing.keys[found.gone].tolist()],
+        unknown=found.num_unknown,
     )
 
 

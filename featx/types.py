@@ -83,6 +83,17 @@ class Listing:
         )
 
 
+IMAGE_STATE = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("tag", "<i8")])
+"""What a source can tell of an image without reading it: bytes, time of change in ns since 1970,
+and a number for whatever else changes with it (ctime, ETag, offset); -1 where it does not know."""
+
+UNTOLD = np.array((-1, -1, -1), IMAGE_STATE)
+"""The state where nothing is known."""
+
+NO_STATE = np.array((-2, -2, -2), IMAGE_STATE)
+"""The state of no image: none is equal to it."""
+
+
 @runtime_checkable
 class Source(Protocol):
     """A kind of data set: it lists and reads, nothing else."""
@@ -96,6 +107,21 @@ class Source(Protocol):
         Raises:
             ImageFault: this image cannot be had (missing, empty).
             OSError: the environment fails (mount gone, I/O error); says nothing of the image.
+        """
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A Source that can tell without reading them whether images may have changed."""
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """(n,) IMAGE_STATE of the images of some keys, which `listing` gave, as they are now.
+
+        An image whose state is what it was is taken to be the same; of others the bytes are
+        compared. An image that is not there has NO_STATE. None where nothing can be told.
+
+        Raises:
+            OSError: the environment fails.
         """
 
 

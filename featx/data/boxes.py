@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.data.key_forms import box_key
 from featx.data.labels import from_names, renumbered
 from featx.data.places import doubles
 from featx.errors import DataError
-from featx.types import Box, Listing, Source
+from featx.types import Box, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
 """Of the table; a column `label` may stand beside them."""
@@ -73,6 +74,14 @@ class BoxedSource:
 
     def read(self, key: bytes) -> bytes:
         return self._source.read(self.picture(key))
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """Those of the pictures."""
+        if not isinstance(self._source, Stateful):
+            return None
+        pictures, which = np.unique([self.picture(key) for key in keys], return_inverse=True)
+        states = self._source.states(pictures)
+        return None if states is None else states[which]
 
     def picture(self, key: bytes) -> bytes:
         """The key of the picture that a row is cut from."""

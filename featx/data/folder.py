@@ -35,6 +35,7 @@ class _Relabelled:
         self._names = read_class_map(file)
         self._file = file
         self.read = folder.read
+        self.states = folder.states
 
     def listing(self) -> Listing:
         return relabelled(self._folder.listing(), self._names, f"data.classes={self._file}")

@@ -13,8 +13,9 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 
-from featx.data.base import MAX_FILE_BYTES
+from featx.data.base import MAX_FILE_BYTES, state_of_files
 from featx.data.labels import Labels, from_names, from_numbers
 from featx.data.numbered import numbered_keys, row_of, sampled_marks
 from featx.data.pixels import encode_pixels
@@ -87,6 +88,10 @@ class Hdf5Source:
         if not len(whole) or not whole.any():
             raise ImageFault(Status.EMPTY, f"row {row} has no bytes")
         return np.asarray(whole, dtype=np.uint8).tobytes()
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """That of the file."""
+        return state_of_files([self._path], len(keys))
 
     def _mark(self, row: int) -> bytes:
         try:

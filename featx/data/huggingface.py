@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from featx.data.base import FolderSource
+from featx.data.base import FolderSource, state_of_files, tag_of
 from featx.data.labels import Labels, named, of_any_kind
 from featx.data.numbered import numbered_keys, row_of
 from featx.errors import DataError, MissingExtraError, nearest
@@ -94,6 +95,14 @@ class HuggingFaceSource:
         if data := value.get("bytes"):
             return bytes(data)
         return self._folder.read_inside(value["path"].encode())
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """That of the data set's files; of images that are files themselves nothing is known."""
+        value = self._images[0][self._column]
+        if not value or not value.get("bytes"):
+            return None
+        files = [file["filename"] for file in self._dataset.cache_files]
+        return state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
 
     def _labels(self, count: int) -> Labels:
         if self._label_column is None:

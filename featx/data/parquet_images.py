@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.data.places import place_of
+from featx.data.base import state_of_files
+from featx.data.places import place_of, rows_of
 from featx.errors import DataError
 from featx.types import ImageFault, Status
 
@@ -88,6 +89,14 @@ class ImageColumn:
         if not data:
             raise ImageFault(Status.EMPTY, "the row has no image bytes")
         return data
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """(n,) IMAGE_STATE of the files that some rows lie in."""
+        of_files = np.concatenate([state_of_files([file], 1) for file in self._files])
+        rows = self._rows[rows_of(self._keys, keys)]
+        groups = np.searchsorted(self._starts, rows, side="right") - 1
+        states: npt.NDArray[np.void] = of_files[np.array(self._places)[groups, 0]]
+        return states
 
     def _group(self, number: int) -> Any:
         import pyarrow as pa

@@ -25,6 +25,17 @@ def place_of(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
     return row
 
 
+def rows_of(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
+    """The rows of some keys, all of which are in the listing.
+
+    Args:
+        keys: (N,) in bytewise order.
+        some: (n,) of them, in any order.
+    """
+    rows: npt.NDArray[np.int64] = np.searchsorted(keys, some.astype(keys.dtype))
+    return rows
+
+
 def doubles(keys: npt.NDArray[np.bytes_], most: int = 5) -> list[bytes]:
     """Some keys that stand more than once in a sorted array."""
     found: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:most].tolist()

@@ -19,7 +19,7 @@ from featx.data.pixels import encode_array, encode_image
 from featx.data.places import doubles, place_of
 from featx.errors import DataError
 from featx.options import DataConfig
-from featx.types import ImageFault, Listing, Source, Status
+from featx.types import IMAGE_STATE, ImageFault, Listing, Source, Stateful, Status
 
 _WHERE = "labels of the data set"
 
@@ -198,6 +198,18 @@ class _Checked:
         named(labels, listing.classes, "listing().labels")
         check_columns(listing.columns, len(keys), "listing().columns")
         return listing
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """Those that the source gives, if it does."""
+        if not isinstance(self._source, Stateful):
+            return None
+        states = self._source.states(keys)
+        if states is not None and (states.shape, states.dtype) != (keys.shape, IMAGE_STATE):
+            raise DataError(
+                f"states(keys): expected an array {keys.shape} of featx.types.IMAGE_STATE, got "
+                f"{states.shape} {states.dtype}."
+            )
+        return states
 
 
 _NO_LABEL = object()

@@ -45,6 +45,7 @@ class Shard:
         size: in bytes.
         version: changes with its content: the time of its last change, or a server's ETag.
         read: (offset, length) -> its bytes there; any number of threads.
+        mtime_ns: the time of its last change, None where a server has it.
     """
 
     name: bytes
@@ -52,6 +53,7 @@ class Shard:
     size: int
     version: str
     read: Callable[[int, int], bytes]
+    mtime_ns: int | None = None
 
 
 def find_shards(root: str, follow_links: bool) -> list[Shard]:
@@ -119,7 +121,8 @@ def _local_shard(name: bytes, path: str) -> Shard:
         finally:
             os.close(descriptor)
 
-    return Shard(name, path, info.st_size, f"mtime {info.st_mtime_ns}", read)
+    version = f"mtime {info.st_mtime_ns}"
+    return Shard(name, path, info.st_size, version, read, info.st_mtime_ns)
 
 
 def _remote(root: str) -> list[Shard]:

@@ -88,6 +88,10 @@ class TableSource:
             return self._images.read(key)
         return self._folder.read_inside(key)
 
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Of paths those of the files they name, of image bytes that of their own file."""
+        return self._folder.states(keys) if self._images is None else self._images.states(keys)
+
     def _listing(self) -> Listing:
         found, skipped = find_tables(self._where, self._follow_links)
         files = [path for _, path in found]

@@ -7,6 +7,7 @@ were found right.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from featx.data.pixels import encode_pixels
 from featx.data.places import doubles
 from featx.errors import DataError, nearest
 from featx.options import DataConfig
-from featx.types import Listing, Source
+from featx.types import UNTOLD, Listing, Source
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,12 @@ class _Pixels:
     def read(self, key: bytes) -> bytes:
         return encode_pixels(self._pixels[row_of(key)])
 
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Of pixels, which lie in memory, their checksums."""
+        states = np.full(len(keys), UNTOLD)
+        states["tag"] = [zlib.crc32(self._pixels[row_of(key)].tobytes()) for key in keys.tolist()]
+        return states
+
 
 class _Files:
     """Image files of a data set; keys are their paths below data.root.
@@ -145,6 +152,7 @@ class _Files:
         order = np.argsort(keys, kind="stable")
         self._keys, self._labels, self._classes = keys[order], labels[0][order], labels[1]
         self._folder = folder
+        self.states = folder.states
         if twice := doubles(self._keys):
             raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
 

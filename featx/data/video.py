@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from featx.data.base import FolderSource, endings
 from featx.data.key_forms import frame_key
@@ -87,6 +88,12 @@ class VideoSource:
         if self._states.get(video, state) != state:
             raise OSError(errno.ESTALE, "the video was changed while it was in use", path)
         return self._frames.frame(path, float(time_s), self._max_pixels)
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Those of the videos."""
+        videos, which = np.unique([key.rpartition(b"@")[0] for key in keys], return_inverse=True)
+        states: npt.NDArray[np.void] = self._folder.states(videos)[which]
+        return states
 
     def _videos(self) -> Listing:
         """The videos themselves, one row each."""

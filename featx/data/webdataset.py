@@ -16,15 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import numpy.typing as npt
 
-from featx.data.base import MAX_FILE_BYTES, endings
+from featx.data.base import MAX_FILE_BYTES, endings, tag_of
 from featx.data.gzip_window import DAMAGE, GzipWindow
 from featx.data.labels import Labels, from_names, from_numbers
-from featx.data.places import place_of
+from featx.data.places import place_of, rows_of
 from featx.data.shards import Shard, find_shards
 from featx.data.tar_index import NO_LABEL, TarIndex, index_of
 from featx.errors import DataError
 from featx.options import DataConfig
-from featx.types import ImageFault, Listing, Source, Status
+from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
 _OPEN_WINDOWS = 4
 """Compressed shards that are held open at once, each with its window."""
@@ -114,6 +114,18 @@ class ShardSource:
         if len(data) != size:
             raise OSError(errno.EIO, f"{len(data)} of {size} bytes came", shard.url)
         return data
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """The size of each member; its place and the version of its shard are the tag."""
+        shards, offsets, sizes = self._places[:, rows_of(self._keys, keys)]
+        versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
+        states = np.full(len(keys), UNTOLD)
+        states["size"], states["tag"] = sizes, versions[shards] ^ offsets
+        changed = np.array(
+            [-1 if shard.mtime_ns is None else shard.mtime_ns for shard in self._shards]
+        )
+        states["mtime_ns"] = changed[shards]
+        return states
 
     def _read_compressed(self, number: int, offset: int, size: int) -> bytes:
         shard = self._shards[number]

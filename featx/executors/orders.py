@@ -256,10 +256,7 @@ def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
             )
         purpose = _Ordered(order, source, listing)
         with prepare(config, order.config_yaml, purpose) as prepared:
-            # A listing from the store has no marks; its rows are compared all the same.
-            marks = {"data.marks": order.fingerprint.get("data.marks")}
-            now = {**prepared.header.fingerprint, **(marks if marks["data.marks"] else {})}
-            if changed := differences(order.fingerprint, now):
+            if changed := differences(order.fingerprint, prepared.header.fingerprint):
                 lines = [
                     f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
                 ]

@@ -10,7 +10,7 @@ from featx.config import Config
 from featx.errors import ConfigError
 from featx.object_path import is_url, place_of
 from featx.progress import complain, facts, say, size_text
-from featx.recheck import Recheck, config_of_run, recheck_rows
+from featx.recheck import ImagesReport, Recheck, check_images, config_of_run, recheck_rows
 from featx.run.extraction import run_extraction
 from featx.store import layout
 from featx.store.check import Report, check_store
@@ -40,6 +40,14 @@ def run(config: Config, config_yaml: str) -> int:
     if config.verify.repair and not report.complete:
         report, found["repaired"] = _repaired(config, report)
         found |= report.as_dict()
+    images = ImagesReport(
+        not_compared="a file alone is no store's folder, which says where they are"
+    )
+    if report.damages:
+        images = ImagesReport(not_compared="the store is damaged")
+    elif root.is_dir() or is_url(root):
+        images = check_images(config, root, _manifest(root))
+    found["images"] = images.as_dict()
     sample = None
     if config.verify.sample and not report.damages:
         sample = recheck_rows(config, root, _manifest(root), config.verify.sample)
@@ -47,8 +55,8 @@ def run(config: Config, config_yaml: str) -> int:
     if config.job.json:
         say(json.dumps(found, indent=2))
     else:
-        say(_text(report, sample))
-    if report.damages or (sample is not None and sample.different):
+        say(_text(report, images, sample))
+    if report.damages or images.changed or (sample is not None and sample.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
 
@@ -81,7 +89,7 @@ def _manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _text(report: Report, sample: Recheck | None) -> str:
+def _text(report: Report, images: ImagesReport, sample: Recheck | None) -> str:
     """The verdict for people."""
     rows = [
         ("store", str(report.root)),
@@ -100,20 +108,44 @@ def _text(report: Report, sample: Recheck | None) -> str:
         if more := len(report.damages) - len(lines):
             lines.append(f"and {more} more")
         rows.append(("damaged", "\n".join(lines)))
+    rows.append(("images", _images_text(images)))
     if sample is not None:
         text = (
             f"{sample.rows} rows extracted again: {sample.identical} identical, "
             f"{sample.close} close, {len(sample.different)} different"
         )
         rows.append(("sample", "\n".join([text, *sample.different[:20]])))
-    return f"{facts(rows)}\n{_verdict(report, sample)}"
+    return f"{facts(rows)}\n{_verdict(report, images, sample)}"
 
 
-def _verdict(report: Report, sample: Recheck | None) -> str:
+def _images_text(images: ImagesReport) -> str:
+    """What was found of the images, and what was not looked at."""
+    if images.not_compared is not None:
+        return f"not compared: {images.not_compared}"
+    same = images.compared - len(images.changed)
+    lines = [f"{same} are those that the rows were computed from ({images.read} were read)"]
+    for keys, what in (
+        (images.changed, "changed since"),
+        (images.gone, "not there any more, so their rows were not compared"),
+    ):
+        if keys:
+            shown = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
+            lines.append(f"{len(keys)} {what}: {shown}")
+    if images.unknown:
+        lines.append(f"{images.unknown} rows do not say which image they were computed from")
+    return "\n".join(lines)
+
+
+def _verdict(report: Report, images: ImagesReport, sample: Recheck | None) -> str:
     if report.damages:
         return (
             "The store is damaged. verify.repair=true sets aside what is bad and extracts those "
             "rows again."
+        )
+    if images.changed:
+        return (
+            "Images have changed since their rows were computed: the command of the run with "
+            "refresh=true computes those rows anew."
         )
     if sample is not None and sample.different:
         return "Rows differ from their pictures: were pictures, weights or libraries changed?"

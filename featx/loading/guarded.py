@@ -31,6 +31,28 @@ T = TypeVar("T")
 _RETRY_WAITS_S = (0.1, 0.5, 2.0)
 
 
+def read_image(source: Source, key: bytes) -> bytes:
+    """The encoded bytes of a row's picture; what fails is tried again for a few seconds.
+
+    Raises:
+        ImageFault: this image cannot be had.
+        RunError: the images' disk fails, and goes on failing.
+    """
+    for wait_s in (*_RETRY_WAITS_S, None):
+        try:
+            return source.read(key)
+        except OSError as error:
+            # The disk, not the image: such a failure never becomes a row.
+            if wait_s is None:
+                raise RunError(
+                    f"reading {os.fsdecode(key)} failed: {error.strerror or error}, "
+                    f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
+                    "images can be read again, give the same command again."
+                ) from error
+            time.sleep(wait_s)
+    raise AssertionError("unreachable")
+
+
 class GuardedDecoder:
     """Reads and decodes the pictures of a data set; a context manager that owns its threads.
 
@@ -110,19 +132,7 @@ class GuardedDecoder:
             ImageFault: this image cannot be had.
             RunError: the images' disk fails, and goes on failing.
         """
-        for wait_s in (*_RETRY_WAITS_S, None):
-            try:
-                return self._source.read(key)
-            except OSError as error:
-                # The disk, not the image: such a failure never becomes a row.
-                if wait_s is None:
-                    raise RunError(
-                        f"reading {os.fsdecode(key)} failed: {error.strerror or error}, "
-                        f"{len(_RETRY_WAITS_S) + 1} times. Nothing committed is lost; when the "
-                        "images can be read again, give the same command again."
-                    ) from error
-                time.sleep(wait_s)
-        raise AssertionError("unreachable")
+        return read_image(self._source, key)
 
     def image(self, key: bytes, data: bytes) -> Image.Image:
         """The whole picture of a row as `decode` gives it, in a thread of this decoder.

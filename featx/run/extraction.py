@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, StoreMismatchError
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
 from featx.object_path import is_url, place_of
 from featx.progress import announce, complain, describe_run
 from featx.run.failed_rows import exit_code, failures_text
 from featx.run.features import FeatureWork, StoreProduct
+from featx.run.image_changes import (
+    ImageChanges,
+    image_changes,
+    named_keys,
+    rows_of_two_images,
+)
 from featx.run.loop import peak_memory_mib, run_parts
 from featx.run.prepare import Prepared, prepare
 from featx.run.purpose import StorePurpose
@@ -61,6 +70,7 @@ def run_extraction(
         session.write_config(config_yaml)
         announce([*describe_run(prepared), ("store", _store_text(session))])
         events = RunEvents(prepared, session) if config.tensorboard else None
+        _mind_images(prepared, session, only_tell=known_rows_only)
         if config.retry_failed:
             _retry(prepared, session)
         outcome = (
@@ -132,21 +142,132 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     )
 
 
+def _mind_images(prepared: Prepared, session: StoreSession, only_tell: bool) -> None:
+    """Compare the images with what the rows that are there were computed from.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+        only_tell: go on all the same; it is a repair, which refuses nothing that it can mend.
+
+    Raises:
+        StoreMismatchError: some have changed, and refresh=true was not given or could not compute
+            all their layers.
+    """
+    config, keys = prepared.config, prepared.listing.keys
+    changes = _changes(prepared, session)
+    if changes.num_unknown:
+        complain(
+            f"warning: {changes.num_unknown} rows do not say which image they were computed from "
+            "(an early featx wrote them, or this was damaged and could not be repaired): whether "
+            "it has changed is not known. overwrite=true begins the store anew.\n"
+        )
+    if len(changes.gone):
+        complain(
+            f"warning: {len(changes.gone)} images are not there any more: "
+            f"{named_keys(keys[changes.gone], len(changes.gone))}. Their rows stay as they are.\n"
+        )
+    if config.refresh:
+        complain(f"{len(changes.rows)} images have changed since their rows were computed\n")
+        rows = _of_runs_asked(session, changes)
+        if len(rows):
+            _compute_anew(prepared, session, rows.tolist(), "refresh")
+            changes = _changes(prepared, session)
+    failed = {failure.row for failure in session.failures}
+    mended = [row for row in changes.rows.tolist() if row in failed]
+    changed = [row for row in changes.rows.tolist() if row not in failed]
+    if mended and not config.retry_failed:
+        complain(
+            f"{len(mended)} failed images have changed since: refresh=true computes their rows "
+            f"anew ({named_keys(keys[mended], len(mended))})\n"
+        )
+    if not changed:
+        return
+    layers = [
+        f"layers=[{','.join(sorted(run.names))}]"
+        for run, rows in zip(session.manifest.runs, changes.changed, strict=True)
+        if np.isin(rows, changed).any()
+    ]
+    text = changed_images_text(session.root, keys, changed, list(dict.fromkeys(layers)))
+    if not only_tell:
+        raise StoreMismatchError(text)
+    complain(f"warning: {text}\n")
+
+
+def changed_images_text(
+    root: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], layers: Sequence[str]
+) -> str:
+    """The message for images that are others than those the rows of a store were computed from.
+
+    Args:
+        root: of the store.
+        keys: of all rows.
+        rows: that are concerned.
+        layers: those of the runs that are concerned, as they are given to the command.
+    """
+    each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
+    return (
+        f"{len(rows)} images have changed since {root} was computed from them: "
+        f"{named_keys(keys[list(rows)].tolist(), len(rows))}. The command of the run with "
+        f"refresh=true computes those rows anew and no others{each}. Or put the images back, "
+        "choose out=DIR for a new store, or overwrite=true to delete this one."
+    )
+
+
+def _changes(prepared: Prepared, session: StoreSession) -> ImageChanges:
+    """What has changed by now; the states of the images are kept for the next look."""
+    changes = image_changes(
+        prepared.source,
+        prepared.listing.keys,
+        session.root,
+        session.manifest,
+        read_all=prepared.config.refresh,
+    )
+    if changes.states is not None:
+        session.write_image_states(changes.states)
+    return changes
+
+
+def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[np.int64]:
+    """The rows that have changed for the layers that are asked for."""
+    pairs = zip(session.manifest.runs, changes.changed, strict=True)
+    return np.unique(
+        np.concatenate([[], *(rows for run, rows in pairs if session.makes(run))]).astype(np.int64)
+    )
+
+
 def _retry(prepared: Prepared, session: StoreSession) -> None:
     """Try the failed images again, and put those that can be read now into their rows."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(prepared, failed)
     complain(f"{len(rows)} of {len(failed)} failed images can be read now\n")
-    if rows and not session.parts_with(rows):
+    if rows:
+        _compute_anew(prepared, session, rows, "retry_failed")
+
+
+def _compute_anew(
+    prepared: Prepared, session: StoreSession, rows: Sequence[int], option: str
+) -> None:
+    """Compute some rows once more, in their place; no other row changes.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+        rows: of the listing.
+        option: that asks for it.
+
+    Raises:
+        ConfigError: the layers asked for are not those of a run.
+    """
+    if not session.parts_with(rows):
         together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
         raise ConfigError(
-            "retry_failed=true computes all layers again that were computed together. Give it with "
+            f"{option}=true computes all layers again that were computed together. Give it with "
             f"the layers of one run: {', '.join(dict.fromkeys(together))}."
         )
-    if rows:
-        session.unpack()
-        run_parts(prepared, RetryWork(prepared, session, rows))
-        session.survey_anew()
+    session.unpack()
+    run_parts(prepared, RetryWork(prepared, session, rows))
+    session.survey_anew()
 
 
 def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
@@ -168,7 +289,7 @@ def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession)
 
 def _pack(config: Config, session: StoreSession) -> None:
     """The parts into one features.h5, where that is wanted and there is room."""
-    if session.packed or not session.whole or config.pack is False:
+    if session.packed or not session.whole or _is_mixed(session) or config.pack is False:
         return
     if is_url(session.root):
         complain(
@@ -184,6 +305,30 @@ def _pack(config: Config, session: StoreSession) -> None:
         return
     pack_in_child(session.root, session.lock)
     session.after_packing()
+
+
+def _is_mixed(session: StoreSession) -> bool:
+    """Whether layers of some rows were computed from different images; says so.
+
+    Raises:
+        StoreMismatchError: of rows that have not failed.
+    """
+    runs = session.manifest.runs
+    if len(runs) == 1:
+        return False
+    mixed = rows_of_two_images(session.root, session.manifest).tolist()
+    if not mixed:
+        return False
+    failed = {failure.row for failure in session.failures}
+    layers = dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs)
+    if ok := [row for row in mixed if row not in failed]:
+        keys = session.listing.keys
+        raise StoreMismatchError(changed_images_text(session.root, keys, ok, list(layers)))
+    complain(
+        f"the parts are kept: {len(mixed)} failed images have been mended for some layers only. "
+        f"retry_failed=true with each of {' and '.join(layers)} computes the others.\n"
+    )
+    return True
 
 
 def _summary(session: StoreSession, outcome: Outcome) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from featx.config import Config
 from featx.loading.decode import PILLOW
 from featx.options import GRADIENTS
-from featx.store.listing import listing_identity, marks_digest
+from featx.store.listing import listing_identity
 from featx.types import LayerSpec, Listing, StoreHeader
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ def fingerprint(
         "data.background": list(policy.background),
         "data.max_pixels": policy.max_pixels,
         "listing": listing_identity(listing),
-        # Sources that know nothing of their images beside the keys have no such line.
-        **({} if listing.marks is None else {"data.marks": marks_digest(listing)}),
         "device": engine.device.type,
         **engine.compute.as_dict(),
         "part_rows": part_rows,

@@ -15,7 +15,7 @@ from featx.options import ReduceConfig
 from featx.run.provenance import layer_line
 from featx.store.joining import growth_refused, refuse_difference
 from featx.store.layout import PART_BYTES
-from featx.store.listing import in_stored_order, marks_digest, read_listing
+from featx.store.listing import in_stored_order, read_listing
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.session import missing_parts
 from featx.types import Begun, LayerSpec, Listing, Source
@@ -143,8 +143,8 @@ def list_images(
 
     Raises:
         DataError: it is not there, or empty.
-        StoreMismatchError: rows of the store are not in it any more, their images were changed,
-            or new ones are there unasked for.
+        StoreMismatchError: rows of the store are not in it any more, or new ones are there unasked
+            for.
     """
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
@@ -154,25 +154,12 @@ def list_images(
         before = read_listing(root, stored.num_rows, stored.listing_identity)
         if before is not None:
             listing = in_stored_order(root, before, listing)
-            _refuse_changed_images(root, stored, listing)
             if known_rows_only:
-                return source, replace(before, marks=listing.head(len(before)).marks)
+                return source, before
         new_rows = len(listing) - stored.num_rows
         if new_rows > 0 and not config.grow:
             raise StoreMismatchError(growth_refused(root, new_rows))
     return source, listing
-
-
-def _refuse_changed_images(root: Path, stored: Manifest, listing: Listing) -> None:
-    """Raise StoreMismatchError where the images of the store's rows are known to be others."""
-    before = stored.runs[-1].header.fingerprint.get("data.marks")
-    now = marks_digest(listing, stored.num_rows)
-    if before is not None and now is not None and before != now:
-        raise StoreMismatchError(
-            f"{root} was begun with other images: the data set has the same keys, but what it says "
-            "of the images (their sizes, samples of their bytes) has changed. Put the data set "
-            "back, choose out=DIR for a new store, or overwrite=true to delete this one."
-        )
 
 
 def _unfinished(

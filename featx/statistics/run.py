@@ -32,7 +32,7 @@ from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.failures import failures_csv
 from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
 from featx.store.layout import LISTING, LOCK, Grid
-from featx.store.listing import listing_file
+from featx.store.listing import listing_file, marks_digest
 from featx.types import Begun, Failure, LayerSpec, Listing, Part, Source
 
 FAILURES_CSV = "stats-failures.csv"
@@ -75,7 +75,10 @@ class StatsPurpose:
 
     def list_images(self) -> tuple[Source, Listing]:
         """The rows as the data set lists them; a store in the same folder has its own order."""
-        return list_images(self._config, source=self._source)
+        source, listing = list_images(self._config, source=self._source)
+        if listing.marks is not None:  # no row says which image it is of, so all of them do
+            self.settings["data.marks"] = marks_digest(listing)
+        return source, listing
 
     def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
         """All layers: one file holds them together."""

@@ -1,7 +1,12 @@
-"""The checksums of the images that the rows of a store were computed from."""
+"""Which images the rows of a store were computed from: their checksums, and images.h5.
+
+images.h5 is a cache: it says in which state (size, time of change, ...) an image was when it was
+last known to be the one that its row was computed from. Without it all bytes are compared.
+"""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import h5py
@@ -15,7 +20,42 @@ from featx.store.files import damage_text, open_for_a_look
 from featx.store.manifest import Manifest, num_runs_of
 from featx.store.object_file import fetched_ahead
 from featx.store.part_files import part_names, part_path
-from featx.types import UNKNOWN_IMAGE
+from featx.types import IMAGE_STATE, UNKNOWN_IMAGE
+
+UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
+"""In images.h5, of a row whose image has to be compared: no image is in this state."""
+
+
+def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
+    """images.h5 as bytes: /size, /mtime_ns and /tag, (N,) int64 each."""
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
+        file.attrs["featx_format"] = layout.FORMAT_PLAIN
+        for name in IMAGE_STATE.names or ():
+            file.create_dataset(
+                name, data=states[name], compression="gzip", compression_opts=1, shuffle=True
+            )
+    return buffer.getbuffer()
+
+
+def read_image_states(root: Path, num_rows: int) -> npt.NDArray[np.void]:
+    """(N,) IMAGE_STATE as images.h5 of a store has them; UNSETTLED where it says nothing.
+
+    Args:
+        root: of the store, a folder.
+        num_rows: of the listing; the file may have fewer, from before the data set grew.
+    """
+    states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
+    path = root / layout.IMAGES
+    try:
+        with open_for_a_look(path) as file:
+            found = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}
+        size = min(map(len, found.values()))
+        for name, values in found.items():
+            states[name][:size] = values[:size]
+    except layout.UNREADABLE:
+        states[:] = UNSETTLED  # it is a cache, and what it would have spared is done again
+    return states
 
 
 def image_checksums_in(

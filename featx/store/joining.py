@@ -12,7 +12,7 @@ from featx.fingerprint import differences
 from featx.store import layout
 from featx.store.manifest import Manifest, Run
 
-_OF_THE_ROWS = ("listing", "data.marks")
+_OF_THE_ROWS = ("listing",)
 """What a fingerprint says of the rows; a run that adds rows has another one."""
 
 _OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)

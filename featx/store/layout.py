@@ -25,6 +25,7 @@ FORMAT_PLAIN = 1
 
 DESCRIPTOR = "featx.json"
 LISTING = "samples.h5"
+IMAGES = "images.h5"
 PACKED = "features.h5"
 PARTS = "parts"
 FAILURES_CSV = "failures.csv"

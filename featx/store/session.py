@@ -25,7 +25,7 @@ from featx.store.dtypes import read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
-from featx.store.images import image_checksums_in
+from featx.store.images import image_checksums_in, image_states_file, read_image_states
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
@@ -112,7 +112,7 @@ class StoreSession:
 
     def missing(self) -> list[Part]:
         """The parts that are still to be done, in order."""
-        asked = [run for run in self.manifest.runs if run.names == self._asked.names]
+        asked = [run for run in self.manifest.runs if self.makes(run)]
         return [part for run in asked for part in self._missing_of(run)]
 
     @property
@@ -165,9 +165,13 @@ class StoreSession:
             take_apart(self.root, self.manifest, self.listing)
             self.packed_runs = 0
 
+    def makes(self, run: Run) -> bool:
+        """Whether a run of the store made just the layers that are asked for now."""
+        return run.names == self._asked.names
+
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
         """The committed parts of the layers asked for now that hold any of some rows."""
-        asked = [run for run in self.manifest.runs if run.names == self._asked.names]
+        asked = [run for run in self.manifest.runs if self.makes(run)]
         found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
         return sorted((part for part in found if part.index in self._done), key=lambda p: p.index)
 
@@ -199,6 +203,11 @@ class StoreSession:
         run = self.manifest.run_of(builder.part)
         data = builder.build(run, self.listing, self.manifest.to_json())
         self.disk.replace(self.part_path(builder.part.index), data)
+
+    def write_image_states(self, states: npt.NDArray[np.void]) -> None:
+        """images.h5 anew, where it would change."""
+        if not np.array_equal(read_image_states(self.root, len(states)), states):
+            self.disk.replace(self.root / layout.IMAGES, image_states_file(states))
 
     def survey_anew(self) -> None:
         """Take the failures from the parts, after some were replaced."""
@@ -390,7 +399,7 @@ class StoreSession:
         if not any((self.root / name).exists() for name in ours):
             return
         remove_parts(self.disk)
-        names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.LISTING)
+        names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.IMAGES, layout.LISTING)
         derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS, layout.JOBS)
         for name in (*names, *derived, ".hydra", layout.DESCRIPTOR):
             self.disk.remove(self.root / name)

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import json
+import os
+import signal
+import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow as pa
 import pytest
-from tiny_model import extract, run_job
+from PIL import Image
+from pyarrow import parquet
+from tiny_model import COMMAND, extract, run_job, write_picture
 
-import featx
+from featx import FeatureStore
+from featx import open as open_store
+from featx.errors import ConfigError, FeatxError, StoreMismatchError
+from featx.run import extraction, image_changes
+from featx.run.stopping import Interrupted
+from featx.store import session as session_module
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 
 LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
@@ -21,13 +37,43 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The keys of the images whose bytes were compared with a row's checksum."""
+    seen: list[bytes] = []
+    read = image_changes.read_image
+
+    def noted(source: Any, key: bytes) -> bytes:
+        seen.append(key)
+        return read(source, key)
+
+    monkeypatch.setattr(image_changes, "read_image", noted)
+    return seen
+
+
 def checksum_of(path: Path) -> int:
     """By hashlib alone, as docs/store-format.md tells it."""
     digest = hashlib.blake2b(path.read_bytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
-def paths_of(photos: Path, store: featx.FeatureStore) -> list[Path]:
+def interrupt_after_commits(patch: pytest.MonkeyPatch, count: int) -> None:
+    """A signal that arrives when so many parts are committed."""
+    commit = session_module.StoreSession.commit
+    done = 0
+
+    def signalled(self: Any, builder: Any) -> Any:
+        nonlocal done
+        failures = commit(self, builder)
+        done += 1
+        if done == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return failures
+
+    patch.setattr(session_module.StoreSession, "commit", signalled)
+
+
+def paths_of(photos: Path, store: FeatureStore) -> list[Path]:
     return [photos / key for key in store.keys.tolist()]
 
 
@@ -76,5 +122,384 @@ def test_a_store_without_checksums_still_opens_and_says_that_they_are_not_known(
     extract(photos, **LENIENT)
     with h5py.File("store/features.h5", "r+") as file:
         del file["image_checksum"], file["checksums/image_checksum"]
-    assert (featx.open("store").image_checksums == UNKNOWN_IMAGE).all()
+    assert (open_store("store").image_checksums == UNKNOWN_IMAGE).all()
+    assert run_job("verify", store="store") == 0
+
+
+def sorted_photos(photos: Path) -> list[Path]:
+    return sorted(photos.rglob("*.png"))
+
+
+def age(photos: Path, seconds: float = 100.0) -> None:
+    """Images that were not changed just now, so that their states are kept."""
+    for path in photos.rglob("*"):
+        if path.is_file():
+            before = path.stat().st_mtime_ns
+            os.utime(path, ns=(before, before - int(seconds * 1e9)))
+
+
+def same_values(store: FeatureStore, other: FeatureStore) -> bool:
+    return (
+        all(store[n][:].tobytes() == other[n][:].tobytes() for n in store)
+        and store.status.tolist() == other.status.tolist()
+        and store.image_checksums.tolist() == other.image_checksums.tolist()
+    )
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("aged", [True, False])
+def test_a_changed_image_is_refused_and_refreshed(
+    photos: Path, pack: bool, aged: bool, computed: list[Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    if aged:
+        age(photos)
+    keys = {**LENIENT, "pack": pack}
+    before = extract(photos, **keys)
+    values = before["conv"][:]
+    changed = sorted_photos(photos)[5]
+    write_picture(changed, 1000)
+    with pytest.raises(StoreMismatchError, match=r"1 images have changed.*cat/030\.png"):
+        extract(photos, **keys)
+    assert run_job("verify", store="store") == 2
+    assert "cat/030.png" in capfd.readouterr().out
+    computed.clear()
+    after = extract(photos, refresh=True, **keys)
+    assert [start for _, start in computed] == [4]  # one batch of six
+    whole = extract(photos, out="whole", **keys)
+    assert same_values(after, whole)
+    rest = np.arange(21) != 5
+    assert after["conv"][rest].tobytes() == values[rest].tobytes()
+    assert after["conv"][5].tobytes() != values[5].tobytes()
+    assert Path("store/features.h5").exists() == pack
+    assert run_job("verify", store="store") == 0
+    extract(photos, **keys)
+
+
+def test_a_touched_image_is_read_once(photos: Path, compared: list[bytes]) -> None:
+    age(photos)
+    extract(photos, **LENIENT)
+    extract(photos, **LENIENT)
+    assert not compared
+    touched = sorted_photos(photos)[7]
+    os.utime(touched, (0, 0))
+    extract(photos, **LENIENT)
+    assert compared == [b"cat/042.png"]
+    extract(photos, **LENIENT)
+    assert run_job("verify", store="store") == 0
+    assert compared == [b"cat/042.png"]
+
+
+def test_an_image_that_was_just_written_is_read_until_it_rests(
+    photos: Path, compared: list[bytes]
+) -> None:
+    extract(photos, **LENIENT)
+    extract(photos, **LENIENT)
+    assert len(compared) == 21
+    age(photos)
+    extract(photos, **LENIENT)
+    assert len(compared) == 42
+    extract(photos, **LENIENT)
+    assert len(compared) == 42
+
+
+def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
+    age(photos)
+    extract(photos, **LENIENT)
+    changed = sorted_photos(photos)[3]
+    info = changed.stat()
+    data = bytearray(changed.read_bytes())
+    data[-30] ^= 1
+    changed.write_bytes(data)
+    os.utime(changed, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert (changed.stat().st_size, changed.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
+    with pytest.raises(StoreMismatchError, match="1 images have changed"):
+        extract(photos, **LENIENT)
+
+
+def test_an_unfinished_store_is_refused_and_refreshed(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        interrupt_after_commits(patch, 2)
+        with pytest.raises(Interrupted):
+            extract(photos, **LENIENT)
+    write_picture(sorted_photos(photos)[1], 1000)
+    with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
+        extract(photos, **LENIENT)
+    after = extract(photos, refresh=True, **LENIENT)
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
+
+
+def test_a_store_that_grows_is_refused_and_refreshed(photos: Path) -> None:
+    extract(photos, **LENIENT)
+    write_picture(sorted_photos(photos)[1], 1000)
+    write_picture(photos / "eel" / "1.png", 1001)
+    with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
+        extract(photos, grow=True, **LENIENT)
+    after = extract(photos, grow=True, refresh=True, **LENIENT)
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
+
+
+def test_layers_of_several_runs_are_refreshed_one_after_the_other(photos: Path) -> None:
+    extract(photos, layers=["conv"])
+    extract(photos, layers=["conv", "deep"])
+    write_picture(sorted_photos(photos)[1], 1000)
+    both = r"with each of layers=\[conv\] and layers=\[deep\]"
+    with pytest.raises(StoreMismatchError, match=both):
+        extract(photos, layers=["conv", "deep"])
+    with pytest.raises(StoreMismatchError, match=both):
+        extract(photos, layers=["conv", "deep"], refresh=True)
+    with pytest.raises(StoreMismatchError, match=r"refresh=true.*\(layers=\[deep\]\)"):
+        extract(photos, layers=["conv"], refresh=True)
+    assert run_job("verify", store="store") == 2
+    after = extract(photos, layers=["deep"], refresh=True)
+    assert Path("store/features.h5").exists()
+    assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
+    assert run_job("verify", store="store") == 0
+
+
+def test_layers_from_another_image_are_refused_at_the_end(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image that changes after it was looked at and before it is read."""
+    extract(photos, layers=["conv"])
+    with monkeypatch.context() as patch:
+        changes = extraction.image_changes
+
+        def changed_later(*args: Any, **keys: Any) -> Any:
+            found = changes(*args, **keys)
+            write_picture(sorted_photos(photos)[1], 1000)
+            return found
+
+        patch.setattr(extraction, "image_changes", changed_later)
+        with pytest.raises(StoreMismatchError, match=r"1 images have changed.*cat/006\.png"):
+            extract(photos, layers=["conv", "deep"])
+    with pytest.raises(FeatxError, match=r"1 rows of deep .* other images .* cat/006\.png"):
+        run_job("pack", store="store")
+    with pytest.raises(StoreMismatchError, match=r"\(layers=\[conv\]\)"):
+        extract(photos, layers=["conv", "deep"])
+    after = extract(photos, layers=["conv"], refresh=True)
+    assert same_values(after, extract(photos, out="whole", layers=["conv", "deep"]))
+
+
+def test_a_failed_image_that_was_mended_is_told_and_refreshed(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = sorted_photos(photos)[4]
+    sound = path.read_bytes()
+    path.write_bytes(sound[:50])
+    extract(photos, **LENIENT)
+    capfd.readouterr()
+    path.write_bytes(sound)
+    assert len(extract(photos, **LENIENT).failures) == 1
+    assert "1 failed images have changed since: refresh=true" in capfd.readouterr().err
+    after = extract(photos, refresh=True, **LENIENT)
+    assert not after.failures
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
+
+
+def test_an_image_that_is_broken_now_becomes_a_failed_row(photos: Path) -> None:
+    extract(photos, **LENIENT)
+    path = sorted_photos(photos)[4]
+    path.write_bytes(path.read_bytes()[:50])
+    after = extract(photos, refresh=True, **LENIENT)
+    assert [failure["key"] for failure in after.failures] == ["cat/024.png"]
+    assert np.isnan(after["conv"][4]).all()
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
+
+
+def test_an_image_that_is_gone_keeps_its_row(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = [str(path.relative_to(photos)) for path in sorted_photos(photos)]
+    (photos / "table.csv").write_text("\n".join(["path", *names]) + "\n")
+    table = {"name": "table", "root": str(photos / "table.csv")}
+    before = extract(table, **LENIENT)["conv"][:]
+    (photos / names[4]).unlink()
+    capfd.readouterr()
+    after = extract(table, refresh=True, **LENIENT)
+    assert f"1 images are not there any more: {names[4]}" in capfd.readouterr().err
+    assert after["conv"][:].tobytes() == before.tobytes()
+    assert run_job("verify", store="store") == 0
+    told = capfd.readouterr().out
+    assert "20 are those that the rows were computed from" in told
+    assert f"1 not there any more, so their rows were not compared: {names[4]}" in told
+
+
+def test_images_elsewhere_are_not_compared_and_verify_says_so(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos, **LENIENT)
+    photos.rename(photos.with_name("elsewhere"))
+    assert run_job("verify", store="store") == 0
+    assert "not compared: data.root=" in capfd.readouterr().out
+    assert run_job("verify", store="store/features.h5") == 0
+    assert "not compared: a file alone" in capfd.readouterr().out
+    moved = {"name": "folder", "root": str(photos.with_name("elsewhere"))}
+    assert run_job("verify", store="store", data=moved, json=True) == 0
+    assert json.loads(capfd.readouterr().out)["images"]["compared"] == 21
+
+
+def test_all_images_are_compared_where_images_h5_is_damaged(
+    photos: Path, compared: list[bytes]
+) -> None:
+    age(photos)
+    extract(photos, **LENIENT)
+    Path("store/images.h5").write_bytes(b"no HDF5")
+    extract(photos, **LENIENT)
+    assert len(compared) == 21
+    extract(photos, **LENIENT)
+    assert len(compared) == 21
+
+
+def test_a_link_that_leads_to_another_image_is_noticed(photos: Path) -> None:
+    names = sorted_photos(photos)
+    (photos / "cat" / "link.png").symlink_to(names[0])
+    age(photos)
+    extract(photos, **LENIENT)
+    (photos / "cat" / "link.png").unlink()
+    (photos / "cat" / "link.png").symlink_to(names[1])
+    with pytest.raises(StoreMismatchError, match=r"1 images have changed.*cat/link\.png"):
+        extract(photos, **LENIENT)
+
+
+def test_all_boxes_of_a_changed_image_are_refreshed(photos: Path, compared: list[bytes]) -> None:
+    names = [str(path.relative_to(photos)) for path in sorted_photos(photos)[:4]]
+    lines = [f"{name},{x},0,20,20" for name in names for x in (0, 3, 6)]
+    Path("boxes.csv").write_text("\n".join(["path,x,y,width,height", *lines]) + "\n")
+    data = {"name": "folder", "root": str(photos), "boxes": "boxes.csv"}
+    age(photos)
+    extract(data, **LENIENT)
+    write_picture(photos / names[1], 1000)
+    with pytest.raises(StoreMismatchError, match="3 images have changed"):
+        extract(data, **LENIENT)
+    assert len(compared) == 1  # a picture is read once for all its boxes
+    after = extract(data, refresh=True, **LENIENT)
+    assert same_values(after, extract(data, out="whole", **LENIENT))
+
+
+def write_tar(path: Path, pictures: dict[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, data in pictures.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+
+
+def write_hdf5(path: Path, pictures: dict[str, bytes]) -> None:
+    with h5py.File(path, "w") as file:
+        pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in pictures.values()]
+        file["images"] = np.stack(pixels)
+
+
+def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:
+    table = pa.table({"image": [{"bytes": d, "path": n} for n, d in pictures.items()]})
+    parquet.write_table(table, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "keys"),
+    [
+        ("webdataset", write_tar, {"root": "set.tar"}),
+        ("hdf5", write_hdf5, {"root": "set.h5", "dataset": "images"}),
+        ("table", write_parquet, {"root": "set.parquet"}),
+    ],
+)
+def test_a_container_that_was_written_anew(
+    photos: Path,
+    name: str,
+    write: Callable[[Path, dict[str, bytes]], None],
+    keys: dict[str, str],
+    compared: list[bytes],
+) -> None:
+    pictures = {path.name: path.read_bytes() for path in sorted_photos(photos)}
+    data = {"name": name, **keys}
+    write(Path(keys["root"]), pictures)
+    os.utime(keys["root"], (1e9, 1e9))
+    extract(data, **LENIENT)
+    extract(data, **LENIENT)
+    assert not compared
+    write(Path(keys["root"]), pictures)
+    extract(data, **LENIENT)  # other times, the same images
+    assert len(compared) == 21
+    write_picture(photos / "other.png", 1000)
+    pictures[list(pictures)[6]] = (photos / "other.png").read_bytes()
+    write(Path(keys["root"]), pictures)
+    with pytest.raises(StoreMismatchError, match="1 images have changed"):
+        extract(data, **LENIENT)
+    after = extract(data, refresh=True, **LENIENT)
+    assert same_values(after, extract(data, out="whole", **LENIENT))
+
+
+def test_a_data_set_from_python_is_compared_when_it_is_refreshed(photos: Path) -> None:
+    images = [Image.open(path).convert("RGB") for path in sorted_photos(photos)]
+    extract(images, **LENIENT)
+    images[3] = images[4]
+    extract(images, **LENIENT)  # it says nothing of its images, and is not read for nothing
+    after = extract(images, refresh=True, **LENIENT)
+    assert same_values(after, extract(images, out="whole", **LENIENT))
+
+
+def test_options_that_contradict_each_other(photos: Path) -> None:
+    with pytest.raises(ConfigError, match="refresh=true mends a store"):
+        extract(photos, refresh=True, overwrite=True)
+    with pytest.raises(ConfigError, match="refresh has an effect with job=extract"):
+        run_job("plan", data=str(photos), refresh=True)
+
+
+def test_the_command(photos: Path, featx: Callable[..., Any], monkeypatch: Any) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
+    command = (*COMMAND, f"data.root={photos}", "data=folder")
+    assert featx(*command).returncode == 0
+    write_picture(sorted_photos(photos)[5], 1000)
+    refused = featx(*command)
+    assert refused.returncode == 2
+    assert "1 images have changed since" in refused.stderr
+    assert "cat/030.png" in refused.stderr
+    verify = ("job=verify", "store=store")
+    assert featx(*verify).returncode == 2
+    done = featx(*command, "refresh=true")
+    assert done.returncode == 0, done.stderr
+    told = featx(*verify)
+    assert told.returncode == 0
+    assert "21 are those that the rows were computed from" in told.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_at", range(1, 16))
+def test_a_refresh_cut_off_anywhere_goes_on_to_the_same_store(
+    photos: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every change of the disk in turn is the last one of a process."""
+    before = extract(photos, **LENIENT)
+    for row in (2, 7):
+        write_picture(sorted_photos(photos)[row], 1000 + row)
+
+    class Dies(BaseException):
+        pass
+
+    calls = 0
+
+    def counted(method: Any) -> Any:
+        def call(*args: Any, **keys: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls >= dies_at:
+                raise Dies
+            return method(*args, **keys)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("publish", "replace", "remove"):
+            method = getattr(session_module.Disk, name)
+            patch.setattr(session_module.Disk, name, counted(method))
+        with pytest.raises(Dies):
+            extract(photos, refresh=True, **LENIENT)
+    half = open_store("store")
+    others = np.setdiff1d(np.arange(21), [2, 7])
+    assert half["deep"][others].tobytes() == before["deep"][others].tobytes()
+    age(photos)
+    after = extract(photos, refresh=True, **LENIENT)
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
     assert run_job("verify", store="store") == 0

@@ -10,6 +10,7 @@ import signal
 import sys
 import tarfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tiny_model import COMMAND, extract, run_job, write_picture
 
 from featx import FeatureStore
 from featx import open as open_store
+from featx.data.base import EXTENSIONS
+from featx.data.webdataset import ShardSource
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
 from featx.run import extraction, image_changes
 from featx.run.stopping import Interrupted
@@ -503,3 +506,48 @@ def test_a_refresh_cut_off_anywhere_goes_on_to_the_same_store(
     after = extract(photos, refresh=True, **LENIENT)
     assert same_values(after, extract(photos, out="whole", **LENIENT))
     assert run_job("verify", store="store") == 0
+
+
+def test_a_repair_goes_on_where_another_image_has_changed(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos, pack=False, **LENIENT)
+    write_picture(sorted_photos(photos)[1], 1000)
+    part = Path("store/parts/part-000003.h5")
+    part.write_bytes(part.read_bytes()[:1000])
+    assert run_job("verify", store="store", verify={"repair": True}) == 2  # the image, not the part
+    captured = capfd.readouterr()
+    assert "warning: 1 images have changed" in captured.err
+    assert "1 changed since: cat/006.png" in captured.out
+    after = extract(photos, pack=False, refresh=True, **LENIENT)
+    assert same_values(after, extract(photos, out="whole", **LENIENT))
+
+
+def test_a_damaged_checksum_costs_no_row(photos: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = extract(photos, **LENIENT)
+    packed = Path("store/features.h5")
+    data = bytearray(packed.read_bytes())
+    data[data.index(before.image_checksums[8:12].tobytes())] ^= 1
+    packed.write_bytes(data)
+    assert run_job("verify", store="store") == 2
+    assert "/image_checksum differs from its checksum" in capfd.readouterr().out
+    assert run_job("verify", store="store", verify={"repair": True}) == 0
+    after = open_store("store")
+    assert after["conv"][:].tobytes() == before["conv"][:].tobytes()
+    known = after.image_checksums != UNKNOWN_IMAGE
+    assert (after.image_checksums[known] == before.image_checksums[known]).all()
+    capfd.readouterr()
+    extract(photos, **LENIENT)
+    assert "rows do not say which image" in capfd.readouterr().err
+
+
+def test_a_remote_shard_is_told_by_its_version(photos: Path) -> None:
+    write_tar(Path("set.tar"), {path.name: path.read_bytes() for path in sorted_photos(photos)})
+    source = ShardSource("set.tar", follow_links=False, extensions=EXTENSIONS)
+    keys = source.listing().keys
+    before = source.states(keys)
+    source._shards = [replace(shard, version="ETag 1") for shard in source._shards]
+    other = source.states(keys)
+    assert (before["size"] == other["size"]).all()
+    assert (before["tag"] != other["tag"]).all()
+    assert len(np.unique(other["tag"])) == len(keys)

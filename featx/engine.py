@@ -132,6 +132,7 @@ class Engine:
         self._taps: list[Tap] = []
         self._pairs: list[Pair] | None = None
         self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
+        self._cast = CastableWeights()
         self._order: list[str] = []
         self._trial = torch.empty(0)
         self._row_bytes = 1
@@ -353,9 +354,15 @@ class Engine:
         few = images[:: -(-len(images) // _BIND_BATCH)]
         return torch.cat([self._normalised(few), noise])[:_BIND_BATCH]
 
-    def settle(self, compute: Compute) -> None:
-        """Fix how features are computed; may be called again with another choice."""
-        self._take(compute)
+    def settle(self, compute: Compute, cast_once: bool = True) -> None:
+        """Fix how features are computed; may be called again with another choice.
+
+        Args:
+            compute: the choice.
+            cast_once: whether weights are cast once where that is proven. The values are the same
+                without it, and there is no proof, which takes some forward passes.
+        """
+        self._take(compute, cast_once)
         hooks = self._tap_hooks(self._keeper.keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
@@ -376,7 +383,7 @@ class Engine:
         expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
         return TapHooks(self._module, self._taps, keep, expected, self._score)
 
-    def _take(self, compute: Compute) -> None:
+    def _take(self, compute: Compute, cast_once: bool) -> None:
         """Drop the hooks of the choice before, and bring the module into the memory format."""
         self._stack.close()
         self.compute = compute
@@ -391,9 +398,9 @@ class Engine:
             if parameter.is_floating_point() and not parameter.is_inference():
                 parameter.requires_grad_(not self.takes_gradients)
         # Last, for these are the weights that passes read: folded, and in their memory format.
-        castable = self._castable_weights()
+        self._cast = self._castable_weights() if cast_once else CastableWeights()
         dtype = COMPUTE_DTYPES[compute.precision]
-        self._stack.enter_context(weights_cast(self._module, castable.names, dtype))
+        self._stack.enter_context(weights_cast(self._module, self._cast.names, dtype))
 
     def _castable_weights(self) -> CastableWeights:
         """The weights that are cast once; none in fp32, or where gradients of them are taken."""
@@ -409,7 +416,7 @@ class Engine:
     @property
     def why_cast_each_pass(self) -> str:
         """Why autocast casts the weights in each forward pass; empty where they are cast once."""
-        return self._castable_weights().doubt
+        return self._cast.doubt
 
     def _proof_passes(self) -> Captured:
         """What the layers give of noise, and of images of the trial where there are any."""
@@ -431,7 +438,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters, and of the float32 originals of those that are cast."""
-        cast = set(self._castable_weights().names)
+        cast = set(self._cast.names)
         return sum(
             p.numel() * (p.element_size() + 4 * (name in cast))
             for name, p in self._module.named_parameters()

@@ -19,8 +19,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from featx.engine import COMPUTE_DTYPES, Compute, Engine
+from featx.keys import from_keywords, from_omegaconf
 from featx.models.base import state_sha256
 from featx.options import ReduceConfig
+from featx.rows import row_cosines
+from featx.run.resolve import Resolver
 from featx.taps.select import select
 from featx.taps.tracing import no_fast_path
 from featx.weight_casting import CastableWeights, castable_weights, weights_cast
@@ -315,6 +318,22 @@ def test_a_choice_is_proven_once_and_again_for_other_layers(
         assert len(proofs) == 2
 
 
+def test_a_precision_that_is_far_too_slow_is_not_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU without bf16 units takes long for each pass."""
+    monkeypatch.setattr("featx.engine.castable_weights", lambda *_: pytest.fail("proven"))
+    monkeypatch.setattr("featx.run.resolve.may_have_bf16", lambda: True)
+    monkeypatch.setattr(
+        Engine,
+        "seconds_per_image",
+        lambda self, *_, **__: 1.0 if self.compute.precision == "fp32" else 9.0,
+    )
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    with bound(backbone_of(Encoder()), "mlp") as engine:
+        resolver = Resolver(config, engine, noise(), 100, None)
+        assert resolver._fastest(Compute("fp32", False, False, 4)) == "fp32"
+        assert resolver.choices["precision"].endswith("bf16 9.0 times slower)")
+
+
 def test_what_cannot_be_replaced_is_left_alone() -> None:
     class Subclass(torch.Tensor):
         pass
@@ -376,6 +395,17 @@ def test_others_find_the_module_as_it_came() -> None:
         assert torch.equal(engine.run(noise())["mlp"], expected)
         engine.without_hooks()
         assert state_sha256(module) == before
+
+
+@pytest.mark.slow
+def test_a_compiled_pass_reads_the_weights_that_were_cast() -> None:
+    module = Encoder()
+    with bound(backbone_of(module), "mlp") as engine:
+        eager = settled(engine).run(noise())
+        engine.settle(Compute("bf16", True, False, 4))
+        assert module.mlp.weight.dtype == BF16
+        assert row_cosines(engine.run(noise()), eager) > 0.999
+        assert torch.equal(settled(engine).run(noise())["mlp"], eager["mlp"])
 
 
 def test_gradients_are_those_of_float32_weights() -> None:

@@ -169,9 +169,9 @@ class Attributor(Engine):
         for name in set(self._options.methods) & set(values):
             check_row(name, values[name][0], again[name][-1], rounding)
 
-    def settle(self, compute: Compute) -> None:
+    def settle(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how attributions are computed; may be called again with another choice."""
-        self._take(compute)
+        self._take(compute, cast_once)
         self._forward = self._attributions
 
     def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.object_path import place_of
-from featx.progress import complain, facts, say
+from featx.progress import complain, facts, say, trial_rows
 from featx.run.failed_rows import exit_code
 from featx.store.commit import Disk
 
@@ -57,12 +57,15 @@ def predictions_csv(found: Predictions) -> bytes:
 
 def _summary(found: Predictions, path: Path) -> dict[str, Any]:
     counts = Counter(row.label for row in found.rows if row.label is not None)
-    rate = found.figures.images_per_second
+    figures = found.figures.as_dict()
+    speed = (
+        "images_per_second", "trial_images_per_second", "share_of_trial", "below_trial",
+    )  # fmt: skip
     return {
         "rows": len(found),
         "failures": len(found) - sum(counts.values()),
         "classes": dict(counts.most_common()),
-        "images_per_second": rate and round(rate, 3),
+        **{name: figures[name] for name in speed},
         "file": str(path),
     }
 
@@ -75,6 +78,7 @@ def _text(summary: dict[str, Any]) -> str:
             ("images", f"{summary['rows']}, {summary['failures']} failed"),
             ("classes", shown or "none"),
             ("images/s", f"{summary['images_per_second'] or 0:.1f}"),
+            *trial_rows(summary),
             ("file", summary["file"]),
         ]
     )

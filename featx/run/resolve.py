@@ -249,11 +249,13 @@ class Resolver:
         glance = self._engine.seconds_per_image(few)
         told = [f"fp32 {1 / seconds:.1f} images/s"]
         for precision in candidates:
-            self._engine.settle(replace(compute, precision=precision))
+            candidate = replace(compute, precision=precision)
             # A CPU without bf16 units takes minutes for a full probe; a glance is enough there.
+            self._engine.settle(candidate, cast_once=False)
             if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
                 told.append(f"{precision} {took / glance:.1f} times slower")
                 continue
+            self._engine.settle(candidate)
             cosine = row_cosines(self._engine.run(self._images), exact)
             took = self._engine.seconds_per_image(self._images)
             told.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")

@@ -36,6 +36,13 @@ square: 8 n^2 bytes, 32 MB."""
 
 Matrix = npt.NDArray[np.float64]
 
+_SAME = 1e-28
+"""Products of centred rows so small against those of the rows themselves are rounding: float64 has
+2e-16, and products have its square."""
+
+_SAME_RANK = 1e-12
+"""Distances this near to each other, as a part of the largest one, share a rank."""
+
 
 @dataclass(frozen=True)
 class LayerLikeness:
@@ -90,7 +97,9 @@ def layer_likeness(
     def signatures(of: FeatureStore, at: npt.NDArray[np.int64]) -> dict[str, list[torch.Tensor]]:
         found = {}
         for name in matching_layers(of, layers):
-            found[name] = list(_signatures(_gram(Vectors(of, name, where, rows=at[chosen]))))
+            found[name] = list(
+                _signatures(*_centred_gram(Vectors(of, name, where, rows=at[chosen])))
+            )
             tell(1)
         return found
 
@@ -113,12 +122,12 @@ def linear_cka(
 ) -> float:
     """Linear CKA of two matrices (n, D) and (n, E) whose rows are of the same n things."""
     which = 1 if debiased else 0
-    return _dot(_signatures(_gram_of(x))[which], _signatures(_gram_of(y))[which])
+    return _dot(_signatures_of(x)[which], _signatures_of(y)[which])
 
 
 def rsa(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
     """Spearman's correlation of the cosine distances within (n, D) and within (n, E)."""
-    return _dot(_signatures(_gram_of(x))[2], _signatures(_gram_of(y))[2])
+    return _dot(_signatures_of(x)[2], _signatures_of(y)[2])
 
 
 def _common_rows(
@@ -136,46 +145,95 @@ def _common_rows(
     return rows[a[order]], others[b[order]]
 
 
-def _gram_of(x: npt.NDArray[np.floating]) -> torch.Tensor:
+def _signatures_of(x: npt.NDArray[np.floating]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     flat = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
-    gram: torch.Tensor = flat @ flat.T
-    return gram
+    mean = flat.mean(dim=0)
+    centred = flat - mean
+    return _signatures(centred @ centred.T, centred @ mean, mean @ mean)
 
 
-def _gram(vectors: Vectors) -> torch.Tensor:
-    """(n, n) float64 products of all pairs."""
+def _centred_gram(vectors: Vectors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Products of all pairs of rows less their mean m, of each such row with m, and of m with m.
+
+    An offset that all rows share would leave nothing of the products but rounding.
+
+    Returns:
+        (n, n), (n,) and () float64.
+    """
     n = len(vectors)
-    gram = torch.empty((n, n), dtype=torch.float64, device=vectors.device)
     step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // 2)
+    mean = torch.zeros(vectors.width, dtype=torch.float64, device=vectors.device)
+    for _, block in vectors.blocks(step):
+        mean += block.double().sum(dim=0) / n
+    gram = torch.empty((n, n), dtype=torch.float64, device=vectors.device)
+    along = torch.empty(n, dtype=torch.float64, device=vectors.device)
     for start, block in vectors.blocks(step):
-        wide = block.double()
+        wide = block.double() - mean
+        along[start : start + len(block)] = wide @ mean
         for other in range(start, n, step):
             stop = min(n, other + step)
-            products = wide @ vectors.block(other, stop).double().T
+            products = wide @ (vectors.block(other, stop).double() - mean).T
             gram[start : start + len(block), other:stop] = products
             gram[other:stop, start : start + len(block)] = products.T
-    return gram
+    return gram, along, mean @ mean
 
 
-def _signatures(gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What CKA, its debiased form and RSA compare of a layer: vectors of length 1, float32."""
+def _signatures(
+    gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What CKA, its debiased form and RSA compare of a layer: vectors of length 1, float32.
+
+    Args:
+        gram, along, mean_square: as `_centred_gram` gives them.
+    """
     n = len(gram)
     upper = torch.triu_indices(n, n, 1, device=gram.device)
-    means = gram.mean(dim=0)
-    centred = gram - means - means[:, None] + gram.mean()
-    cka = _unit(centred.reshape(-1), gram.norm())
+    # Rows that differ by rounding only, of the numbers they were before the mean was taken off.
+    if not gram.norm() > _SAME * (gram.norm() + n * mean_square):
+        nothing = torch.full((n * n,), torch.nan)
+        return nothing, nothing[: upper.shape[1]], nothing[: upper.shape[1]]
+    means = gram.mean(dim=0)  # rounding of the mean of the rows
+    cka = _unit((gram - means - means[:, None] + gram.mean()).reshape(-1), gram.norm())
     hollow = gram.clone().fill_diagonal_(0)
     sums = hollow.sum(dim=0)
     u_centred = hollow - (sums + sums[:, None]) / (n - 2) + hollow.sum() / ((n - 1) * (n - 2))
     debiased = _unit(u_centred[upper[0], upper[1]], gram.norm())
-    lengths = gram.diagonal().clamp_min(0).sqrt()
-    scale = lengths[upper[0]] * lengths[upper[1]]
-    # A vector of zeros has a cosine of 0 with all others.
-    cosines = gram[upper[0], upper[1]] / torch.where(scale > 0, scale, 1.0)
-    # Rounded: what is equal but for its last bits shares a rank.
-    ranks = average_ranks(np.round(-cosines.cpu().numpy(), 12))
+    distances = _cosine_distances(gram, along, mean_square, upper)
+    ranks = average_ranks(distances.cpu().numpy())
     centred_ranks = torch.from_numpy(ranks - ranks.mean())
     return cka, debiased, _unit(centred_ranks, centred_ranks.new_tensor(float(len(ranks))))
+
+
+def _cosine_distances(
+    gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor, upper: torch.Tensor
+) -> torch.Tensor:
+    """(p,) 1 - cos of pairs of rows, rounded: what is equal but for its last bits shares a rank.
+
+    With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). Of
+    rows that an offset makes nearly parallel, 1 less the cosine would be nothing but rounding; the
+    other form is as exact as |d|^2 / (2 |x| |y|), the larger one of its terms.
+
+    Args:
+        gram, along, mean_square: as `_centred_gram` gives them.
+        upper: (2, p) the pairs.
+    """
+    i, j = upper
+    own = gram.diagonal()
+    squares = (own + 2 * along + mean_square).clamp_min(0)
+    lengths = squares.sqrt()
+    scale, sums = lengths[i] * lengths[j], lengths[i] + lengths[j]
+    there = scale > 0
+    scale, sums = torch.where(there, scale, 1.0), torch.where(sums > 0, sums, 1.0)
+    difference = (own[i] + own[j] - 2 * gram[i, j]).clamp_min(0) / (2 * scale)
+    # |x| - |y| = (|x|^2 - |y|^2) / (|x| + |y|), without the squares of the mean.
+    shorter = ((own + 2 * along)[i] - (own + 2 * along)[j]) / sums
+    exact = difference - shorter.square() / (2 * scale)
+    plain = 1 - (gram[i, j] + along[i] + along[j] + mean_square) / scale
+    distances = torch.where(difference < 1, exact, plain)
+    # A vector of zeros has a cosine of 0 with all others.
+    distances = torch.where(there, distances, 1.0)
+    largest = float(torch.where(there, difference, 0.0).max().clamp_max(1)) or 1.0
+    return torch.round(distances / (_SAME_RANK * largest))
 
 
 def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import csv
 import io
 import re
 from dataclasses import replace
+from decimal import Decimal, localcontext
 from pathlib import Path
 
 import numpy as np
@@ -247,6 +248,27 @@ def direct_rsa(x: np.ndarray, y: np.ndarray) -> float:
     return float(scipy.stats.spearmanr(*distances).statistic)
 
 
+def exact_rsa(x: np.ndarray, y: np.ndarray) -> float:
+    """With cosines of 50 digits."""
+
+    def distances(z: np.ndarray) -> list[Decimal]:
+        with localcontext(prec=50):
+            rows = [[Decimal(float(value)) for value in row] for row in z]
+            lengths = [sum(value * value for value in row).sqrt() for row in rows]
+            return [
+                1
+                - sum(a * b for a, b in zip(rows[i], rows[j], strict=True))
+                / (lengths[i] * lengths[j])
+                for i in range(len(rows))
+                for j in range(i + 1, len(rows))
+            ]
+
+    ranks = [
+        scipy.stats.rankdata([each / max(d) for each in d]) for d in (distances(x), distances(y))
+    ]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
 class TestLikeness:
     @pytest.fixture
     def matrices(self) -> tuple[np.ndarray, np.ndarray]:
@@ -270,6 +292,46 @@ class TestLikeness:
             assert measure(x, turned) == pytest.approx(1, abs=1e-5)
             assert measure(turned, y) == pytest.approx(measure(x, y), abs=1e-5)
         assert linear_cka(x + 5, y) == pytest.approx(linear_cka(x, y), abs=1e-5)
+
+    @pytest.mark.parametrize("offset", [1e3, 1e6, 1e9])
+    def test_an_offset_takes_no_digits(
+        self, matrices: tuple[np.ndarray, np.ndarray], offset: float
+    ) -> None:
+        # Steps of 2^-20: with each offset they are exact in float64.
+        x, y = (np.round(z * 2**20) / 2**20 for z in matrices)
+        away = x + offset
+        assert linear_cka(away, y) == pytest.approx(direct_cka(x, y), abs=1e-5)
+        debiased = linear_cka(away, y, debiased=True)
+        assert debiased == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
+        if offset < 1e9:  # where cosines are equal but for 1e-18, no float64 tells them apart
+            assert rsa(away, y) == pytest.approx(exact_rsa(away, y), abs=1e-4)
+
+    @pytest.mark.usefixtures("blocks")
+    def test_an_offset_in_a_store(self) -> None:
+        rng = np.random.default_rng(0)
+        a = rng.integers(-100, 100, size=(30, 6)).astype(np.float32)
+        run = with_features(make_run(30, 16, {"a": (6,), "away": (6,)}), a=a, away=a + 1_000_000)
+        found = layer_likeness(write(run), device="cpu").measures
+        assert found["cka"][0, 1] == pytest.approx(1, abs=1e-5)
+        assert found["cka_debiased"][0, 1] == pytest.approx(1, abs=1e-5)
+        assert found["rsa"][0, 1] == pytest.approx(exact_rsa(a, a + 1e6), abs=1e-4)
+
+    def test_rows_in_one_direction_have_no_rsa(self) -> None:
+        sizes = np.random.default_rng(0).uniform(1, 9, size=(20, 1))
+        y = np.random.default_rng(1).normal(size=(20, 5))
+        for offset in (0, 7):
+            assert np.isnan(rsa(sizes * np.array([1.0, 2, 3]) + offset * np.array([1, 2, 3]), y))
+
+    def test_rows_of_zeros_are_at_right_angles_to_all(self) -> None:
+        x = np.random.default_rng(0).normal(size=(12, 4))
+        x[3] = x[7] = 0
+        cosines = x @ x.T / np.maximum(np.linalg.norm(x, axis=1), 1e-9)[:, None]
+        cosines /= np.maximum(np.linalg.norm(x, axis=1), 1e-9)
+        pairs = np.triu_indices(12, 1)
+        y = np.random.default_rng(1).normal(size=(12, 5))
+        theirs = scipy.spatial.distance.pdist(y, "cosine")
+        expected = scipy.stats.spearmanr(1 - cosines[pairs], theirs).statistic
+        assert rsa(x, y) == pytest.approx(expected, abs=1e-5)
 
     def test_only_the_debiased_form_tells_noise_from_noise(self) -> None:
         rng = np.random.default_rng(0)

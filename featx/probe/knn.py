@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from featx.devices import float64_home
 from featx.probe.data import Features
 from featx.similarity.neighbours import best_of_blocks
 
@@ -18,6 +19,13 @@ TEMPERATURE = 0.07
 
 BLOCK_NUMBERS = 1 << 24
 """Similarities that are held at once."""
+
+_OFFSET = 1e4
+"""Features whose mean is so much longer than their spread, squared, have cosines that differ from 1
+by so little that float32, which has 1e-7, loses their digits: they are taken in float64."""
+
+_LOOKED_AT = 1024
+"""Rows that say how large the offset is."""
 
 
 def vote(
@@ -50,11 +58,12 @@ def vote(
     """
     largest = min(max(ks), len(bank))
     found: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
+    dtype = _needed_dtype(features, bank)
     # As many queries at once as leave room for their similarities to one block of the bank.
     step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
     for start in range(0, len(queries), step):
         asked = queries[start : start + step]
-        cosines, places = _nearest(features, bank, asked, largest)
+        cosines, places = _nearest(features, bank, asked, largest, dtype)
         labels = torch.from_numpy(y).to(cosines.device)[places]
         for k, parts in found.items():
             top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
@@ -72,18 +81,32 @@ def _nearest(
     bank: npt.NDArray[np.int64],
     queries: npt.NDArray[np.int64],
     count: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and places of the most similar rows, (n, count), falling; -inf beyond the last."""
-    asked = torch.nn.functional.normalize(features.take(queries), dim=1)
+    home = features.device if dtype == torch.float32 else float64_home(features.device)
+
+    def unit(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(rows.to(home).to(dtype), dim=1)
+
+    asked = unit(features.take(queries))
     rows = max(1, BLOCK_NUMBERS // len(queries))
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for start in range(0, len(bank), rows):
             for places, block in features.blocks(bank[start : start + rows]):
-                there = torch.from_numpy(places).to(features.device)
-                yield there, asked @ torch.nn.functional.normalize(block, dim=1).T
+                yield torch.from_numpy(places).to(home), asked @ unit(block).T
 
-    return best_of_blocks(scored(), torch.from_numpy(queries).to(features.device), count)
+    return best_of_blocks(scored(), torch.from_numpy(queries).to(home), count)
+
+
+def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:
+    """float32, or float64 where an offset makes all rows nearly parallel."""
+    some = bank[np.unique(np.linspace(0, len(bank) - 1, _LOOKED_AT).astype(np.int64))]
+    rows = features.take(some).to(float64_home(features.device)).double()
+    mean = rows.mean(dim=0)
+    spread = float((rows - mean).square().sum(dim=1).mean())
+    return torch.float64 if float(mean @ mean) > _OFFSET * spread else torch.float32
 
 
 def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:

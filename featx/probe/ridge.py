@@ -26,13 +26,15 @@ class Solved:
     Attributes:
         values: (m,) eigenvalues, those below zero by rounding set to zero.
         left: (D, m), and right: (m, C): weight = right^T diag(1 / (values + l2)) left^T.
-        target_mean: (C,) share of each class, the bias of standardised features.
+        mean: (D,) of the standardised features: what the rounding of the scaler to float32 left.
+        target_mean: (C,) share of each class, the bias of features of mean 0.
     """
 
     scaler: Scaler
     values: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
+    mean: torch.Tensor
     target_mean: torch.Tensor
 
     def head(self, l2: float) -> Head:
@@ -47,7 +49,7 @@ class Solved:
         return Head(
             self.scaler,
             weight.float().contiguous().to(device),
-            self.target_mean.float().to(device),
+            (self.target_mean - weight @ self.mean).float().to(device),
             probabilities=False,
         )
 
@@ -66,7 +68,7 @@ def solve(
         places: to fit on.
         y: (len(features),) class of each place.
         num_classes: C.
-        scaler: fitted on `places`, so that every feature has mean 0.
+        scaler: fitted on `places`.
 
     Raises:
         ConfigError: both rows and features are too many.
@@ -80,21 +82,23 @@ def solve(
     device = float64_home(features.device)
     shares = np.bincount(y[places], minlength=num_classes) / count
     target_mean = torch.from_numpy(shares).to(device)
+    mean = torch.zeros(width, dtype=torch.float64, device=device)
+    for _, block in features.blocks(places):
+        mean += scaler(block).to(device).double().sum(dim=0) / count
     if width <= count:
         gram = torch.zeros((width, width), dtype=torch.float64, device=device)
         towards = torch.zeros((width, num_classes), dtype=torch.float64, device=device)
         for span, block in features.blocks(places):
-            x = scaler(block).to(device).double()
+            x = scaler(block).to(device).double() - mean
             gram += x.T @ x
             towards += x.T @ _targets(y[span], target_mean)
         values, vectors = torch.linalg.eigh(gram / count)
-        return Solved(
-            scaler, values.clamp(min=0), vectors, vectors.T @ (towards / count), target_mean
-        )
-    x = scaler(features.take(places)).to(device).double()
+        right = vectors.T @ (towards / count)
+        return Solved(scaler, values.clamp(min=0), vectors, right, mean, target_mean)
+    x = scaler(features.take(places)).to(device).double() - mean
     values, vectors = torch.linalg.eigh(x @ x.T / count)
     right = vectors.T @ (_targets(y[places], target_mean) / count)
-    return Solved(scaler, values.clamp(min=0), x.T @ vectors, right, target_mean)
+    return Solved(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
 
 
 def _targets(y: npt.NDArray[np.int64], mean: torch.Tensor) -> torch.Tensor:

@@ -72,3 +72,16 @@ def test_numbers_of_neighbours_that_are_tried() -> None:
     assert candidates(30, None) == (1, 5, 10, 20)
     assert candidates(3, None) == (1,)
     assert candidates(30, 12) == (12,)
+
+
+def test_an_offset_takes_no_digits(tmp_path: Path) -> None:
+    """Cosines that differ by 1e-9, which float32 does not tell apart."""
+    x, y = blobs(200)
+    x = np.round(10 * x) + np.float32(1e6)
+    bank, queries = np.arange(0, 150), np.arange(150, 200)
+    oracle = KNeighborsClassifier(7, metric="cosine", algorithm="brute")
+    expected = oracle.fit(x[bank].astype(np.float64), y[bank]).predict_proba(
+        x[queries].astype(np.float64)
+    )
+    found = vote(features_of(tmp_path, x, y), bank, y, 3, queries, (7,))[7]
+    assert np.allclose(found, expected, atol=1e-4)

@@ -40,6 +40,28 @@ def test_the_minimum_is_scikit_learns() -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:.*[Ll]ine [Ss]earch")  # scikit-learn has no digits left
+@pytest.mark.parametrize("width", [20, 200])
+@pytest.mark.parametrize("l2", [1.0, 1e-3, 1e-6])
+def test_the_last_fit_ends_at_the_minimum_whatever_the_penalty(width: int, l2: float) -> None:
+    """With a weak penalty a small gradient is far from the minimum: errors go as gradient / l2."""
+    x, y = blobs(150, width=width, num_classes=5)
+    x, new = scaled(x[:100]), scaled(x[100:])
+    y = y[:100]
+    fit = fit_logistic(x, torch.from_numpy(y), 5, l2, last=True)
+    oracle = LogisticRegression(
+        C=1 / (l2 * len(y)), solver="newton-cg", tol=1e-12, max_iter=10_000
+    ).fit(x.double().numpy(), y)
+    found = (new @ fit.weight.T + fit.bias).softmax(1).numpy()
+    expected = oracle.predict_proba(new.double().numpy())
+    assert np.abs(found - expected).max() < 1e-4
+    assert (found.argmax(1) == expected.argmax(1)).all()
+    # Wherever the search began.
+    start = fit_logistic(x, torch.from_numpy(y), 5, 10 * l2)
+    again = fit_logistic(x, torch.from_numpy(y), 5, l2, start=start, last=True)
+    assert torch.allclose(again.weight, fit.weight, rtol=1e-3, atol=1e-4)
+
+
 def test_two_classes_and_float32_are_enough() -> None:
     x, y = blobs(num_classes=2)
     x, labels = scaled(x), torch.from_numpy(y)

@@ -69,3 +69,16 @@ def test_too_large_a_matrix_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     features = features_of(tmp_path, x, y)
     with pytest.raises(ConfigError, match="60 rows and 20 features; at most 10"):
         solve(features, np.arange(60), y, 3, fit_scaler(features, np.arange(60)))
+
+
+@pytest.mark.parametrize("width", [20, 120])
+def test_an_offset_changes_no_score(tmp_path: Path, width: int) -> None:
+    """A scaler in float32 leaves features of 10^6 with a mean of up to 0.03."""
+    x, y = blobs(90, width=width)
+    x = np.round(x * 8) / 8
+    every, scores = np.arange(90), []
+    for number, offset in enumerate((0, 1e6)):
+        features = features_of(tmp_path / str(number), x + np.float32(offset), y)
+        solved = solve(features, every, y, 3, fit_scaler(features, every))
+        scores.append(scores_of(solved.head(0.1), features, every))
+    assert np.allclose(*scores, atol=2e-5)

@@ -89,6 +89,7 @@ class Harvest:
         asked: when the run was spread.
         faint: layer -> rows that float16 hardly holds.
         labour: of workers that came to their end.
+        is_labour_complete: no worker ended before it could tell its labour.
     """
 
     rows_to_do: int
@@ -99,6 +100,7 @@ class Harvest:
     asked: float = field(default_factory=time.perf_counter)
     faint: Counter[str] = field(default_factory=Counter)
     labour: Labour = field(default_factory=Labour)
+    is_labour_complete: bool = True
 
     def begin(self) -> None:
         """A worker is ready: from here on the time counts."""
@@ -133,7 +135,8 @@ class Harvest:
             return Outcome(Figures(seconds, None, 0, None), self.faint, 0)
         of_all = took * self.rows / timed * num_workers
         device, precision = str(order.fingerprint["device"]), order.config.precision
-        sentence = bottleneck(seconds, of_all, order.cpus, device, precision)
+        known = self.is_labour_complete  # a share of the time needs all of the seconds
+        sentence = bottleneck(seconds, of_all, order.cpus, device, precision) if known else None
         labour = self.labour
         figures = Figures(
             seconds,

@@ -429,6 +429,7 @@ class _Array:
         Raises:
             RunError: MAX_LOSSES tasks have ended at the same part.
         """
+        self.harvest.is_labour_complete = False
         left = [part for part in parts if part.index in self._missing]
         if not left:
             return

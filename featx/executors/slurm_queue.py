@@ -61,7 +61,7 @@ def is_no_controller(text: str) -> bool:
 def last_line(text: str) -> str:
     """What a command of Slurm says in the end, without its name: 'Invalid partition name'."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"^\w+: (error: )?", "", lines[-1]) if lines else "no reason given"
+    return re.sub(r"^\w+(:? (error|fatal))?: ", "", lines[-1]) if lines else "no reason given"
 
 
 def check_partition(partition: str | None) -> None:

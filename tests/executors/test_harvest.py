@@ -54,3 +54,16 @@ def test_rows_count_that_were_computed_while_the_clock_ran(
     expected: float | None,
 ) -> None:
     assert gathered(monkeypatch, ready, looks) == expected
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
+    monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    found = Harvest(100, asked=10.0, is_labour_complete=is_complete)
+    found.begin()
+    now[0] = 20.0
+    found.add(Done(Part(0, 0, 100), [], {}, 0.0, 0.0))
+    assert (found.outcome(1, ORDER).figures.bottleneck is not None) == is_complete

@@ -124,9 +124,7 @@ def test_a_controller_that_does_not_answer_says_nothing_of_tasks(
         assert queue.states(["7_0"]) == {}
         queue.clock.now += slurm_queue.ASK_S
     assert len(queue.told) == 2, "once a minute"
-    assert "does not answer (error: Unable to contact" in queue.told[0].replace(
-        "slurm_load_jobs ", ""
-    )
+    assert "does not answer (Unable to contact slurm controller (connect" in queue.told[0]
     answer("squeue", "7_0|RUNNING|None\n")
     assert queue.states(["7_0"]) == {"7_0": TaskState("RUNNING")}
 
@@ -204,6 +202,7 @@ def test_how_long_a_task_may_run(
 def test_what_commands_say_is_told_apart() -> None:
     refusal = "sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job failed"
     assert last_line(refusal) == "Batch job failed"
+    assert last_line(NOBODY) == "Unable to contact slurm controller (connect failure)"
     assert last_line("") == "no reason given"
     assert not is_no_controller(refusal)
     assert is_no_controller(f"sbatch: error: {NOBODY}")

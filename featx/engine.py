@@ -191,7 +191,8 @@ class Engine:
                 f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "
                 f"{str(x.dtype).removeprefix('torch.')} fails with {type(error).__name__}: "
                 f"{reason[:300]}. The model has to take such a batch as its only argument, in eval "
-                "mode on one device. FEATX_DEBUG=1 shows the traceback."
+                "mode on one device. job=layers job.show=watch shows how far it comes, and "
+                "FEATX_DEBUG=1 the traceback."
             ) from error
 
     def bytes_per_image(self, precision: str) -> int:
@@ -490,9 +491,11 @@ class Engine:
         Where a rectifier's input is zero up to rounding, a gradient passes or does not.
         """
         return self.takes_gradients or all(
-            torch.allclose(row, same, rtol=0, atol=0.1 * same_row(row), equal_nan=True)
+            torch.allclose(
+                row.double(), same.double(), rtol=0, atol=0.1 * same_row(row), equal_nan=True
+            )
             for name in plain
-            for row, same in zip(plain[name].double(), values[name].double(), strict=True)
+            for row, same in zip(plain[name].cpu(), values[name].cpu(), strict=True)
         )
 
     @property
@@ -500,12 +503,17 @@ class Engine:
         """How many BatchNorm can be folded."""
         return len(self._foldable())
 
+    @property
+    def follows_data(self) -> bool:
+        """Whether a forward pass reads values of tensors, which its course may depend on."""
+        return self._calls is not None
+
     def _foldable(self) -> list[Pair]:
         """What can be folded; modules that are tapped themselves compute as they stand.
 
         Nothing where gradients are taken, or where the course of a pass may follow the data.
         """
-        if self.takes_gradients or self._calls is not None:
+        if self.takes_gradients or self.follows_data:
             return []
         if self._pairs is None:
             self._stack.close()

@@ -76,7 +76,7 @@ def check_row(
     Raises:
         ModelError: they differ by more than rounding.
     """
-    row, again = row.double(), again.double()
+    row, again = row.cpu().double(), again.cpu().double()  # Apple's GPUs have no float64
     close = scale * same_row(row) + rounding
     if not torch.allclose(row, again, rtol=0, atol=close, equal_nan=True):
         raise ModelError(

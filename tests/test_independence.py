@@ -255,6 +255,15 @@ def test_a_call_that_is_asked_for_by_its_number_counts_the_others() -> None:
         pass
 
 
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_says_why_a_model_that_follows_its_data_is_not_folded(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {**KEYS["model"], "target": "test_independence:OwnLoop"}
+    extract(photos, model=model, layers=["head"])
+    assert "fold        false (what the model does may follow" in capsys.readouterr().err
+
+
 def test_a_model_that_reads_no_values_still_stops_early() -> None:
     calls: list[int] = []
     module = Net()

@@ -294,7 +294,7 @@ def test_keys_of_all_kinds_stay_one_line_of_metadata(tmp_path: Path) -> None:
         write_picture(tmp_path / "odd" / os.fsdecode(name), i)
     store = extract(tmp_path / "odd", tensorboard=True)
     keys = [key for _, key, _ in metadata(Path("store/tensorboard"))[1:]]
-    assert keys == ["a b.png", "plain.png", "ü.png", "\\xff.png"]
+    assert keys == [r"a\tb.png", "plain.png", "ü.png", "\\xff.png"]
     assert len(store) == 4
 
 

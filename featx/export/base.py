@@ -88,6 +88,13 @@ class Format(ABC):
         return found
 
 
+def literal(text: object) -> str:
+    """A path or a name as a Python string literal, for `Format.opening`: "runs/photos"."""
+    shown = str(text)
+    plain = shown.isprintable() and '"' not in shown and "\\" not in shown
+    return f'"{shown}"' if plain else repr(shown)
+
+
 def missing_extra(name: str, extra: str, what: str) -> str:
     """The message where a format's package is not installed."""
     return f'{what} needs the package {name}: pip install "featx[{extra}]".'

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.errors import MissingExtraError
-from featx.export.base import File, Format, missing_extra
+from featx.export.base import File, Format, literal, missing_extra
 from featx.fingerprint import digest
 
 _COLUMNS = ("key", "row", "label", "status")
@@ -110,8 +110,8 @@ class HuggingFace(Format):
     def opening(self, out: Path) -> str:
         return (
             "from datasets import load_from_disk\n"
-            f'rows = load_from_disk("{out}").with_format("numpy")\n'
-            f'rows[:10]["{self.selection.layers[0]}"], rows[:10]["label"]'
+            f'rows = load_from_disk({literal(out)}).with_format("numpy")\n'
+            f'rows[:10][{literal(self.selection.layers[0])}], rows[:10]["label"]'
         )
 
 

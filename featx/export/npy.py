@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from featx.export.base import File, Format
+from featx.export.base import File, Format, literal
 
 
 class Npy(Format):
@@ -54,6 +54,7 @@ class Npy(Format):
         layer = self.selection.layers[0]
         return (
             "import numpy as np\n"
-            f'X = np.load("{out}/features/{layer}.npy", mmap_mode="r")\n'
-            f'keys, y = np.load("{out}/keys.npy"), np.load("{out}/labels.npy")'
+            f'X = np.load({literal(f"{out}/features/{layer}.npy")}, mmap_mode="r")\n'
+            f"keys = np.load({literal(f'{out}/keys.npy')})\n"
+            f"y = np.load({literal(f'{out}/labels.npy')})"
         )

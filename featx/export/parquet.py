@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.errors import MissingExtraError
-from featx.export.base import File, Format, missing_extra
+from featx.export.base import File, Format, literal, missing_extra
 from featx.export.selection import about_text
 
 COLUMNS = ("key", "row", "label", "class", "status")
@@ -80,7 +80,7 @@ class Parquet(Format):
 
     def opening(self, out: Path) -> str:
         return (
-            "import pandas as pd\n"
-            f'table = pd.read_parquet("{out}/data")      # also polars, duckdb, pyarrow\n'
-            f'X = np.stack(table["{self.selection.layers[0]}"])'
+            "import numpy as np, pandas as pd\n"
+            f"table = pd.read_parquet({literal(f'{out}/data')})  # also polars, duckdb, pyarrow\n"
+            f"X = np.stack(table[{literal(self.selection.layers[0])}])"
         )

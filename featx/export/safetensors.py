@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.export.base import File, Format
+from featx.export.base import File, Format, literal
 from featx.export.selection import about_text
 
 _NAMES = {
@@ -88,8 +88,8 @@ class Safetensors(Format):
         first = self.files()[0].name
         return (
             "from safetensors.numpy import load_file\n"
-            f'shard = load_file("{out}/{first}")\n'
-            f'X, y = shard["{self.selection.layers[0]}"], shard["label"]'
+            f"shard = load_file({literal(f'{out}/{first}')})\n"
+            f'X, y = shard[{literal(self.selection.layers[0])}], shard["label"]'
         )
 
 

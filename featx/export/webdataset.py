@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from featx.data import open_source
 from featx.errors import ConfigError, DataError
-from featx.export.base import File, Format
+from featx.export.base import File, Format, literal
 from featx.export.pictures import data_of_store
 from featx.export.selection import Selection, as_utf8
 from featx.types import ImageFault, Status
@@ -126,13 +126,15 @@ class WebDataset(Format):
     def opening(self, out: Path) -> str:
         files = self.files()
         shards = files[0].name
+        layer = literal(f"{self.selection.layers[0].lower()}.npy")
         if len(files) > 1:
             shards = f"shards-{{00000..{len(files) - 1:05d}}}-of-{len(files):05d}.tar"
         return (
             "import webdataset as wds\n"
-            f'rows = wds.WebDataset("{out}/{shards}", shardshuffle=False)\n'
-            'rows = rows.decode("pil", handler=wds.warn_and_continue)  # a failed row may be none\n'
-            f'for sample in rows: sample["{self.selection.layers[0].lower()}.npy"], sample["cls"]'
+            f"rows = wds.WebDataset({literal(f'{out}/{shards}')}, shardshuffle=False)\n"
+            # Decoding the images too would drop the rows whose image cannot be decoded.
+            "rows = rows.decode()  # arrays and labels; images stay encoded\n"
+            f'for sample in rows: sample[{layer}], sample["cls"]'
         )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError, MissingExtraError
-from featx.export.base import File, Format, missing_extra
+from featx.export.base import File, Format, literal, missing_extra
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -84,8 +84,8 @@ class Zarr(Format):
     def opening(self, out: Path) -> str:
         return (
             "import zarr\n"
-            f'group = zarr.open_group("{out}/{_NAME}", mode="r")\n'
-            f'X, y = group["features/{self.selection.layers[0]}"], group["label"][:]'
+            f'group = zarr.open_group({literal(f"{out}/{_NAME}")}, mode="r")\n'
+            f'X, y = group[{literal(f"features/{self.selection.layers[0]}")}], group["label"][:]'
         )
 
 

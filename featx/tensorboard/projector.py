@@ -37,6 +37,7 @@ _BATCH_ROWS = 64
 _CONFIG = "projector_config.pbtxt"
 _FILES = "projector"
 _NO_PICTURE = 128
+_SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 
 
 def write_projector(
@@ -101,7 +102,8 @@ def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
     """label, key, row and the store's columns of each point, with a header.
 
     A column with the name of another is called column.NAME, and a missing value is an empty cell.
-    Tabs and line ends become spaces.
+    Tabs and line ends, which no cell can hold, are spelled as \\t, \\n and \\r; all other
+    characters, spaces too, stay as they are.
     """
     titles, columns = ["label", "key", "row"], []
     for name in store.columns:
@@ -129,7 +131,7 @@ def _cells(column: npt.NDArray[Any]) -> list[object]:
 
 
 def _line(cells: Sequence[object]) -> str:
-    return "\t".join(" ".join(str(cell).split()) for cell in cells)
+    return "\t".join(str(cell).translate(_SPELLED) for cell in cells)
 
 
 def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:

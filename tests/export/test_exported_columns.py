@@ -191,7 +191,7 @@ def test_names_in_the_projectors_table() -> None:
     make_store({"label": ones, "column.label": twos, "a\tb": ["x\ty"] * 7})
     found = READERS["projector"](export("projector", export={"ok_only": True}))
     assert found.columns == {
-        "a b": ["x y"] * 6, "column.label": ["2"] * 6, "column.column.label": ["1"] * 6
+        r"a\tb": [r"x\ty"] * 6, "column.label": ["2"] * 6, "column.column.label": ["1"] * 6
     }  # fmt: skip
 
 

@@ -27,11 +27,14 @@ from featx.errors import FeatxError, LayerError, ModelError, RunError, require
 from featx.folding import Pair, foldable_pairs, folded
 from featx.independence import Buffers, MovedRows, ValueReads, check_row, moved, regrouped
 from featx.models.base import Backbone
+from featx.reduce import has_known_positions, map_view
 from featx.rows import same_row
-from featx.statistics.projected import StoredReduce, bound_reduction
+from featx.statistics.projected import StoredReduce, bound_reduction, reads_positions
 from featx.taps.attention import check_weights, needs_plain_attention, plain_attention
+from featx.taps.embedding import is_exposed, with_evidence
 from featx.taps.hooks import Copies, Expected, Keep, TapHooks, check_calls
 from featx.taps.kept import Keeper, check_storable
+from featx.taps.positions import check_positions
 from featx.taps.traces import Tap, Trace
 from featx.taps.tracing import no_fast_path, trace
 from featx.targets import target_values
@@ -176,6 +179,12 @@ class Engine:
         x = self._noise(_TRACE_BATCH)
         with self._named_failure(x):
             self._traced = trace(self._module, x)
+        if "embedding" in requests:
+            library = self.backbone.embedding
+            self._traced = with_evidence(self._traced, self._module, x, library)
+            if is_exposed(self._traced):  # the module that gives it was added just now
+                traced = trace(self._module, x)
+                self._traced = with_evidence(traced, self._module, x, library)
         return self._traced
 
     @contextlib.contextmanager
@@ -258,6 +267,7 @@ class Engine:
         self._check_order(calls)
         for tap, reduce in chosen:
             self._expect(tap, reduce, values[tap.name])
+        self._check_positions(chosen, values)
         self._row_bytes = max(1, sum(4 * value[0].numel() for value in values.values()))
         self._check_rows(x, values)
         if reads.seen and self.trial_images is not None:
@@ -295,9 +305,29 @@ class Engine:
             )
         if tap.capture == "attention":
             check_weights(tap.name, value)
-        crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
-        reduction = bound_reduction(reduce, tap.name, shape[1:], crop, num_prefix_tokens)
+        backbone = self.backbone
+        reduction = bound_reduction(
+            reduce,
+            tap.name,
+            shape[1:],
+            backbone.preprocess.crop,
+            backbone.num_prefix_tokens,
+            backbone.has_class_token,
+        )
         self._keeper.expect(tap, shape[1:], reduce.name, reduction)
+
+    def _check_positions(
+        self, chosen: Sequence[tuple[Tap, StoredReduce]], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Positions that a reduction reads lie as the image does."""
+        crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
+        maps = []
+        for tap, reduce in chosen:
+            row_shape = tuple(values[tap.name].shape[1:])
+            if reads_positions(reduce) and not has_known_positions(tap.name, row_shape, crop):
+                to_map = map_view("grid", tap.name, row_shape, crop, num_prefix_tokens)
+                maps.append((tap, to_map))
+        check_positions(self._module, maps, self._noise(1))
 
     def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
         """The hooks of gradients must not change what the model computes."""

@@ -108,8 +108,7 @@ def operation_rows(
 
 def _name(traced: Trace, call: Call, kind: str, path: Path) -> str:
     """What to write in `layers` for a tensor of a call."""
-    several = len(traced.by_module[call.module]) > 1
-    stem = f"{call.module}@{call.number}" if several else call.module
+    stem = traced.call_name(call)
     element = "" if len(call.tensors(kind)) == 1 else element_name(path)
     return stem + element + ("" if kind == "output" else f":{kind}")
 

@@ -29,6 +29,7 @@ def reduction(
     row_shape: tuple[int, ...],
     input_size: tuple[int, int],
     num_prefix_tokens: int,
+    has_class_token: bool = True,
 ) -> Reduction:
     """The function that turns (B, *row_shape) into what is stored.
 
@@ -40,6 +41,7 @@ def reduction(
         row_shape: of the layer's tensor, without the batch.
         input_size: (height, width) of the backbone's input in pixels.
         num_prefix_tokens: class and register tokens of the backbone.
+        has_class_token: whether the first of them is a class token.
 
     Raises:
         ReduceError: the reduction does not fit this shape.
@@ -56,6 +58,12 @@ def reduction(
     if name in ("cls", "patch_avg"):
         _check_tokens(name, layer, row_shape, input_size, num_prefix_tokens)
         if name == "cls":
+            if not has_class_token:
+                raise ReduceError(
+                    f"reduce=cls does not fit {layer}: the {num_prefix_tokens} tokens in front of "
+                    "this backbone's patch tokens are register tokens, and it has no class token. "
+                    "Use reduce=patch_avg, which leaves them out, or avg, none or flatten."
+                )
             return lambda x: x[:, 0]
         return lambda x: _avg(x[:, num_prefix_tokens:], (1,))
     return _grid(int(config.args["size"]), layer, row_shape, input_size, num_prefix_tokens)
@@ -179,7 +187,7 @@ def _check_tokens(
     if len(row_shape) != 2:
         why = f"its rows have shape {row_shape}, expected tokens (T, C)"
     elif name == "cls" and num_prefix_tokens == 0:
-        why = "this backbone has no class token"
+        why = "this backbone has no class token in front of its patch tokens"
     elif token_grid(row_shape[0], input_size, num_prefix_tokens) is None:
         why = (
             f"{row_shape[0]} tokens are not {num_prefix_tokens} prefix tokens and a grid of "
@@ -187,6 +195,62 @@ def _check_tokens(
         )
     if why:
         raise ReduceError(f"reduce={name} does not fit {layer}: {why}. Try avg, none or flatten.")
+
+
+def map_view(
+    asked: str,
+    layer: str,
+    row_shape: tuple[int, ...],
+    input_size: tuple[int, int],
+    num_prefix_tokens: int,
+) -> Reduction:
+    """The function that turns a map or patch tokens (B, *row_shape) into (B, C, rows, columns).
+
+    Tokens are taken in row-major order; `featx.taps.positions` checks that they are.
+
+    Args:
+        asked: the name of the reduction, for messages.
+        layer, row_shape, input_size, num_prefix_tokens: as of `reduction`.
+
+    Raises:
+        ReduceError: the rows are no map of the input's proportions and no such tokens.
+    """
+    if len(row_shape) == 2:
+        _check_tokens(asked, layer, row_shape, input_size, num_prefix_tokens)
+        cells = token_grid(row_shape[0], input_size, num_prefix_tokens)
+        assert cells is not None
+
+        def to_map(x: torch.Tensor) -> torch.Tensor:
+            patches = x[:, num_prefix_tokens:]
+            return patches.transpose(1, 2).reshape(len(x), -1, *cells)
+
+        return to_map
+    if len(row_shape) != 3:
+        raise ReduceError(
+            f"reduce={asked} does not fit {layer}: its rows have shape {row_shape}, expected a map "
+            "or patch tokens."
+        )
+    if channels_last(f"reduce={asked}", layer, row_shape, input_size):
+        return lambda x: x.permute(0, 3, 1, 2)
+    return lambda x: x
+
+
+def has_known_positions(
+    layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
+) -> bool:
+    """Whether the shape alone tells where positions lie: in a map (C, H, W), as convolutions do.
+
+    Tokens (T, C) may stand in any order, and (T, N, C) of tokens in groups looks like (H, W, C).
+
+    Args:
+        layer: for messages.
+        row_shape: of a map or of tokens.
+        input_size: (height, width) of the backbone's input in pixels.
+
+    Raises:
+        ReduceError: the rows could be (C, H, W) or (H, W, C), or neither.
+    """
+    return len(row_shape) == 3 and not channels_last("reduce=grid", layer, row_shape, input_size)
 
 
 def _grid(
@@ -197,36 +261,11 @@ def _grid(
     num_prefix_tokens: int,
 ) -> Reduction:
     """Averages over size x size cells of a map or of the patch tokens: (B, C, size, size)."""
-    if len(row_shape) == 2:
-        _check_tokens("grid", layer, row_shape, input_size, num_prefix_tokens)
-        found = token_grid(row_shape[0], input_size, num_prefix_tokens)
-        assert found is not None
-        cells = found
-
-        def to_map(x: torch.Tensor) -> torch.Tensor:
-            patches = x[:, num_prefix_tokens:]
-            return patches.transpose(1, 2).reshape(len(x), -1, cells[0], cells[1])
-
-    elif len(row_shape) == 3 and channels_last("reduce=grid", layer, row_shape, input_size):
-        cells = (row_shape[0], row_shape[1])
-
-        def to_map(x: torch.Tensor) -> torch.Tensor:
-            return x.permute(0, 3, 1, 2)
-
-    elif len(row_shape) == 3:
-        cells = (row_shape[1], row_shape[2])
-
-        def to_map(x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    else:
-        raise ReduceError(
-            f"reduce=grid does not fit {layer}: its rows have shape {row_shape}, expected a map "
-            "or patch tokens."
-        )
-    if min(cells) < size:
+    to_map = map_view("grid", layer, row_shape, input_size, num_prefix_tokens)
+    rows, columns = to_map(torch.empty(1, *row_shape, device="meta")).shape[2:]
+    if min(rows, columns) < size:
         raise ReduceError(
             f"reduce=grid does not fit {layer}: {size} x {size} cells are more than its "
-            f"{cells[0]} x {cells[1]} positions. Give a smaller reduce.size."
+            f"{rows} x {columns} positions. Give a smaller reduce.size."
         )
     return lambda x: F.adaptive_avg_pool2d(to_map(x).float(), size)

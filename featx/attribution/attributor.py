@@ -34,7 +34,9 @@ from featx.errors import ConfigError, LayerError
 from featx.independence import Buffers, check_row
 from featx.models.base import Backbone
 from featx.options import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
+from featx.reduce import has_known_positions
 from featx.statistics.projected import StoredReduce
+from featx.taps.positions import check_positions
 from featx.taps.select import Selection, named_tap
 from featx.taps.stages import find_stages
 from featx.taps.traces import Tap, Trace
@@ -132,7 +134,9 @@ class Attributor(Engine):
         Behind its last block only the class token counts, and the patches' gradients are zero.
         """
         try:
-            stages = list(self.backbone.stages or find_stages(traced))
+            named = self.backbone.stages or ()
+            are_called = bool(named) and all(stage in traced.by_module for stage in named)
+            stages = list(named) if are_called else find_stages(traced)
         except LayerError as error:
             raise LayerError(
                 "no stages were found in this model; give attribute.layer, the last layer that "
@@ -154,7 +158,11 @@ class Attributor(Engine):
         if "guided_gradcam" in self._options.methods:
             check_rectifiers(self._module, x)
         if self._maps is not None:
-            self.feature_maps(x)
+            with torch.no_grad(), kept_output(self._module, self._maps) as kept:
+                self._module(x.clone())
+            row_shape = tuple(kept[0].shape[1:])
+            to_map = map_view(self._maps.name, row_shape, self.backbone)
+            self._check_positions_of(self._maps, row_shape, to_map)
         with self._cheaply():
             if self._layer is not None:
                 self._to_map = self._map_of_layer(x)
@@ -303,7 +311,15 @@ class Attributor(Engine):
                 "what the model says does not depend on them (behind a transformer's last block "
                 "only the class token counts). Give attribute.layer before that."
             )
+        self._check_positions_of(tap, tuple(kept[0].shape[1:]), to_map)
         return to_map
+
+    def _check_positions_of(
+        self, tap: Tap, row_shape: tuple[int, ...], to_map: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Where the shape leaves it open, positions lie as the image does; else ReduceError."""
+        if not has_known_positions(tap.name, row_shape, self.backbone.preprocess.crop):
+            check_positions(self._module, [(tap, to_map)], self._noise(1))
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
         return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from featx import reduce
 from featx.errors import LayerError, ReduceError
 from featx.models.base import Backbone
-from featx.reduce import channels_last, token_grid
 from featx.taps.nested import path_to, pick, with_element
 from featx.taps.traces import Tap
 
@@ -66,14 +66,12 @@ def map_view(
     Raises:
         LayerError: its rows are neither a map nor patch tokens.
     """
-    crop, prefix = backbone.preprocess.crop, backbone.num_prefix_tokens
-    if len(row_shape) == 2 and (grid := token_grid(row_shape[0], crop, prefix)):
-        return lambda x: x[:, prefix:].transpose(1, 2).reshape(len(x), -1, *grid)
-    if len(row_shape) == 3:
-        with contextlib.suppress(ReduceError):
-            last = channels_last("attribute.layer", name, row_shape, crop)
-            return (lambda x: x.permute(0, 3, 1, 2)) if last else (lambda x: x)
-    raise LayerError(
-        f"{name} gives rows of shape {row_shape}, expected a map (C, h, w) or (h, w, C) of the "
-        "picture's proportions, or patch tokens (T, C). job=layers lists every layer."
-    )
+    try:
+        return reduce.map_view(
+            "grid", name, row_shape, backbone.preprocess.crop, backbone.num_prefix_tokens
+        )
+    except ReduceError as error:
+        raise LayerError(
+            f"{name} gives rows of shape {row_shape}, expected a map (C, h, w) or (h, w, C) of the "
+            "picture's proportions, or patch tokens (T, C). job=layers lists every layer."
+        ) from error

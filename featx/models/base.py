@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,20 @@ from featx.torchscript import refuse_scripted
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 
 
+@dataclass(frozen=True)
+class LibraryEmbedding:
+    """The vector before the classifier, as the library of a model defines it.
+
+    Attributes:
+        compute: (B, 3, H, W) -> (B, D), by the library's own functions.
+        expose: makes the vector the output of a module of its own, for models whose forward pass
+            has no tensor that equals it.
+    """
+
+    compute: Callable[[torch.Tensor], Any]
+    expose: Callable[[], None]
+
+
 @dataclass
 class Backbone:
     """A frozen module in eval mode with all that travels with its weights.
@@ -30,8 +44,9 @@ class Backbone:
         weights: what the parameters are: a tag, a file, or 'random (seed 0)'.
         preprocess: as the weights ask.
         num_prefix_tokens: class and register tokens in front of the patch tokens; 0 without any.
-        classifier: name of the module whose input is the embedding; several names where the model
-            has several heads; None: the last Linear.
+        has_class_token: whether the first of those is a class token.
+        classifier: name of the module whose input is the embedding; None: the last Linear.
+        embedding: the library's own; it comes before `classifier`. None where it defines none.
         stages: names of the stages where the library says them; None: found from the shapes.
         classes: names of the logits in order, where the library says them.
         is_users: the module is the user's own and may live on after the run.
@@ -46,7 +61,9 @@ class Backbone:
     weights: str
     preprocess: Preprocess
     num_prefix_tokens: int = 0
-    classifier: str | tuple[str, ...] | None = None
+    has_class_token: bool = True
+    classifier: str | None = None
+    embedding: LibraryEmbedding | None = None
     stages: tuple[str, ...] | None = None
     classes: tuple[str, ...] = ()
     is_users: bool = False
@@ -286,11 +303,15 @@ def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
 
 
 def timm_stages(module: Any) -> tuple[str, ...] | None:
-    """The stages that a timm model names in its feature_info, or None where it names none."""
+    """The stages that a timm model names in its feature_info, or None where it names none.
+
+    Some names are no modules; the preset `stages` is then refused, for what looks like a stage may
+    be the inside of one.
+    """
     info = getattr(module, "feature_info", None)
     rows = getattr(info, "info", info) or []
     names = tuple(row["module"] for row in rows if isinstance(row, dict) and row.get("module"))
-    return names if names and set(names) <= set(dict(module.named_modules())) else None
+    return names or None
 
 
 def timm_classes(module: Any) -> tuple[str, ...]:

@@ -41,9 +41,21 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         weights=weights,
         preprocess=preprocess_of(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
+        has_class_token=_has_class_token(module),
         is_users=True,
         args=_args_of_values(config),
     )
+
+
+def _has_class_token(module: nn.Module) -> bool:
+    """What a module says in `has_class_token` or, as timm's, in `cls_token`; else that it has one.
+
+    It counts where `num_prefix_tokens` says that there are tokens in front of the patches.
+    """
+    said = getattr(module, "has_class_token", None)
+    if isinstance(said, bool):
+        return said
+    return getattr(module, "cls_token", module) is not None
 
 
 def untrained(config: ModelConfig, seed: int) -> nn.Module:

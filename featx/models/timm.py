@@ -18,6 +18,7 @@ from featx.errors import ModelError, WeightsError
 from featx.loading.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
+    LibraryEmbedding,
     is_weights_file,
     load_weights,
     random_id,
@@ -63,14 +64,17 @@ def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
 
 
 def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
-    """A built timm model with its preprocessing, classifier and stages."""
+    """A built timm model with its preprocessing, embedding and stages."""
     return Backbone(
         module=module,
         name=name,
         weights=weights,
         preprocess=preprocess_of(module),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
-        classifier=_classifier(module),
+        has_class_token=any(
+            name.rpartition(".")[2] == "cls_token" for name, _ in module.named_parameters()
+        ),
+        embedding=embedding_of(module),
         stages=timm_stages(module),
         reentrant=True,
     )
@@ -100,11 +104,35 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
     )
 
 
-def _classifier(module: Any) -> str | tuple[str, ...] | None:
-    name = module.pretrained_cfg.get("classifier")
-    if isinstance(name, tuple | list):
-        return tuple(name)  # distilled models have two heads, and so no single embedding
-    return name if name and name in dict(module.named_modules()) else None
+def embedding_of(module: Any) -> LibraryEmbedding:
+    """timm's own embedding: the pre-logits, or what a model without a classifier returns."""
+
+    def compute(x: torch.Tensor) -> Any:
+        try:
+            return module.forward_head(module.forward_features(x), pre_logits=True)
+        except NotImplementedError:  # an encoder that was never made to classify
+            return module(x)
+
+    return LibraryEmbedding(compute, lambda: _expose_pre_logits(module))
+
+
+def _expose_pre_logits(module: Any) -> None:
+    """Give a model a module `pre_logits` that each forward pass calls with the pre-logits.
+
+    A subclass, so that deep copies stay whole.
+    """
+    base: Any = type(module)
+
+    class WithPreLogits(base):  # type: ignore[misc]
+        def forward_head(self, x: Any, *args: Any, **keywords: Any) -> Any:
+            logits = super().forward_head(x, *args, **keywords)
+            if not keywords.get("pre_logits"):
+                self.pre_logits(super().forward_head(x, pre_logits=True))
+            return logits
+
+    WithPreLogits.__name__, WithPreLogits.__qualname__ = base.__name__, base.__qualname__
+    module.add_module("pre_logits", torch.nn.Identity())
+    module.__class__ = WithPreLogits
 
 
 def _present_name(name: str) -> str:

@@ -67,9 +67,19 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         weights=weights,
         preprocess=preprocess,
         num_prefix_tokens=1 if name.startswith("vit_") else 0,
+        classifier=classifier_of(module),
         classes=tuple(entry.meta.get("categories", ())) if entry is not None else (),
         reentrant=True,
     )
+
+
+def classifier_of(module: torch.nn.Module) -> str | None:
+    """The last convolution of a segmentation model's main head; its auxiliary head runs later."""
+    if getattr(module, "aux_classifier", None) is None:
+        return None
+    head = module.get_submodule("classifier")
+    convolutions = [n for n, m in head.named_modules() if isinstance(m, torch.nn.Conv2d)]
+    return f"classifier.{convolutions[-1]}"
 
 
 def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:

@@ -45,13 +45,16 @@ class ProjectedReduce:
         row_shape: tuple[int, ...],
         input_size: tuple[int, int],
         num_prefix_tokens: int,
+        has_class_token: bool = True,
     ) -> Reduction:
         """(B, *row_shape) -> (B, k), or the layout of `shape` with k features at each position.
 
         Raises:
             ReduceError: the statistics are of rows of another shape.
         """
-        before = reduction(self.first, layer, row_shape, input_size, num_prefix_tokens)
+        before = reduction(
+            self.first, layer, row_shape, input_size, num_prefix_tokens, has_class_token
+        )
         found = tuple(before(torch.zeros(1, *row_shape)).shape[1:])
         if found != self.shape:
             raise ReduceError(
@@ -78,11 +81,18 @@ def bound_reduction(
     row_shape: tuple[int, ...],
     input_size: tuple[int, int],
     num_prefix_tokens: int,
+    has_class_token: bool = True,
 ) -> Reduction:
     """`reduction`, also for what projects."""
     if isinstance(reduce, ProjectedReduce):
-        return reduce.bind(layer, row_shape, input_size, num_prefix_tokens)
-    return reduction(reduce, layer, row_shape, input_size, num_prefix_tokens)
+        return reduce.bind(layer, row_shape, input_size, num_prefix_tokens, has_class_token)
+    return reduction(reduce, layer, row_shape, input_size, num_prefix_tokens, has_class_token)
+
+
+def reads_positions(reduce: StoredReduce) -> bool:
+    """Whether a reduction relies on where the positions of a layer lie in the image."""
+    first = reduce.first if isinstance(reduce, ProjectedReduce) else reduce
+    return first.name == "grid"
 
 
 def with_statistics(

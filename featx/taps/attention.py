@@ -18,7 +18,6 @@ from torch import nn
 
 from featx.errors import LayerError
 from featx.globs import glob_to_regex
-from featx.options import PRESETS
 from featx.taps.layer_names import split_capture
 from featx.taps.operations import of_module, unwatched
 
@@ -44,7 +43,7 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
         name, capture = split_capture(request)
         pattern = re.compile(glob_to_regex(re.sub(r"\[\d+\]$|@\d+$", "", name)))
         if capture == "attention":
-            every = name in ("all", "leaves") and name in PRESETS and name not in names
+            every = name in ("all", "leaves")
             asked.update(each for each in fused if every or pattern.fullmatch(each))
         elif not any(pattern.fullmatch(each) for each in names):
             asked.update(

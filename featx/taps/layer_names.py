@@ -2,6 +2,7 @@
 
 layer4              the module's output
 relu@2              its second call, where a module is called several times
+stages@1            a module that is named like a preset; stages alone is the preset
 encoder[0]  blk.h   one element of a tuple or a dict
 layer*              a glob: * within one part of a dotted name, ** across parts
 layer4:input        what goes into the layer, instead of what comes out; also behind a glob

@@ -36,7 +36,7 @@ class Selection:
 def select(
     requests: Sequence[tuple[str, ReduceConfig]],
     trace: Trace,
-    classifier: str | Sequence[str] | None,
+    classifier: str | None,
     stages: Sequence[str] | None,
 ) -> Selection:
     """The taps for a list of names, globs and presets, in the order of the requests.
@@ -63,12 +63,17 @@ def select(
 def _taps(
     request: str,
     trace: Trace,
-    classifier: str | Sequence[str] | None,
+    classifier: str | None,
     stages: Sequence[str] | None,
     left_out: list[str],
 ) -> Iterator[Tap]:
     name, capture = split_capture(request)
-    if name in PRESETS and name not in trace.names:
+    if name in PRESETS:
+        if trace.names.get(name) in trace.by_module:
+            left_out.append(
+                f"the module {name!r} of this model: layers={name} is the preset, the module is "
+                f"{name}@1"
+            )
         if name == "embedding":
             if capture != "output":
                 raise LayerError(
@@ -78,7 +83,14 @@ def _taps(
             yield embedding_tap(trace, classifier)
         elif name == "stages":
             found = list(stages) if stages is not None else find_stages(trace)
-            yield from (named_tap(with_capture(stage, capture), trace) for stage in found)
+            for stage in found:
+                try:
+                    yield named_tap(with_capture(_meant(stage, trace), capture), trace)
+                except LayerError as error:
+                    raise LayerError(
+                        f"the preset stages means {', '.join(found)} in this model, and one of "
+                        f"these cannot be taken: {error}"
+                    ) from error
         else:
             yield from _every_tap(trace, name == "leaves", capture, left_out)
     elif any(sign in name for sign in "*?"):
@@ -172,26 +184,33 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
     )
 
 
-def embedding_tap(trace: Trace, classifier: str | Sequence[str] | None) -> Tap:
-    """The pre-logits vector: what goes into the classifier, or else into the last linear layer.
+def embedding_tap(trace: Trace, classifier: str | None) -> Tap:
+    """The vector before the classifier: the library's own, or what goes into the classifier.
+
+    Args:
+        trace: with what `featx.taps.embedding.with_evidence` found.
+        classifier: where the library names it, else the last linear layer.
 
     Raises:
         LayerError: there is no such layer.
     """
-    if classifier is not None and not isinstance(classifier, str):
-        raise LayerError(
-            f"the preset embedding is the input of the classifier, and this model has "
-            f"{len(classifier)}: {', '.join(classifier)}. Name a layer: job=layers lists them."
-        )
+    if trace.library_embedding is not None:
+        return trace.library_embedding[0]
     if classifier is None:
-        leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
-        if not leaves or not leaves[-1].is_linear:
+        classifier = last_linear(trace)
+        if classifier is None:
+            leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
             last = leaves[-1].module if leaves else "none"
             raise LayerError(
                 f"the preset embedding needs a model that ends in a linear layer; the last layer "
                 f"with parameters here is {last}. Name a layer: job=layers lists them."
             )
-        classifier = leaves[-1].module
+        if classifier == trace.undecided:
+            raise LayerError(
+                f"the preset embedding is the input of the classifier. The last linear layer here, "
+                f"{classifier}, is none: what the model returns depends on the image also in other "
+                "ways than through that layer's output. Name a layer: job=layers lists them."
+            )
     calls = trace.by_module.get(trace.names.get(classifier, classifier), [])
     if len(calls) != 1:
         raise LayerError(
@@ -202,14 +221,19 @@ def embedding_tap(trace: Trace, classifier: str | Sequence[str] | None) -> Tap:
     return Tap("embedding", classifier, "input")
 
 
+def last_linear(trace: Trace) -> str | None:
+    """The last layer with parameters, where it is linear or a 1 x 1 convolution, else None."""
+    leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
+    return leaves[-1].module if leaves and leaves[-1].is_linear else None
+
+
 def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str]) -> Iterator[Tap]:
     for call in trace.calls:
         if not call.module or (leaves_only and not call.is_leaf and capture != "attention"):
             continue
         if capture == "attention" and not call.attention:
             continue
-        several = len(trace.by_module[call.module]) > 1
-        stem = f"{call.module}@{call.number}" if several else call.module
+        stem = trace.call_name(call)
         tensors = call.tensors(capture)
         single = len(tensors) == 1
         if not tensors:
@@ -219,7 +243,7 @@ def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str
             if not shape or shape[0] != trace.batch_size:
                 left_out.append(f"{name} {shape} (the batch is not in front)")
             else:
-                number = call.number if several else None
+                number = None if stem == call.module else call.number
                 yield Tap(name, call.module, capture, number, () if single else path)
 
 
@@ -241,7 +265,13 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
     left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
     for name in sorted(fired, key=lambda name: order[trace.names[name]]):
-        yield named_tap(with_capture(name, capture), trace)
+        yield named_tap(with_capture(_meant(name, trace), capture), trace)
+
+
+def _meant(name: str, trace: Trace) -> str:
+    """What to write for a module: its name, or its only call where a preset is called so too."""
+    is_single = len(trace.by_module.get(trace.names.get(name, name), ())) == 1
+    return f"{name}@1" if name in PRESETS and is_single else name
 
 
 def _check_element(
@@ -257,8 +287,10 @@ def _check_element(
 
 def _embedding_reduce(tap: Tap, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
     """An embedding is a vector: a map in front of a convolutional classifier is averaged."""
-    if tap.name != "embedding" or tap.capture != "input" or reduce.name != "none":
+    if tap.name != "embedding" or reduce.name != "none":
         return reduce
+    if trace.library_embedding is not None:
+        return ReduceConfig(trace.library_embedding[1])
     call = trace.by_module[trace.names.get(tap.module, tap.module)][0]
     shape = next(iter(call.inputs.values()))
     if len(shape) == 2:

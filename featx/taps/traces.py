@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from featx.options import GRADIENTS
+from featx.options import GRADIENTS, PRESETS
 
 Path = tuple[str | int, ...]
 
@@ -114,12 +114,19 @@ class Trace:
         names: every name of every module, shared ones under each name, -> its first name.
         batch_size: of the pass.
         operations: in the order in which they ran.
+        library_embedding: the tap that equals the embedding as the model's library defines it, and
+            the reduction, 'none' or 'flatten', that makes a vector of it; None where the library
+            defines none, or nobody asked.
+        undecided: the last linear layer, where what the model returns depends on the image also in
+            other ways than through its output; None where it does not, or nobody asked.
     """
 
     calls: Sequence[Call]
     names: Mapping[str, str]
     batch_size: int
     operations: Sequence[Operation] = ()
+    library_embedding: tuple[Tap, str] | None = None
+    undecided: str | None = None
     by_module: dict[str, list[Call]] = field(init=False, default_factory=dict)
     by_operation: dict[str, Operation] = field(init=False, default_factory=dict)
 
@@ -139,6 +146,14 @@ class Trace:
         names = [each.name for each in self.operations if each.module in modules]
         last = max((i for i, name in enumerate(names) if name in wanted), default=-1)
         return names[: last + 1]
+
+    def call_name(self, call: Call) -> str:
+        """What means a call in `layers`: the module's name, with its number where that is needed.
+
+        A preset is meant by its name, also where the model has a module of that name.
+        """
+        numbered = len(self.by_module[call.module]) > 1 or call.module in PRESETS
+        return f"{call.module}@{call.number}" if numbered else call.module
 
     def known_names(self) -> list[str]:
         """Whatever can stand in `layers`: modules, then operations."""

@@ -172,18 +172,17 @@ def test_the_transform_is_timms_own(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix", "classifier"),
+    ("name", "prefix", "class_token"),
     [
-        ("test_vit", 1, "head"),
-        ("test_resnet", 0, "fc"),
-        ("deit_tiny_distilled_patch16_224", 2, ("head", "head_dist")),
+        ("test_vit", 1, True),
+        ("test_vit2", 1, False),  # a register and no class token
+        ("test_resnet", 0, False),
+        ("deit_tiny_distilled_patch16_224", 2, True),
     ],
 )
-def test_prefix_tokens_and_classifier_come_from_the_model(
-    name: str, prefix: int, classifier: str | tuple[str, ...]
-) -> None:
+def test_prefix_tokens_come_from_the_model(name: str, prefix: int, class_token: bool) -> None:
     backbone = build(name, None)
-    assert (backbone.num_prefix_tokens, backbone.classifier) == (prefix, classifier)
+    assert (backbone.num_prefix_tokens, backbone.has_class_token) == (prefix, class_token)
 
 
 @pytest.mark.slow  # a large input

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from torch import nn
 
 from featx.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
+from featx.layer_table import layer_rows
 from featx.models import build_backbone
 from featx.models.base import Backbone
-from featx.options import ModelConfig, ReduceConfig
+from featx.options import PRESETS, ModelConfig, ReduceConfig
 from featx.taps.layer_names import parse_tap
 from featx.taps.select import Selection, select
 from featx.taps.traces import Trace
@@ -71,7 +73,7 @@ def odd_trace() -> Trace:
 def traced(library: str, name: str) -> tuple[Backbone, Trace]:
     backbone = build_backbone(ModelConfig(name=name, library=library, weights=None), seed=0)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        return backbone, engine.trace()
+        return backbone, engine.trace(["embedding"])
 
 
 def chosen(*requests: str, of: Trace | None = None) -> list[str]:
@@ -237,12 +239,41 @@ def test_presets_and_names_go_together() -> None:
     assert (tap.module, tap.capture, reduce.name) == ("fc", "input", "none")
 
 
-def test_a_layer_named_like_a_preset_is_the_layer() -> None:
-    model = nn.Sequential()
-    model.add_module("embedding", nn.Conv2d(3, 4, 1))
-    found = trace(model.eval(), torch.zeros(2, 3, 4, 4))
-    ((tap, _),) = selection("embedding", of=found).chosen
-    assert (tap.module, tap.capture) == ("embedding", "output")
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_preset_beside_a_module_of_that_name(name: str) -> None:
+    """38 of timm's files call a module `stages`; it is reached by its call, and that is said."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1))
+    model.add_module(name, nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)))
+    model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)])
+    found = trace(model.eval(), torch.zeros(2, 3, 8, 8))
+    expected = {
+        "embedding": ["embedding"],
+        "stages": ["0", f"{name}@1"],
+        "leaves": ["0", f"{name}.0", f"{name}.1", "2", "3", "4"],
+        "all": ["0", f"{name}.0", f"{name}.1", f"{name}@1", "2", "3", "4"],
+    }
+    preset = selection(name, of=found)
+    assert [tap.name for tap, _ in preset.chosen] == expected[name]
+    assert preset.left_out == [
+        f"the module {name!r} of this model: layers={name} is the preset, the module is {name}@1"
+    ]
+    for request in (f"{name}@1", f"{name[:-1]}?"):
+        module = selection(request, of=found)
+        ((tap, _),) = module.chosen
+        assert (tap.name, tap.module, tap.capture) == (f"{name}@1", name, "output")
+        assert module.left_out == []
+    ((tap, _),) = selection(f"{name}@1:input", of=found).chosen
+    assert (tap.module, tap.capture) == (name, "input")
+    assert f"{name}@1" in [row["name"] for row in layer_rows(found, 4)]
+
+
+def test_a_module_list_named_like_a_preset_is_not_spoken_of() -> None:
+    """It is never called, so nothing can be meant but the preset."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(256, 2))
+    found = trace(model.eval(), torch.zeros(2, 3, 8, 8))
+    model.add_module("leaves", nn.ModuleList())
+    names = {**found.names, "leaves": "leaves"}
+    assert selection("leaves", of=replace(found, names=names)).left_out == []
 
 
 def test_no_embedding_without_a_linear_layer_at_the_end() -> None:
@@ -250,13 +281,6 @@ def test_no_embedding_without_a_linear_layer_at_the_end() -> None:
     found = trace(model, torch.zeros(2, 3, 4, 4))
     with pytest.raises(LayerError, match=r"ends in a linear layer; the last layer.*here is 1"):
         selection("embedding", of=found)
-
-
-@pytest.mark.slow
-def test_no_single_embedding_with_two_heads() -> None:
-    """timm's pre-logits of a distilled model is a mean of two tokens, the input of neither head."""
-    with pytest.raises(LayerError, match="this model has 2: head, head_dist"):
-        preset("timm", "deit_tiny_distilled_patch16_224", "embedding")
 
 
 def test_stages_of_a_model_without_any() -> None:

@@ -1,0 +1,119 @@
+"""`embedding` of one member of every family of torchvision, against the model cut by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from timm_survey import CLOSE, randomise_constants
+from tiny_engine import backbone_of, noise
+from torch import nn
+from torchvision import models
+
+from featx.engine import Compute, Engine
+from featx.errors import LayerError
+from featx.models import build_backbone
+from featx.models.base import Backbone, seeded
+from featx.models.torchvision import classifier_of
+from featx.options import ModelConfig, ReduceConfig
+from featx.taps.select import select
+
+LAST = {
+    "alexnet": ("classifier.6", 64),
+    "convnext_tiny": ("classifier.2", 64),
+    "densenet121": ("classifier", 64),
+    "efficientnet_b0": ("classifier.1", 64),
+    "efficientnet_v2_s": ("classifier.1", 64),
+    "googlenet": ("fc", 64),
+    "inception_v3": ("fc", 96),
+    "maxvit_t": ("classifier.5", 224),
+    "mnasnet0_5": ("classifier.1", 64),
+    "mobilenet_v2": ("classifier.1", 64),
+    "mobilenet_v3_small": ("classifier.3", 64),
+    "regnet_x_400mf": ("fc", 64),
+    "resnet18": ("fc", 64),
+    "resnext50_32x4d": ("fc", 64),
+    "shufflenet_v2_x0_5": ("fc", 64),
+    "swin_t": ("head", 64),
+    "swin_v2_t": ("head", 64),
+    "vgg11": ("classifier.6", 64),
+    "vit_b_32": ("heads.head", 224),
+    "wide_resnet50_2": ("fc", 64),
+}
+"""Architecture -> its classifier, and the side of an image that it can take."""
+
+FAST = {"mnasnet0_5", "mobilenet_v3_small", "resnet18", "shufflenet_v2_x0_5"}
+
+
+def embedding(backbone: Backbone, x: torch.Tensor) -> torch.Tensor:
+    with Engine(backbone, torch.device("cpu"), "float32") as engine:
+        traced = engine.trace(["embedding"])
+        requests = [("embedding", ReduceConfig())]
+        engine.bind(select(requests, traced, backbone.classifier, backbone.stages).chosen)
+        engine.settle(Compute("fp32", False, False, len(x)))
+        return engine.run(x)["embedding"]
+
+
+def build(name: str, **options: object) -> nn.Module:
+    with seeded(0):
+        module = models.get_model(name, weights=None, **options).eval()
+    randomise_constants(module)
+    return module
+
+
+def cut(module: nn.Module, last: str) -> nn.Module:
+    """The model with its classifier replaced by the identity."""
+    module = copy.deepcopy(module)
+    parent, _, leaf = last.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, nn.Identity())
+    return module
+
+
+def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    assert found.shape == expected.shape
+    return bool((found - expected).abs().max() <= CLOSE * expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAST]
+)
+def test_the_embedding_is_what_the_classifier_is_given(name: str) -> None:
+    last, side = LAST[name]
+    options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    module = build(name, **options)
+    x = noise(2, side)
+    with torch.no_grad():
+        expected = cut(module, last)(x)
+    assert is_close(embedding(backbone_of(module, side), x), expected)
+
+
+def test_the_embedding_in_front_of_a_convolutional_classifier_is_averaged() -> None:
+    module, x = build("squeezenet1_1"), noise(2, 64)
+    with torch.no_grad():
+        expected = module.features(x).mean((2, 3))
+    assert is_close(embedding(backbone_of(module, 64), x), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fcn_resnet50", "deeplabv3_mobilenet_v3_large"])
+def test_the_embedding_of_a_segmentation_model_is_that_of_its_main_head(name: str) -> None:
+    """With its usual weights there is an auxiliary head, whose layers run last."""
+    module, x = build(name, weights_backbone=None, aux_loss=True), noise(2, 64)
+    backbone = backbone_of(module, 64)
+    backbone.classifier = classifier_of(module)
+    head = module.classifier
+    with torch.no_grad():
+        expected = head[:-1](module.backbone(x)["out"]).mean((2, 3))
+    assert is_close(embedding(backbone, x), expected)
+
+
+def test_two_heads_of_a_segmentation_model_are_refused() -> None:
+    module = build("lraspp_mobilenet_v3_large", weights_backbone=None)
+    with pytest.raises(LayerError, match=r"classifier\.high_classifier, is none"):
+        embedding(backbone_of(module, 64), noise(2, 64))
+
+
+def test_a_built_backbone_names_the_main_head() -> None:
+    config = ModelConfig(name="resnet18", library="torchvision", weights=None)
+    assert build_backbone(config, 0).classifier is None

@@ -173,7 +173,9 @@ class Attributor(Engine):
             buffers.check()
             # Occlusion is a small difference of large logits.
             with torch.no_grad():
-                rounding = 1e-5 * float(logits_of(self._module(x.clone())).abs().max())
+                logits = logits_of(self._module(x.clone()))
+            finite = logits[torch.isfinite(logits)].abs()
+            rounding = 1e-5 * float(finite.max()) if len(finite) else 0.0
         for name in set(self._options.methods) & set(values):
             check_row(name, values[name][0], again[name][-1], rounding)
 

@@ -71,14 +71,19 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     from featx.data import open_source
     from featx.devices import choose_device
     from featx.models import build_backbone
+    from featx.taps.embedding import with_evidence
     from featx.taps.select import select
     from featx.taps.tracing import trace
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
-    module = backbone.module.to(device).requires_grad_(True)  # as it comes from its library
-    traced = trace(module, torch.zeros(2, 3, *backbone.preprocess.crop, device=device))
-    chosen = select(layer_requests(config), traced, backbone.classifier, backbone.stages).chosen
+    module = backbone.module.to(device)
+    noise = torch.randn(2, 3, *backbone.preprocess.crop, device=device)
+    requests, traced = layer_requests(config), trace(module, noise)
+    if "embedding" in dict(requests):
+        traced = with_evidence(traced, module, noise, backbone.embedding)
+    module.requires_grad_(True)  # as it comes from its library
+    chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
     tap, _ = chosen[0]
     listing = open_source(config.data).listing()
     assert config.data.root is not None

@@ -9,9 +9,12 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.supervisor import end_process, is_echo, supervised
+
+if TYPE_CHECKING:
+    from featx.overrides import CommandLine
 
 
 def main() -> None:
@@ -27,10 +30,11 @@ def run_command() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx import compose
+    from featx import __version__, compose
     from featx.config import shipped
     from featx.errors import FeatxError
-    from featx.progress import complain
+    from featx.overrides import read_command_line
+    from featx.progress import complain, say, stop_saying
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
     # Hydra prints errors and exits by itself unless it is told to raise them.
@@ -39,15 +43,25 @@ def run_command() -> int:
     codes: list[int] = []
 
     def one_job(node: Any) -> None:
-        codes.append(_guarded(node, debug))
+        codes.append(_guarded(node, line, debug))
 
-    compose.register()
     signal.signal(signal.SIGINT, _interrupted)
     signal.signal(signal.SIGTERM, _terminated)
+    typed = sys.argv
     try:
+        line = read_command_line(typed[1:])
+        if line.wants_version:
+            say(f"featx {__version__}")
+            return 0
+        compose.register(line.config_dirs)
+        sys.argv = [typed[0], *line.arguments]
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
             one_job
         )()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        stop_saying()  # nobody has to read the help to its end (`-h | head`)
+        return 0
     except (HydraException, OmegaConfBaseException, FeatxError) as error:
         if debug:
             raise
@@ -55,21 +69,27 @@ def run_command() -> int:
         return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
+    finally:
+        sys.argv = typed
     return max(codes, default=0)
 
 
-def _guarded(node: Any, debug: bool) -> int:
+def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
     """One job of the command; in a multirun, one that fails does not take the others with it."""
     from omegaconf.errors import OmegaConfBaseException
 
     from featx import compose, keys
+    from featx.effects import given_by_value, unread
     from featx.errors import FeatxError, StorageError
     from featx.progress import complain, log_as_json
 
     try:
-        checked = keys.from_omegaconf(node)
+        checked = keys.from_omegaconf(node, line.given)
         if checked.log.json:
             log_as_json()
+        of_files = given_by_value(checked) - line.given if line.config_dirs else ()
+        if unused := unread(checked, of_files):
+            complain(f"job={checked.job.name} does not use {', '.join(unused)} of the config file")
         job = importlib.import_module(f"featx.jobs.{checked.job.name}")
         code: int = job.run(checked, keys.saved_yaml(node))
         return code

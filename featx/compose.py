@@ -1,20 +1,32 @@
-"""Overrides -> Config, by Hydra: the schema, `model=ANY_NAME`, and errors in our own words."""
+"""What Hydra composes a config of: the schema, `model=ANY_NAME`, and the user's own files."""
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from featx.config import Config
 from featx.errors import ConfigError, nearest
 from featx.keys import described_keys, known_keys
+from featx.option_types import Kind, option_types
+from featx.overrides import is_path
+
+_STR = "tag:yaml.org,2002:str"
+_NULL = "tag:yaml.org,2002:null"
 
 
 class AnyModel(ConfigSource):
@@ -48,12 +60,125 @@ class AnyModel(ConfigSource):
         return []
 
 
-def register() -> None:
-    """Tell Hydra the schema and the source of model names."""
+class ConfigFiles(FileConfigSource):
+    """The user's own files, from --config-dir.
+
+    A text option keeps its text (YAML reads `out: 2024_01` as a number), and a file at the top
+    may be a plain mapping of options, without Hydra's list of defaults.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "config-files"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        try:
+            loaded = super().load_config(config_path)
+            tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+            if isinstance(tree, yaml.MappingNode):
+                group = config_path.rpartition("/")[0].replace("/", ".")
+                package = loaded.header.get("package") or group
+                keep_text(tree, "" if package == "_global_" else package)
+                if not group and "/" not in config_path:
+                    _name_choices(tree)
+                loaded.config = OmegaConf.create(yaml.serialize(tree, Dumper=yaml.SafeDumper))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is no YAML: {error}") from error
+        return loaded
+
+
+def keep_text(node: yaml.MappingNode, prefix: str) -> None:
+    """Make the values of text options texts, whatever they look like; null stays null.
+
+    Args:
+        node: a mapping of options in a YAML file; changed in place.
+        prefix: the group that it holds the options of: '' or such as 'model'.
+    """
+    for key, value in node.value:
+        name = f"{prefix}.{key.value}".lstrip(".")
+        option = option_types().get(name)
+        if option is None and "." in str(key.value) and key.value in option_types():
+            group, _, last = str(key.value).rpartition(".")
+            raise ConfigError(
+                f"{key.value} in a YAML file is written as {last} below {group}:\n"
+                f"{group}:\n  {last}: ..."
+            )
+        if option is None:
+            continue
+        if option.kind in (Kind.TEXT, Kind.TEXTS, Kind.NAMES):
+            _as_text(value)
+        elif option.kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, yaml.MappingNode):
+            keep_text(value, name)
+
+
+def _as_text(node: yaml.Node) -> None:
+    if isinstance(node, yaml.ScalarNode) and node.tag != _NULL:
+        node.tag, node.style = _STR, '"'
+    elif isinstance(node, yaml.SequenceNode):
+        for element in node.value:
+            _as_text(element)
+    elif isinstance(node, yaml.MappingNode):  # layers: their names, and reductions
+        for name, reduction in node.value:
+            _as_text(name)
+            if isinstance(reduction, yaml.MappingNode):
+                keep_text(reduction, "reduce")
+            else:
+                _as_text(reduction)
+
+
+def _name_choices(tree: yaml.MappingNode) -> None:
+    """Turn `model: resnet50` and `model: {name: resnet50}` into choices of Hydra's defaults list.
+
+    A file that has such a list chooses by itself.
+    """
+    if any(key.value == "defaults" for key, _ in tree.value):
+        return
+    choices = ["config"]
+    for entry in list(tree.value):
+        key, value = entry
+        option = option_types().get(str(key.value))
+        if option is None or option.kind is not Kind.GROUP:
+            continue
+        if isinstance(value, yaml.ScalarNode):
+            name = str(value.value)
+            tree.value.remove(entry)
+            if key.value == "data" and is_path(name, []):
+                path = yaml.serialize(yaml.ScalarNode(_STR, name, style='"')).strip()
+                added = yaml.compose(f"data: {{root: {path}}}")
+                assert isinstance(added, yaml.MappingNode)
+                tree.value += added.value
+                name = "folder"
+        else:
+            names = [inner.value for own, inner in value.value if own.value == "name"]
+            if not names:
+                continue
+            name = str(names[0])
+        choices.append(f"{{override {key.value}: {json.dumps(name)}}}")
+    added = yaml.compose(f"defaults: [{', '.join(choices)}, _self_]")
+    assert isinstance(added, yaml.MappingNode)
+    tree.value = [*added.value, *tree.value]
+
+
+class _SearchPath(SearchPathPlugin):
+    """Where Hydra looks for configs beside conf/: the user's folders, and every model's name."""
+
+    folders: ClassVar[Sequence[Path]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
+        search_path.append("featx", f"{AnyModel.scheme()}://")
+
+
+def register(config_dirs: Sequence[Path] = ()) -> None:
+    """Tell Hydra the schema, the user's config folders, and the source of model names."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     store.store(group="hydra/help", name="featx", node=_help())
-    Plugins.instance().register(AnyModel)
+    _SearchPath.folders = tuple(config_dirs)
+    for plugin in (AnyModel, ConfigFiles, _SearchPath):
+        Plugins.instance().register(plugin)
 
 
 def _help() -> dict[str, str]:
@@ -93,27 +218,30 @@ def explain(error: Exception) -> ConfigError:
         r"[Cc]ould not find '([^']+)/[^']*'.*|Could not append to config\. .* item '?([^' ]+)'?",
         text,
     )
+    if missing_config := re.search(r"Cannot find primary config '([^']+)'", text):
+        name = missing_config.group(1)
+        where = ", ".join(map(str, _SearchPath.folders)) or "conf/; --config-dir DIR adds a folder"
+        return ConfigError(f"--config-name {name}: there is no {name}.yaml in {where}.")
     missing_choice = re.search(r"Could not find '(\w+)/([^']+)'", text)
     if missing_choice:
         group, choice = missing_choice.groups()
         options = re.search(rf"options in '{group}':\n((?:\t.*\n?)+)", text)
         names = options.group(1).split() if options else []
+        path = " For a folder: its path, such as data=./photos." if group == "data" else ""
         return ConfigError(
-            f"{group}={choice}: expected one of {', '.join(names)}.{nearest(choice, names)}"
+            f"{group}={choice}: expected one of {', '.join(names)}.{nearest(choice, names)}{path}"
         )
-    if unknown:
-        key = next(found for found in unknown.groups() if found)
-        keys = known_keys()
+    key = next((found for found in unknown.groups() if found), None) if unknown else None
+    if key is not None and key not in option_types():
         return ConfigError(
-            f"unknown key {key!r}.{nearest(key, keys)} python -m featx --help lists every key."
+            f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx --help lists every "
+            "key."
         )
     if (override := getattr(error, "override", None)) is not None:
-        example = "'layers=[layer4,avgpool]'"
-        if "{" in override:
-            example = "'data.root=\"train-{000..012}.tar\"' with both kinds of quotes"
         return ConfigError(
-            f"cannot read {override!r}: {chain[0].splitlines()[0]}. Quote what the shell or Hydra "
-            f"would take apart, for example {example}."
+            f"cannot read {override!r}: {chain[0].splitlines()[0]}. A value with brackets, braces, "
+            "commas or quotes goes into single quotes for the shell, texts inside it into double "
+            f"ones: 'layers=[layer4,\"blocks.*.mlp\"]', 'model.args={{depth: 20, name: \"a, b\"}}'."
         )
     full_key = re.search(r"full_key: (\S+)", text)
     where = f"{full_key.group(1)}: " if full_key else ""

@@ -11,16 +11,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from featx.effects import check_effects, check_places, default_of
-from featx.errors import ConfigError
-from featx.object_path import is_url
+from featx.effects import check_combinations, check_places, default_of
+from featx.errors import ConfigError, StoreError
+from featx.object_path import is_url, place_of
 from featx.options import (
     CAPTURES,
     CODECS,
     GRADIENTS,
     MAX_PICTURES,
+    NAMES,
     PRESETS,
     PROJECTIONS,
     REDUCTIONS,
@@ -54,6 +55,10 @@ def shipped(name: str) -> Path:
     return inside if inside.is_dir() else package.parent / name
 
 
+MAX_SEED = 2**32 - 1
+"""What every library that takes a seed can take."""
+
+
 def _check_auto_or_int(key: str, value: object) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if value != "auto" and not whole:
@@ -63,6 +68,19 @@ def _check_auto_or_int(key: str, value: object) -> None:
 def _check_auto_or_bool(key: str, value: object) -> None:
     if value != "auto" and not isinstance(value, bool):
         raise ConfigError(f"{key}={value}: expected auto, true or false.")
+
+
+def _check_max_failures(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(
+            f"max_failures={value}: expected 0 or more: a share with a point, such as 0.01, or a "
+            "whole number of images."
+        )
+    if isinstance(value, float) and value > 1:
+        raise ConfigError(
+            f"max_failures={value}: a number with a point is a share, at most 1.0, which is all "
+            f"images. For a number of images give a whole number: max_failures={value:.0f}."
+        )
 
 
 def _check_tensorboard(value: object) -> None:
@@ -86,10 +104,10 @@ class Config:
     far a run is, from any machine), bench (how fast it is here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
-    layers: Any = "embedding"
+    layers: Annotated[Any, NAMES] = "embedding"
     """A preset, a list of names, globs or presets, or a mapping of these to reductions. A name is a
     module's, or an operation's as torch.fx names it (layer1.0.add)."""
-    capture: Any = "output"
+    capture: Annotated[Any, NAMES] = "output"
     """output, input, grad_output, grad_input, attention, or a list of them: what comes out of a
     layer, what goes into it, the gradients of `target` there, and the weights of an attention
     module."""
@@ -128,9 +146,9 @@ class Config:
     """Rows per part, a power of two; auto from bytes per row and measured speed."""
     codec: str = "none"
     """Compression of the stored chunks: none, lzf, gzip, zstd or blosc2."""
-    max_failures: float = 0.01
-    """Share (below 1) or number of images that may fail: more end in exit code 3, or at once with 1
-    where more than a minute of work is left."""
+    max_failures: Any = 0.01
+    """Share (a number with a point; 1.0 is all) or number (a whole number) of images that may fail:
+    more end in exit code 3, or at once with 1 where more than a minute of work is left."""
     retry_failed: bool = False
     """Try the images that failed once more, and put those that can be read now into their rows."""
     refresh: bool = False
@@ -159,12 +177,12 @@ class Config:
     job=export the export."""
     seed: int = 0
     """Of random weights, of the rows that verify.sample, similar.rows and report.rows choose, and
-    of a probe's splits."""
+    of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
     """The folder or features.h5 that job=verify, status, pack, probe, predict, similar, export and
     report read, on a disk or as s3://bucket/folder; null takes `out`, with the last four it has to
     be given."""
-    layer: Any = None
+    layer: Annotated[Any, NAMES] = None
     """The layers that job=probe, similar, export and report take: a name, a glob or a list; null
     takes all. Nearest rows and duplicates are of one layer, which has to be named where there are
     several. For job=predict the one whose head is used, null for the best."""
@@ -202,8 +220,9 @@ class Config:
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
         self._check_devices()
         check_places(self)
-        if not 0 <= self.max_failures < math.inf:
-            raise ConfigError(f"max_failures={self.max_failures}: expected 0 or more.")
+        _check_max_failures(self.max_failures)
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed={self.seed}: expected a whole number from 0 to {MAX_SEED}.")
         if self.part_rows != "auto":
             if self.part_rows & (self.part_rows - 1):
                 raise ConfigError(
@@ -215,9 +234,27 @@ class Config:
                     f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
                     "a batch never crosses a part, so raise part_rows or lower batch_size."
                 )
-        check_effects(self)
+        check_combinations(self)
         layer_requests(self)
         self._check_target()
+
+    def place_of_store(self) -> Path:
+        """The store that a job reads: `store`, or `out` where it is null.
+
+        Raises:
+            StoreError: neither was given, and there is nothing at the default of `out`.
+        """
+        place = place_of(self.store or self.out).absolute()
+        if self.store is None and self._has_default_out and not place.exists():
+            raise StoreError(
+                f"job={self.job.name} reads a store: say which with store=DIR, its folder or "
+                f"features.h5. None is given, and {place} (the default of out) is not there."
+            )
+        return place
+
+    @property
+    def _has_default_out(self) -> bool:
+        return self.out in (default_of(self, "out"), f"runs/{self.data.name}/{self.model.name}")
 
     def out_beside(self, root: Path, name: str) -> Path:
         """The key `out` of a job that reads a store; when nobody gave it, a folder in the store's.
@@ -226,7 +263,7 @@ class Config:
             root: the store's folder or file.
             name: of the folder.
         """
-        if self.out in (default_of(self, "out"), f"runs/{self.data.name}/{self.model.name}"):
+        if self._has_default_out:
             if is_url(root):
                 raise ConfigError(
                     f"job={self.job.name} writes to a disk, and {root} lies in an object store: "
@@ -310,8 +347,8 @@ class Config:
 
     def allowed_failures(self, num_rows: int) -> int:
         """How many of num_rows images may fail before the exit code is 3."""
-        if self.max_failures < 1:
-            return int(self.max_failures * num_rows)
+        if isinstance(self.max_failures, float):
+            return int(self.max_failures * num_rows + 1e-9)  # 0.29 of 100 are 29
         return int(self.max_failures)
 
 

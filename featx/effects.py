@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from collections.abc import Collection
+from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ConfigError
@@ -36,7 +37,7 @@ _ONLY_WITH = {
     "layer": ("probe", *_OF_A_STORE),
     "stats": ("stats",),
     "verify": ("verify",),
-    "profile": ("extract", "stats", "attribute"),
+    "profile": ("extract", "stats", "attribute", "plan"),
     "retry_failed": ("extract", "attribute"),
     "refresh": ("extract", "attribute"),
     "tensorboard": ("extract", "plan"),
@@ -49,37 +50,64 @@ _ONLY_WITH = {
     "report": ("report",),
     "bench": ("bench",),
 }
-"""key -> the jobs that look at it."""
+"""option -> the jobs that read it. A group stands for all options in it."""
 
-_OF_EXTRACTING = (
-    *("layers", "capture", "reduce", "precision", "compile", "fold", "decode", "batch_size"),
-    *("part_rows", "dtype", "codec", "nonfinite", "max_failures", "grow"),
+_EVERYWHERE = ("job.name", "log")
+"""Options that every job reads."""
+
+_READS = {
+    "verify": (("store", "out"), "it reads the store that `store` or `out` names"),
+    "status": (("store", "out"), "it reads the store that `store` or `out` names"),
+    "pack": (("store", "out"), "it packs the store that `store` or `out` names"),
+    "probe": (
+        ("store", "out", "layer", "device", "seed"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "similar": (
+        ("store", "out", "layer", "device", "seed"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "export": (
+        ("store", "out", "layer", "overwrite"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "report": (
+        ("store", "out", "layer", "device", "seed", "data.name", "data.root"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "predict": (
+        ("store", "out", "layer", "device", "data", "max_failures"),
+        "features are computed as the store's were; `layer` says which head is used",
+    ),
+}
+"""Jobs that read a store -> the options that they read beside those of `_ONLY_WITH`, and why the
+others have no effect. All other jobs compute, and read what `_WITHOUT_EFFECT` does not list."""
+
+_OF_A_RUN = (
+    *("out", "compile", "fold", "part_rows", "codec", "max_failures", "nonfinite", "pack"),
+    *("grow", "overwrite", "layers", "reduce", "target"),
 )
-"""Keys of how features come about."""
-
-_READS = "it reads a store that is there; `layer` says which of its layers"
+"""Options of what a run computes and writes."""
 
 _WITHOUT_EFFECT = {
     "stats": (
-        ("dtype", "codec", "pack", "grow"),
+        ("dtype", "codec", "pack", "grow", "nonfinite"),
         "statistics are taken in float64 of what the layers give, and no features are stored",
     ),
     "attribute": (
         ("layers", "capture", "reduce"),
         "attribute.method and attribute.layer say what is computed",
     ),
-    "probe": ((*_OF_EXTRACTING, "overwrite"), _READS),
-    "predict": (
-        ("layers", "capture", "grow", "overwrite", "precision", "dtype", "codec"),
-        "features are computed as the store's were; `layer` says which head is used",
+    "layers": (_OF_A_RUN, "it lists every layer there is, and stores nothing"),
+    "bench": (
+        ("grow", "overwrite", "out", "data.limit"),
+        "every run begins a store of its own, of bench.images pictures",
     ),
-    "report": ((*_OF_EXTRACTING, "overwrite"), _READS),
-    "similar": ((*_OF_EXTRACTING, "overwrite"), _READS),
-    "export": (_OF_EXTRACTING, _READS),
-    "bench": (("grow", "overwrite"), "every run begins a store of its own"),
 }
-"""job -> keys that it does not look at, and why. verify, status and pack are told of a run by its
-own command, with the job added, so they bear its keys."""
+"""Jobs that compute -> options that they do not read, and why."""
+
+_OF_CUSTOM_CODE = ("model.name", "model.library", "model.target")
+"""Options that let a job import the code that a store names; see docs/security.md."""
 
 
 def default_of(config: Config, key: str) -> Any:
@@ -88,27 +116,104 @@ def default_of(config: Config, key: str) -> Any:
     return found.default if found.default_factory is MISSING else found.default_factory()
 
 
-def _is_given(config: Config, key: str) -> bool:
-    """Whether a key, such as job.json, differs from its default."""
-    first, *rest = key.split(".")
-    value, default = getattr(config, first), default_of(config, first)
-    for name in rest:
-        value, default = getattr(value, name), getattr(default, name)
-    return bool(value != default)
+def given_by_value(config: Config) -> frozenset[str]:
+    """The options that differ from their defaults, by their dotted names."""
+    found = set()
+    for f in fields(config):
+        value, default = getattr(config, f.name), default_of(config, f.name)
+        if f.name == "out" and value == f"runs/{config.data.name}/{config.model.name}":
+            continue
+        if is_dataclass(value):
+            names = {
+                inner.name
+                for inner in fields(value)
+                if getattr(value, inner.name) != getattr(default, inner.name)
+            } - {"library"}  # which the name of a packaged model brings along
+            found |= {f"{f.name}.{name}" for name in names}
+        elif value != default:
+            found.add(f.name)
+    return frozenset(found)
 
 
-def check_effects(config: Config) -> None:
-    """Raise a ConfigError for keys without effect, and for keys that exclude each other."""
+def unread(config: Config, names: Collection[str]) -> dict[str, str]:
+    """The options that the job of a config does not read.
+
+    Args:
+        config: checked.
+        names: of the options to look at, dotted; of a group that is chosen, such as model, its own
+            or that of the choice (model.name).
+
+    Returns:
+        name -> the sentence that says why it has no effect.
+    """
     job = config.job.name
-    for key, jobs in _ONLY_WITH.items():
-        if job not in jobs and _is_given(config, key):
-            names = " and ".join(f"job={name}" for name in jobs)
-            hint = " What a run captures is named by layers." if key == "layer" else ""
-            raise ConfigError(f"{key} has an effect with {names} only.{hint}")
-    keys, why = _WITHOUT_EFFECT.get(job, ((), ""))
-    for key in keys:
-        if _is_given(config, key):
-            raise ConfigError(f"{key} has no effect with job={job}: {why}.")
+    found = {}
+    names = {_option_of(config, name) for name in names}
+    for name in sorted(names):
+        shown = name.removesuffix(".name")
+        if _stands_for(name, _EVERYWHERE):
+            continue
+        jobs = next((jobs for key, jobs in _ONLY_WITH.items() if _stands_for(name, (key,))), None)
+        if jobs is not None:
+            if job not in jobs:
+                only = " and ".join(f"job={other}" for other in jobs)
+                hint = " What a run captures is named by layers." if name == "layer" else ""
+                found[shown] = f"{shown} has an effect with {only} only.{hint}"
+        elif job in _READS:
+            if not _stands_for(name, _read_of_store(config, names)):
+                found[shown] = f"{shown} has no effect with job={job}: {_READS[job][1]}."
+        elif job in _WITHOUT_EFFECT and _stands_for(name, _WITHOUT_EFFECT[job][0]):
+            found[shown] = f"{shown} has no effect with job={job}: {_WITHOUT_EFFECT[job][1]}."
+    return found
+
+
+def _option_of(config: Config, name: str) -> str:
+    """The option that a group's own name sets: model=resnet50 is model.name."""
+    group = getattr(config, name, None)
+    return f"{name}.name" if is_dataclass(group) and hasattr(group, "name") else name
+
+
+def _stands_for(name: str, keys: Collection[str]) -> bool:
+    """Whether an option is one of some, or lies in a group that is."""
+    parts = name.split(".")
+    return any(".".join(parts[: i + 1]) in keys for i in range(len(parts)))
+
+
+def _read_of_store(config: Config, names: Collection[str]) -> tuple[str, ...]:
+    """The options that a job on a store reads, as it is given."""
+    job = config.job.name
+    read = set(_READS[job][0])
+    if job not in _OF_A_STORE and config.store is not None:
+        read.discard("out")  # `store` says where it is
+    if config.store is None and "out" not in names and job not in _OF_A_STORE:
+        # out=runs/<data>/<model>, and what names these two
+        read |= {"data.name", "data.root", "data.dataset", *_OF_CUSTOM_CODE}
+    if job == "verify" and (config.verify.sample or config.verify.repair):
+        read |= {"data.name", "data.root", "device", "reduce.name", "reduce.stats"}
+        read |= {"seed"} if config.verify.sample else set()
+    if job == "export" and config.export.format == "webdataset":
+        read |= {"data.name", "data.root"}
+    if job == "predict":
+        read |= {"reduce.name", "reduce.stats"}
+    if job in ("predict", "verify") and config.model.library == "custom":
+        read |= set(_OF_CUSTOM_CODE)
+    return tuple(read)
+
+
+def check_given(config: Config, given: Collection[str]) -> None:
+    """Raise a ConfigError for the first of the options given that the job does not read.
+
+    Args:
+        config: checked.
+        given: the dotted names of the options that were given, also those with their defaults.
+    """
+    for sentence in unread(config, given).values():
+        raise ConfigError(sentence)
+
+
+def check_combinations(config: Config) -> None:
+    """Raise a ConfigError for options that exclude or need each other."""
+    job = config.job.name
     if job in _OF_A_STORE and config.store is None:
         raise ConfigError(f"job={job} needs store=DIR, the folder or features.h5 that it reads.")
     if config.retry_failed and config.overwrite:

@@ -145,6 +145,22 @@ def require(condition: bool, message: str) -> None:
         raise InternalError(message)
 
 
+_ALSO_CALLED = {
+    "mean": ("avg",),
+    "average": ("avg",),
+    "gap": ("avg",),
+    "fp16": ("float16",),
+    "half": ("float16", "fp16"),
+    "float16": ("fp16",),
+    "bf16": ("bfloat16",),
+    "bfloat16": ("bf16",),
+    "fp32": ("float32",),
+    "float": ("float32", "fp32"),
+    "float32": ("fp32",),
+}
+"""What other programs call a thing -> what it is called here."""
+
+
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """The clause that ends an 'unknown name' message: the nearest known names, or nothing.
 
@@ -154,6 +170,8 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
         count: how many to offer at the most.
     """
     known = list(known)
+    if also := [word for word in _ALSO_CALLED.get(name.lower(), ()) if word in known]:
+        return f" Nearest: {', '.join(also)}."
     found = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
     if not found:
         found = [k for k in known if name.lower() in k.lower()][:count]

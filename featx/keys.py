@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from featx import config as featx_config
 from featx import options as featx_options
 from featx.config import Config
+from featx.effects import check_given, given_by_value
 from featx.errors import ConfigError, nearest
+from featx.option_types import Kind, option_types
 from featx.options import PACKAGED_DATA, DataConfig
 
 if TYPE_CHECKING:
@@ -74,8 +77,13 @@ def known_keys() -> list[str]:
     return [*names, "model.name"]
 
 
-def from_omegaconf(node: DictConfig) -> Config:
+def from_omegaconf(node: DictConfig, given: Collection[str] | None = None) -> Config:
     """A checked Config from a composed OmegaConf node.
+
+    Args:
+        node: of all options.
+        given: the dotted names of the options that the command or the call gave, which its job has
+            to read; None takes those that differ from their defaults.
 
     Raises:
         ConfigError: for the first key that does not fit.
@@ -89,7 +97,19 @@ def from_omegaconf(node: DictConfig) -> Config:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     assert isinstance(config, Config)
+    _refuse_empty_texts(config, "")
+    check_given(config, given_by_value(config) if given is None else given)
     return config
+
+
+def _refuse_empty_texts(options: Any, prefix: str) -> None:
+    """`out=` is a mistake: an empty path would be the folder that the command runs in."""
+    for f in fields(options):
+        value, name = getattr(options, f.name), prefix + f.name
+        if is_dataclass(value):
+            _refuse_empty_texts(value, f"{name}.")
+        elif value == "" and not option_types()[name].may_be_empty:
+            raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
 
 
 def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
@@ -117,25 +137,64 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    values = dict(values)
     for key in values:
         if key not in {f.name for f in fields(Config)} - {"job", "log"}:
             raise ConfigError(f"unknown key {key!r}.{nearest(key, known_keys())}")
+    values = _with_texts(values, "")
     if isinstance(model := values.get("model"), str):
         values["model"] = {"name": model}
     for group in ("reduce", "executor"):
         if isinstance(name := values.get(group), str):
             values[group] = {"name": name}
-    if isinstance(data := values.get("data"), str | Path):
+    if isinstance(data := values.get("data"), str):
         packaged = data in PACKAGED_DATA
-        values["data"] = {"name": data} if packaged else {"name": "folder", "root": str(data)}
-    if "out" in values:
-        values["out"] = str(values["out"])
+        values["data"] = {"name": data} if packaged else {"name": "folder", "root": data}
     try:
         merged = OmegaConf.merge(_schema(), values)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
+
+
+def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The values with paths as text; a number is none, for its text is not known any more.
+
+    Raises:
+        ConfigError: a number is given where a text is expected.
+    """
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        option = option_types().get(f"{prefix}{name}")
+        kind = None if option is None else option.kind
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, Mapping):
+            value = _with_texts(value, f"{prefix}{name}.")
+        elements = [value] if kind is Kind.TEXT else value if kind is Kind.TEXTS else []
+        for element in elements or ():
+            if isinstance(element, int | float):
+                raise ConfigError(
+                    f"{prefix}{name}={value!r}: expected text, and {element!r} is a number; put it "
+                    f"in quotes: {str(element)!r}."
+                )
+        found[name] = value
+    return found
+
+
+def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
+    """The dotted names of the options that a call gives.
+
+    Args:
+        values: its keywords, as of `from_keywords`.
+    """
+    names = set()
+    for name, value in values.items():
+        inner = option_types()[name].kind in (Kind.GROUP, Kind.SECTION)
+        if inner and isinstance(value, Mapping):
+            names |= {f"{name}.{key}" for key in value}
+        else:
+            names.add(name)
+    return frozenset(names)
 
 
 def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | None]:
@@ -185,7 +244,7 @@ def from_saved(text: str) -> Config:
         raise ConfigError(
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
         ) from error
-    return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+    return from_omegaconf(node, given=())  # type: ignore[arg-type]  # a structured node merges to a DictConfig
 
 
 def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:

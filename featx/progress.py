@@ -26,7 +26,12 @@ def say(text: str = "") -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        stop_saying()
+
+
+def stop_saying() -> None:
+    """Write no more to stdout, whose reader is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _as_json = False

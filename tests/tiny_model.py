@@ -119,7 +119,8 @@ def extract_in_steps(photos: Path, **keys: Any) -> None:
 def run_job(job: str, *, json: bool = False, **keys: Any) -> int:
     """The exit code of a job as the command runs it; its errors come through."""
     if job == "verify":
-        keys = {"model": MODEL, **keys}  # code is imported only where the command names it
+        # Code is imported only where the command names it.
+        keys = {"model": {key: MODEL[key] for key in ("name", "library", "target")}, **keys}
     node = from_keywords(keys)
     node.job.name, node.job.json = job, json
     code: int = importlib.import_module(f"featx.jobs.{job}").run(

@@ -131,7 +131,13 @@ class MapSource:
         given = getattr(self._dataset, "keys", None)
         if given is None or callable(given):  # callable: the method of a mapping
             return numbered_keys(count)
-        keys = [os.fsencode(key) for key in given]
+        try:
+            keys = [os.fsencode(key) for key in given]
+        except (TypeError, UnicodeEncodeError) as error:
+            raise DataError(
+                f"dataset.keys is {given!r:.100}: expected a list of str or bytes, one for each "
+                f"row, or no attribute of this name ({error})."
+            ) from error
         if len(keys) != count or any(not key or b"\0" in key for key in keys):
             raise DataError(
                 f"dataset.keys has {len(keys)} entries of a data set of {count} rows; expected one "

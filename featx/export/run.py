@@ -82,8 +82,9 @@ def _write_all(disk: Disk, written: Format, progress: CountProgress) -> dict[str
     """Write what is missing; the caller holds the folder."""
     begun = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()
-    _clear(disk, config.overwrite)
-    record = _Record(disk, chosen, config, files)
+    identity = _identity_of(chosen, config, files)
+    _clear(disk, config.overwrite and not _is_begun_anew(disk.root / RECORD, identity))
+    record = _Record(disk, chosen, identity, files, config.overwrite)
     missing = record.missing()
     if missing:
         share = sum(map(len, missing)) / max(1, sum(map(len, files)))
@@ -135,6 +136,26 @@ def _clear(disk: Disk, overwrite: bool) -> None:
         disk.remove(record)
 
 
+def _identity_of(chosen: Selection, config: Config, files: list[File]) -> dict[str, Any]:
+    """What an export is of, as JSON gives it back, so that tuples and ints compare."""
+    identity = {
+        "format": config.export.format,
+        **chosen.identity,
+        "files": {file.name: [file.start, file.stop] for file in files},
+    }
+    found: dict[str, Any] = json.loads(json.dumps(identity))
+    return found
+
+
+def _is_begun_anew(path: Path, identity: dict[str, Any]) -> bool:
+    """Whether overwrite=true has begun this very export before and not finished it."""
+    if not path.exists():
+        return False
+    before = _read(path)
+    begun = before.get("overwrite") is True and before.get("complete") is False
+    return begun and not differences(before["identity"], identity)
+
+
 class _Record:
     """The file that says what an export is of, and which of its files are whole.
 
@@ -142,17 +163,19 @@ class _Record:
         sizes: name -> bytes of the files that are whole.
     """
 
-    def __init__(self, disk: Disk, chosen: Selection, config: Config, files: list[File]) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        chosen: Selection,
+        identity: dict[str, Any],
+        files: list[File],
+        overwrite: bool,
+    ) -> None:
         self.sizes: dict[str, int] = {}
         self._disk, self._files = disk, files
         self._path = disk.root / RECORD
-        identity = {
-            "format": config.export.format,
-            **chosen.identity,
-            "files": {file.name: [file.start, file.stop] for file in files},
-        }
-        # As JSON gives it back, so that tuples and ints compare.
-        self._identity = json.loads(json.dumps(identity))
+        self._identity = identity
+        self._overwrite = overwrite
         self._about = chosen.about
         if self._path.exists():
             self._take_over()
@@ -167,6 +190,7 @@ class _Record:
                 + "\n".join(lines)
                 + "\nChoose another out=DIR, or write it anew with overwrite=true."
             )
+        self._overwrite = self._overwrite or before.get("overwrite") is True
         for name, size in before["whole"].items():
             if size == _size(_inside(self._disk.root, name)):
                 self.sizes[name] = size
@@ -190,6 +214,7 @@ class _Record:
     def _save(self, complete: bool) -> None:
         found = {
             "complete": complete,
+            "overwrite": self._overwrite,
             "identity": self._identity,
             "planned": [file.name for file in self._files],
             "whole": self.sizes,

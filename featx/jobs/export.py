@@ -8,7 +8,7 @@ from typing import Any
 
 from featx.config import Config
 from featx.export.run import describe_export, run_export
-from featx.keys import from_keywords, from_omegaconf
+from featx.keys import from_keywords, from_omegaconf, given_keywords
 from featx.progress import say
 
 
@@ -28,7 +28,7 @@ def export_store(**keys: Any) -> Path:
     """
     node = from_keywords(keys)
     node.job.name = "export"
-    return Path(run_export(from_omegaconf(node))["folder"])
+    return Path(run_export(from_omegaconf(node, given_keywords(keys)))["folder"])
 
 
 def run(config: Config, config_yaml: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from featx.config import Config
 from featx.data import source_of
-from featx.keys import from_keywords, from_omegaconf, saved_yaml, without_object
+from featx.keys import from_keywords, from_omegaconf, given_keywords, saved_yaml, without_object
 from featx.progress import describe_end, say
 from featx.run.extraction import run_extraction, store_exit_code
 from featx.store.reader import FeatureStore
@@ -33,7 +33,7 @@ def extract(**keys: Any) -> FeatureStore:
     """
     keys, given = without_object(keys)
     node = from_keywords(keys)
-    config = from_omegaconf(node)
+    config = from_omegaconf(node, given_keywords(keys))
     source = None if given is None else source_of(given)
     summary = run_extraction(config, saved_yaml(node), source=source)
     say(describe_end(summary, config.out))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from featx.config import Config
 from featx.errors import ConfigError, StoreError
-from featx.object_path import is_url, place_of
+from featx.object_path import is_url
 from featx.progress import facts, say, size_text
 from featx.store import layout
 from featx.store.pack import pack_store
@@ -12,7 +12,7 @@ from featx.store.pack import pack_store
 
 def run(config: Config, config_yaml: str) -> int:
     """Pack the store and say where the file is; returns the exit code."""
-    root = place_of(config.store or config.out).absolute()
+    root = config.place_of_store()
     if is_url(root):
         raise ConfigError(
             f"{root} lies in an object store, and packing needs a disk: copy the store there, pack "

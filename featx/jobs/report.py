@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.keys import from_keywords, from_omegaconf
+from featx.keys import from_keywords, from_omegaconf, given_keywords
 from featx.progress import complain, facts, say, size_text
 
 
@@ -30,7 +30,7 @@ def write_report(**keys: Any) -> Path:
 
     node = from_keywords(keys)
     node.job.name = "report"
-    return Path(run_report(from_omegaconf(node), complain)["file"])
+    return Path(run_report(from_omegaconf(node, given_keywords(keys)), complain)["file"])
 
 
 def run(config: Config, config_yaml: str) -> int:

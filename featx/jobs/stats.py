@@ -8,7 +8,7 @@ from typing import Any
 
 from featx.config import Config
 from featx.data import source_of
-from featx.keys import from_keywords, from_omegaconf, saved_yaml, without_object
+from featx.keys import from_keywords, from_omegaconf, given_keywords, saved_yaml, without_object
 from featx.progress import facts, say, trial_rows
 from featx.run.failed_rows import exit_code
 from featx.statistics.file import Statistics
@@ -35,7 +35,7 @@ def stats(**keys: Any) -> Statistics:
     keys, given = without_object(keys)
     node = from_keywords(keys)
     node.job.name = "stats"
-    config = from_omegaconf(node)
+    config = from_omegaconf(node, given_keywords(keys))
     source = None if given is None else source_of(given)
     summary = run_stats(config, saved_yaml(node), source)
     say(_text(summary))

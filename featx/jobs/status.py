@@ -6,7 +6,6 @@ import json
 
 from featx.config import Config
 from featx.errors import StoreError
-from featx.object_path import place_of
 from featx.progress import facts, say, time_text
 from featx.store.heartbeat import Sign
 from featx.store.status import StoreStatus, store_status
@@ -14,7 +13,7 @@ from featx.store.status import StoreStatus, store_status
 
 def run(config: Config, config_yaml: str) -> int:
     """Print how far the store is and who is at work, or JSON with job.json=true; returns 0."""
-    root = place_of(config.store or config.out).absolute()
+    root = config.place_of_store()
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=status takes the store's folder.")
     status = store_status(root)

@@ -8,7 +8,7 @@ from typing import Any
 
 from featx.config import Config
 from featx.errors import ConfigError
-from featx.object_path import is_url, place_of
+from featx.object_path import is_url
 from featx.progress import complain, facts, say, size_text
 from featx.recheck import ImagesReport, Recheck, check_images, config_of_run, recheck_rows
 from featx.run.extraction import run_extraction
@@ -30,7 +30,7 @@ def run(config: Config, config_yaml: str) -> int:
         0 where the store is complete and sound, 1 where rows are still missing, 2 where something
         is damaged or differs from the pictures.
     """
-    root = place_of(config.store or config.out).absolute()
+    root = config.place_of_store()
     if root.is_file() and (config.verify.sample or config.verify.repair):
         raise ConfigError(
             f"store={root} is a file; verify.sample and verify.repair need the store's folder."

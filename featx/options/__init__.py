@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from featx.options.backbone import INTERPOLATIONS, LIBRARIES, ModelConfig, TransformConfig
-from featx.options.checks import check_choice
+from featx.options.checks import MAY_BE_EMPTY, NAMES, check_choice
 from featx.options.executors import EXECUTORS, ExecutorConfig
 from featx.options.heat_maps import (
     BASELINES,
@@ -62,8 +62,10 @@ __all__ = [
     "JOBS",
     "LIBRARIES",
     "MAX_PICTURES",
+    "MAY_BE_EMPTY",
     "METHODS",
     "METRICS",
+    "NAMES",
     "OF_A_LAYER",
     "PACKAGED_DATA",
     "PRESETS",

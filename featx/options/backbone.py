@@ -64,6 +64,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_choice("model.library", self.library, LIBRARIES)
+        if self.weights == "None":
+            self.weights = None  # as Python writes it; no library has a tag of this name
         check_choice("model.init", self.init, ("loaded", "reset"))
         if self.init == "reset" and self.weights is None:
             raise ConfigError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featx.errors import ConfigError
-from featx.options.checks import check_choice
+from featx.options.checks import NAMES, check_choice
 
 METHODS = (
     "saliency",
@@ -27,7 +27,7 @@ MAX_PICTURES = 1 << 14
 class AttributeConfig:
     """What job=attribute computes and draws."""
 
-    method: Any = "gradcam"
+    method: Annotated[Any, NAMES] = "gradcam"
     """saliency, input_x_gradient, integrated_gradients, gradcam, guided_gradcam, occlusion, or some
     of them as a list."""
     layer: str | None = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Annotated
 
 from featx.errors import ConfigError
-from featx.options.checks import check_choice, column_name_problem
+from featx.options.checks import MAY_BE_EMPTY, check_choice, column_name_problem
 
 PACKAGED_DATA = ("textiles", "sample")
 DATA_KINDS = (
@@ -73,7 +74,7 @@ class DataConfig:
     path_column: str | None = None
     """The column of paths or of image bytes, for data=table and data=huggingface; null takes the
     column path, else the column image."""
-    label_column: str | None = None
+    label_column: Annotated[str | None, MAY_BE_EMPTY] = None
     """The column of labels, for data=table and data=huggingface; null takes the column label where
     there is one, an empty name takes none."""
     columns: list[str] | None = None

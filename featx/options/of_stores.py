@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from featx.errors import ConfigError
-from featx.options.checks import check_choice
+from featx.options.checks import NAMES, check_choice
 
 CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
 EXPORTS = (
@@ -140,7 +140,7 @@ class ReportConfig:
 class ProbeConfig:
     """How job=probe fits and judges a probe."""
 
-    method: Any = "linear"
+    method: Annotated[Any, NAMES] = "linear"
     """linear (logistic regression), knn, ridge, or some of them as a list; the first one chooses
     the best layer."""
     split: str = "holdout"

@@ -51,7 +51,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         FeatxError: the store or the split does not allow it, or a training failed.
     """
     begun = time.perf_counter()
-    store = FeatureStore(config.store or config.out, verify="rows")
+    store = FeatureStore(config.place_of_store(), verify="rows")
     layers = matching_layers(store, config.layer)
     device = choose_device(config.device)
     task = make_task(config, store, layers)

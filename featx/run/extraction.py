@@ -26,6 +26,7 @@ from featx.run.image_changes import (
     rows_of_two_images,
 )
 from featx.run.loop import peak_memory_mib, run_parts
+from featx.run.overwriting import OverwriteMark, resumed_or_anew
 from featx.run.prepare import Prepared, prepare
 from featx.run.purpose import StorePurpose
 from featx.run.retry import RetryWork, readable_again
@@ -60,6 +61,23 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed on its way.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
+    mark = OverwriteMark(place_of(config.out) / layout.OVERWRITING, config, source is None)
+
+    def run(config: Config) -> dict[str, Any]:
+        return _run(config, config_yaml, mark, known_rows_only, finish, source)
+
+    return resumed_or_anew(config, mark, run)
+
+
+def _run(
+    config: Config,
+    config_yaml: str,
+    mark: OverwriteMark,
+    known_rows_only: bool,
+    finish: Callable[[Prepared, StoreSession], None] | None,
+    source: Source | None,
+) -> dict[str, Any]:
+    """As `run_extraction`, and overwrite=true deletes what is there."""
     out = place_of(config.out)
     _check(config, out)
     with contextlib.ExitStack() as stack:
@@ -67,6 +85,8 @@ def run_extraction(
         prepared = stack.enter_context(prepare(config, config_yaml, purpose))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
+        if config.overwrite:
+            mark.write(session.disk)
         session.write_config(config_yaml)
         announce([*describe_run(prepared), ("store", _store_text(session))])
         events = RunEvents(prepared, session) if config.tensorboard else None
@@ -89,6 +109,8 @@ def run_extraction(
             events.finish()
         if finish is not None:
             finish(prepared, session)
+        if session.whole:
+            mark.remove(session.disk)
     _complain_of_rows(session, summary["faint_rows"])
     return summary
 

@@ -74,7 +74,7 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
     if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
             f"{failed} of the first {done} images failed, more than max_failures="
-            f"{config.max_failures:g} allows of {rows} in all, and about "
+            f"{config.max_failures} allows of {rows} in all, and about "
             f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
             "the images. To go on, give the same command with a larger max_failures."
         )
@@ -103,7 +103,7 @@ def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) 
     allowed = config.allowed_failures(num_rows)
     if num_failed <= allowed and num_failed < num_rows:
         return 0
-    limit = f"more than max_failures={config.max_failures:g} ({allowed} images)"
+    limit = f"more than max_failures={config.max_failures} ({allowed} images)"
     if num_failed == num_rows:
         limit = "all of them"
     complain(f"{num_failed} of {num_rows} images failed, {limit}. {what_became}")

@@ -18,6 +18,7 @@ from featx.progress import announce, complain, describe_run, size_text
 from featx.reduce import channel_axis
 from featx.run.failed_rows import failures_text
 from featx.run.loop import peak_memory_mib
+from featx.run.overwriting import OverwriteMark, resumed_or_anew
 from featx.run.prepare import Prepared, prepare
 from featx.run.purpose import check_out, list_images, seconds_of_part
 from featx.statistics.distance import refuse_other_values
@@ -31,7 +32,7 @@ from featx.statistics.work import StatsProduct, StatsWork, tree_of
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.failures import failures_csv
 from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
-from featx.store.layout import LISTING, LOCK, Grid
+from featx.store.layout import LISTING, LOCK, STATS_OVERWRITING, Grid
 from featx.store.listing import listing_file, marks_digest
 from featx.types import Begun, Failure, LayerSpec, Listing, Part, Source
 
@@ -143,6 +144,19 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         FeatxError: the config or the statistics there do not fit, or the run failed on its way.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
+    path = Path(config.out).expanduser() / STATS_OVERWRITING
+    mark = OverwriteMark(path, config, source is None)
+
+    def run(config: Config) -> dict[str, Any]:
+        return _run(config, config_yaml, mark, source)
+
+    return resumed_or_anew(config, mark, run)
+
+
+def _run(
+    config: Config, config_yaml: str, mark: OverwriteMark, source: Source | None
+) -> dict[str, Any]:
+    """As `run_stats`, and overwrite=true deletes what is there."""
     out = Path(config.out).expanduser()
     if config.is_spread:
         check(config)
@@ -158,6 +172,8 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         refuse_other_writers(out)
         clear_signs(disk)
         _clear(disk, config.overwrite)
+        if config.overwrite:
+            mark.write(disk)
         parts = MomentsOfParts(tree_of(prepared, purpose.layers, disk))
         parts.survey()
         grid = Grid(len(prepared.listing), prepared.part_rows)
@@ -169,6 +185,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         parts.finish()
         figures.seconds["write"] += time.perf_counter() - merging
         session.write_failures()
+        mark.remove(disk)
     if parts.failures:
         complain(failures_text(parts.failures))
     return _summary(Statistics(parts.path), other, parts.failures, outcome)

@@ -401,7 +401,7 @@ class StoreSession:
         remove_parts(self.disk)
         names = (layout.PACKED, layout.FAILURES_CSV, layout.SUMMARY, layout.IMAGES, layout.LISTING)
         derived = (layout.TENSORBOARD, layout.PROBE, layout.PROBE_HEADS, layout.JOBS)
-        for name in (*names, *derived, ".hydra", layout.DESCRIPTOR):
+        for name in (*names, *derived, ".hydra", layout.OVERWRITING, layout.DESCRIPTOR):
             self.disk.remove(self.root / name)
 
 

@@ -98,7 +98,7 @@ def keep_text(node: yaml.MappingNode, prefix: str) -> None:
     for key, value in node.value:
         name = f"{prefix}.{key.value}".lstrip(".")
         option = option_types().get(name)
-        if option is None and "." in str(key.value) and key.value in option_types():
+        if "." in str(key.value) and key.value in option_types():
             group, _, last = str(key.value).rpartition(".")
             raise ConfigError(
                 f"{key.value} in a YAML file is written as {last} below {group}:\n"

@@ -37,7 +37,7 @@ _ONLY_WITH = {
     "layer": ("probe", *_OF_A_STORE),
     "stats": ("stats",),
     "verify": ("verify",),
-    "profile": ("extract", "stats", "attribute", "plan"),
+    "profile": ("extract", "stats", "attribute"),
     "retry_failed": ("extract", "attribute"),
     "refresh": ("extract", "attribute"),
     "tensorboard": ("extract", "plan"),
@@ -91,7 +91,7 @@ _OF_A_RUN = (
 
 _WITHOUT_EFFECT = {
     "stats": (
-        ("dtype", "codec", "pack", "grow", "nonfinite"),
+        ("dtype", "codec", "pack", "grow"),
         "statistics are taken in float64 of what the layers give, and no features are stored",
     ),
     "attribute": (

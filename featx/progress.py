@@ -351,8 +351,14 @@ def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("trial", text), *slow]
 
 
-def describe_end(summary: Mapping[str, Any], out: str) -> str:
-    """The table after the run, with three lines that open the result."""
+def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None) -> str:
+    """The table after the run, with lines that open the result.
+
+    Args:
+        summary: of the run.
+        out: the store.
+        using: lines that use `store`; None reads the features and labels of the first layer.
+    """
     seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
     rate = summary["images_per_second"]
     warnings = summary["decoder_warnings"]
@@ -369,11 +375,11 @@ def describe_end(summary: Mapping[str, Any], out: str) -> str:
         ("store", out),
     ]
     layer = summary["layers"][0]
-    opening = (
-        "import featx\n"
-        f'store = featx.open("{out}")\n'
-        f'X, y = store.xy("{layer}")      # ok rows only; store["{layer}"][10:20] reads lazily'
-    )
+    if using is None:
+        using = (
+            f'X, y = store.xy("{layer}")      # ok rows only; store["{layer}"][10:20] reads lazily'
+        )
+    opening = f"import featx\nstore = featx.open({json.dumps(out, ensure_ascii=False)})\n{using}"
     return f"{facts(rows)}\n\n{opening}"
 
 

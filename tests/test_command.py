@@ -68,6 +68,49 @@ MISTAKES = [
     (["model.target=a:b"], "model.target has an effect with model=custom only"),
     (["data.background=notacolour"], "notacolour: expected a colour name"),
     (["max_failures=-1"], "expected 0 or more"),
+    (["max_failures=1.5"], "a number with a point is a share"),
+    (["data=folder", "data.root=/a b/c=d,#[x]'é"], "/a b/c=d,#[x]'é does not exist"),
+    (["data=/no/such/folder"], "data.root=/no/such/folder does not exist"),
+    (["data=folder", "data.root=1e5"], "data.root=1e5 does not exist"),
+    (["model=resnet18,resnet34"], "-m model=resnet18,resnet34"),
+    (["--model", "x"], "key=value, without dashes: model=VALUE"),
+    (["model.args={pause_s:0.5}"], "model.args has an effect with model=custom only"),
+    (["reduce=mean"], "Nearest: avg"),
+    (["dtype=fp16"], "Nearest: float16"),
+    (["precision=float16"], "Nearest: fp16"),
+    (["data=photo"], "data=./photos"),
+    (["job=verify"], "say which with store=DIR"),
+    (["job=status"], "say which with store=DIR"),
+    (["job=probe"], "say which with store=DIR"),
+    (["job=pack"], "say which with store=DIR"),
+    (["job=probe", "store=a", "model=resnet18"], "model has no effect with job=probe"),
+    (["job=verify", "store=a", "model.weights=x"], "model.weights has no effect with job=verify"),
+    (["seed=100000000000000000000000"], "whole number from 0 to 4294967295"),
+    (["out="], "out is empty"),
+    (["out=null"], "out=null: expected a value"),
+    (["model=null"], "model=null: expected a name"),
+    (["=3"], "the name of an option stands before"),
+    (["layers={a}"], "expected name: value"),
+    (["data.columns={a: b}", "data=table"], "data.columns"),
+    (["data.limit=abc"], "data.limit"),
+    (["data.limit=[1]"], "data.limit"),
+    (["model.transform.mean=abc"], "model.transform.mean"),
+    (["model.transform=3"], "model.transform"),
+    (["verify=3"], "verify"),
+    (["target={a: 1}"], "target"),
+    (["devices={a: 1}"], "devices"),
+    (["batch_size=[1]"], "batch_size"),
+    (["compile=[1]"], "compile"),
+    (["tensorboard=[1]"], "tensorboard"),
+    (["capture=[[output]]"], "capture"),
+    (["capture={a: b}"], "capture"),
+    (["layers={a: {b: c}}"], "layers"),
+    (["layers={a: {p: x}}"], "reduce.p"),
+    (["probe.shots={a: 1}", "job=probe", "store=a"], "probe.shots"),
+    (["--config-name", "nope"], "--config-name nope: there is no nope.yaml"),
+    (["--config-dir", "nope"], "is no folder"),
+    (["seed=0x10"], "seed"),
+    (["fold=maybe"], "fold"),
 ]
 
 SEVERAL = """
@@ -137,6 +180,38 @@ def test_help_lists_every_key(featx: Featx) -> None:
     assert done.returncode == 0
     for key in ("job=extract", "model.weights=default", "out=runs/<data>/<model>", "seed=0"):
         assert key in done.stdout
+
+
+def test_the_version_is_that_of_featx(featx: Featx) -> None:
+    import featx as package
+
+    assert featx("--version").stdout == f"featx {package.__version__}\n"
+
+
+@pytest.mark.parametrize("flags", ["-h", "--cfg job", "--hydra-help"])
+def test_nobody_has_to_read_the_help_to_its_end(flags: str, tmp_path: Path) -> None:
+    command = f"set -o pipefail; {sys.executable} -m featx {flags} | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_odd_paths_arrive_from_a_shell(shell: str, tmp_path: Path) -> None:
+    """Typed in single quotes, which every shell takes literally."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    names = ["a b", "c=d", "e,f", "g#h", "[i]", "jé", "2024_01", "1e5", "{k}", '"l', "(m)"]
+    root = "/".join(names)
+    command = f"{sys.executable} -m featx job=plan 'data=./{root}' 'out=./{root}/x'"
+    done = subprocess.run(
+        [shell, "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert f"data.root={root} does not exist" in done.stderr
 
 
 def test_extract_on_the_sample_pictures(featx: Featx, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from featx.attribution.pictures import Tile, contact_sheet, feature_map_grid
 from featx.config import Config
+from featx.object_path import place_of
 from featx.options import METHODS, OF_A_LAYER
 from featx.progress import complain, describe_end, say
 from featx.run.extraction import run_extraction, store_exit_code
@@ -30,8 +31,20 @@ MAX_SHEETS = 50
 def run(config: Config, config_yaml: str) -> int:
     """Attribute, draw, say what happened, and return the exit code."""
     summary = run_extraction(config, config_yaml, finish=_draw)
-    say(describe_end(summary, config.out))
+    say(describe_end(summary, config.out, _using(config, summary)))
     return store_exit_code(config, summary)
+
+
+def _using(config: Config, summary: dict[str, Any]) -> str:
+    """Lines that open a heat map, what it explains, and the sheets."""
+    method = next(name for name in METHODS if name in summary["layers"])
+    lines = [
+        f'store["{method}"][0]      # the heat map of the image store.keys[0], NaN where it failed',
+        'store["score"][0]      # the number that it explains; names of all datasets: list(store)',
+    ]
+    if config.attribute.per_class:
+        lines.append(f"# the sheets: {place_of(config.out) / PICTURES}/*.png")
+    return "\n".join(lines)
 
 
 def _draw(prepared: Prepared, session: StoreSession) -> None:

@@ -14,6 +14,7 @@ from featx.text_table import table
 
 def run(config: Config, config_yaml: str) -> int:
     """Probe the store, say which layer is best and how sure that is; returns the exit code."""
+    config.place_of_store()  # that there is none is told before torch loads
     from featx.probe.run import run_probe  # which imports torch
 
     result = run_probe(config, complain)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_model import run_job
 from torch import nn
 from torchvision.models.vision_transformer import VisionTransformer
 
+import featx
 from featx.attribution.attributor import DELTA, Attributor
 from featx.attribution.guided import guided_rectifiers
-from featx.config import Config
 from featx.engine import Compute
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.loading.preprocess import Preprocess
@@ -469,12 +470,10 @@ def test_mistaken_settings_are_refused(settings: dict[str, Any], expected: str) 
     ],
 )
 def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> None:
-    from featx.options import JobConfig
-
     with pytest.raises(ConfigError, match=expected):
-        Config(job=JobConfig("attribute"), **keys)
-    with pytest.raises(ConfigError, match="attribute has an effect with job=attribute only"):
-        Config(attribute=AttributeConfig(method="saliency"))
+        run_job("attribute", data="photos", **keys)
+    with pytest.raises(ConfigError, match=r"attribute\.method has an effect with job=attribute"):
+        featx.extract(attribute={"method": "saliency"}, data="photos")
 
 
 @pytest.mark.slow

@@ -87,8 +87,8 @@ def test_two_workers_give_what_one_process_gives(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
-    alone = extract(photos, out="alone", max_failures=5.0)
-    shared = extract(photos, devices=2, max_failures=5.0)
+    alone = extract(photos, out="alone", max_failures=5)
+    shared = extract(photos, devices=2, max_failures=5)
     assert shared.complete
     assert digests("store") == digests(alone.root)
     assert [f["key"] for f in shared.failures] == ["cat/broken.png"]
@@ -102,16 +102,16 @@ def test_two_workers_give_what_one_process_gives(
     assert summary["images_per_second"] > 0
     assert summary["failures"] == 1
     assert "device      2 x cpu" in capfd.readouterr().err
-    assert extract(photos, devices=2, max_failures=5.0).complete  # nothing is left to do
+    assert extract(photos, devices=2, max_failures=5).complete  # nothing is left to do
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
 def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
-    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    spread_jobs.run(job, photos, "alone", max_failures=5)
     for workers in (2, 4):
-        keys: dict[str, Any] = {"devices": workers, "max_failures": 5.0}
+        keys: dict[str, Any] = {"devices": workers, "max_failures": 5}
         assert spread_jobs.run(job, photos, **keys, overwrite=True) == 0
         assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
         assert temporary_files(Path("store")) == []

@@ -137,8 +137,8 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     photos: Path, ray: MadeRay
 ) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
-    extract(photos, out="alone", max_failures=5.0)
-    store = extract(photos, executor="ray", max_failures=5.0)
+    extract(photos, out="alone", max_failures=5)
+    store = extract(photos, executor="ray", max_failures=5)
     assert store.complete
     assert digests("store") == digests("alone")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
@@ -150,9 +150,9 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
-    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    spread_jobs.run(job, photos, "alone", max_failures=5)
     ray.die_at = {1: 1}
-    assert spread_jobs.run(job, photos, executor="ray", max_failures=5.0) == 0
+    assert spread_jobs.run(job, photos, executor="ray", max_failures=5) == 0
     assert len(ray.actors) == 4
     assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
 
@@ -230,10 +230,10 @@ def test_actors_commit_into_a_bucket(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
-    near = extract(photos, out="alone", max_failures=5.0)
+    near = extract(photos, out="alone", max_failures=5)
     ray.die_at = {1: 1}
     out = f"s3://{bucket}/run"
-    far = extract(photos, out=out, executor="ray", max_failures=5.0)
+    far = extract(photos, out=out, executor="ray", max_failures=5)
     assert rows_of(far) == rows_of(near)
     assert far.failures == near.failures
     assert len(ray.actors) == 4

@@ -121,7 +121,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
 ) -> None:
     checked: list[str | None] = []
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
-    extract(photos, out="alone", max_failures=5.0)
+    extract(photos, out="alone", max_failures=5)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
     monkeypatch.setattr(slurm, "check_partition", checked.append)
     monkeypatch.setattr(slurm, "SlurmQueue", lambda report: None)  # its jobs know themselves
@@ -129,7 +129,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
         "name": "slurm", "tasks": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
         "memory_gib": 3.0, "time_limit_min": 30,
     }  # fmt: skip
-    store = extract(photos, executor=keys, max_failures=5.0)
+    store = extract(photos, executor=keys, max_failures=5)
     assert store.complete
     assert digests("store") == digests("alone")
     assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
@@ -145,7 +145,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     }  # fmt: skip
     assert set(checked) == {"short"}
     assert sorted(path.name for path in Path("store").iterdir() if path.is_dir()) == [".hydra"]
-    assert extract(photos, executor=keys, max_failures=5.0).complete
+    assert extract(photos, executor=keys, max_failures=5).complete
     assert len(cluster.tasks) == 3, "a finished store was submitted again"
 
 
@@ -153,9 +153,9 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
-    spread_jobs.run(job, photos, "alone", max_failures=5.0)
+    spread_jobs.run(job, photos, "alone", max_failures=5)
     cluster.lose = 1
-    keys = {"executor": {**LOCAL, "tasks": 2}, "max_failures": 5.0}
+    keys = {"executor": {**LOCAL, "tasks": 2}, "max_failures": 5}
     assert spread_jobs.run(job, photos, **keys) == 0
     assert len(cluster.tasks) == 4
     assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
@@ -379,17 +379,17 @@ def test_tasks_commit_into_a_bucket(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
-    near = extract(photos, out="alone", max_failures=5.0)
+    near = extract(photos, out="alone", max_failures=5)
     cluster.lose = 1
     out = f"s3://{bucket}/run"
     keys = {**LOCAL, "tasks": 2, "folder": "shared/jobs"}
-    far = extract(photos, out=out, executor=keys, max_failures=5.0)
+    far = extract(photos, out=out, executor=keys, max_failures=5)
     assert rows_of(far) == rows_of(near)
     assert far.failures == near.failures
     assert check_store(place(out)).complete
     assert len(cluster.tasks) == 4
     assert list(Path("shared/jobs").iterdir()) == [], "what tasks were told is of no more use"
-    assert extract(photos, out=out, executor=keys, max_failures=5.0).complete
+    assert extract(photos, out=out, executor=keys, max_failures=5).complete
     assert len(cluster.tasks) == 4, "a finished store was submitted again"
 
 

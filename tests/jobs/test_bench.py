@@ -86,8 +86,8 @@ def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) 
 
 
 def test_keys_of_bench_alone() -> None:
-    with pytest.raises(ConfigError, match="bench has an effect with job=bench only"):
-        Config(bench=BenchConfig(runs=2))
+    with pytest.raises(ConfigError, match=r"bench\.runs has an effect with job=bench only"):
+        from_omegaconf(from_keywords({"bench": {"runs": 2}}))
     with pytest.raises(ConfigError, match=r"bench\.runs=0"):
         BenchConfig(runs=0)
 

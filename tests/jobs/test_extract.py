@@ -192,7 +192,7 @@ def test_every_picture_failing_is_not_success(tmp_path: Path) -> None:
 
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jpg").write_bytes(b"no")
-    keys = {"model": CUSTOM, "data": "bad", "layers": ["pool"], "max_failures": 5.0, "out": "s"}
+    keys = {"model": CUSTOM, "data": "bad", "layers": ["pool"], "max_failures": 5, "out": "s"}
     assert job.run(from_omegaconf(from_keywords(keys)), "") == 3
 
 

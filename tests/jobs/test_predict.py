@@ -54,7 +54,8 @@ def expected(store: featx.FeatureStore, layer: str) -> np.ndarray:
 
 def predict_job(**keys: Any) -> list[dict[str, str]]:
     code = keys.pop("code", 0)
-    keys = {"model": MODEL, "out": "new", "device": "cpu", "store": "store", **keys}
+    trusted = {name: MODEL[name] for name in ("name", "library", "target")}
+    keys = {"model": trusted, "out": "new", "device": "cpu", "store": "store", **keys}
     assert run_job("predict", **keys) == code
     with Path("new/predictions.csv").open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
@@ -112,7 +113,7 @@ def test_code_that_a_file_names_is_not_imported(probed: featx.FeatureStore, phot
     with pytest.raises(ConfigError, match="featx imports no code because a file names it"):
         featx.predict("store/probe/pool.safetensors", photos)
     with pytest.raises(ConfigError, match=r"add model=custom model\.target=tiny_model:Tiny"):
-        predict_job(model="resnet18", data=str(photos))
+        predict_job(model="efficientnet_lite0", data=str(photos))
 
 
 def test_another_model_is_refused(probed: featx.FeatureStore, photos: Path) -> None:

@@ -285,5 +285,5 @@ def test_keys_of_other_jobs_have_no_effect() -> None:
         run_job("probe", store="store", layers=["conv"])
     with pytest.raises(ConfigError, match="layer has an effect with job=probe and job=predict"):
         run_job("verify", store="store", layer="conv")
-    with pytest.raises(ConfigError, match="probe has an effect with job=probe only"):
+    with pytest.raises(ConfigError, match=r"probe\.split has an effect with job=probe only"):
         run_job("verify", store="store", probe={"split": "kfold"})

@@ -233,4 +233,4 @@ def test_a_run_that_is_nearly_done_goes_to_its_end(photos: Path) -> None:
     store = extract(photos, **{**LENIENT, "max_failures": 2})
     assert store.complete
     shutil.rmtree("store")
-    assert run_job("extract", **{**KEYS, "data": str(photos), "max_failures": 2.0}) == 3
+    assert run_job("extract", **{**KEYS, "data": str(photos), "max_failures": 2}) == 3

@@ -180,7 +180,7 @@ def test_no_key_of_the_fingerprint_is_left_untried(finished: Path) -> None:
     "keys",
     [
         {"pack": False},
-        {"max_failures": 5.0},
+        {"max_failures": 5},
         {"device": "cpu"},
         {"seed": 0},
         {"grow": True},

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from tiny_model import KEYS, extract, run_job
 
-from featx.config import Config
 from featx.errors import ConfigError
-from featx.options import JobConfig
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -55,4 +53,4 @@ def test_statistics_too(photos: Path) -> None:
 
 def test_it_belongs_to_jobs_that_run() -> None:
     with pytest.raises(ConfigError, match="profile has an effect with job=extract"):
-        Config(job=JobConfig("layers"), profile=True)
+        run_job("layers", profile=True)

@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -103,11 +104,11 @@ def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
             raise
         complain(str(error), "error")
         if isinstance(error, StorageError):
-            complain(_resume_command(sys.argv[1:]))
+            complain(_resume_command(line.typed))
         return error.exit_code
 
 
-def _resume_command(arguments: list[str]) -> str:
+def _resume_command(arguments: Sequence[str]) -> str:
     """The command that resumes a run that failed on its way.
 
     Args:

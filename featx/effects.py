@@ -56,7 +56,10 @@ _EVERYWHERE = ("job.name", "log")
 """Options that every job reads."""
 
 _READS = {
-    "verify": (("store", "out"), "it reads the store that `store` or `out` names"),
+    "verify": (
+        ("store", "out", "data.name", "data.root"),
+        "it reads the store that `store` or `out` names, and its images",
+    ),
     "status": (("store", "out"), "it reads the store that `store` or `out` names"),
     "pack": (("store", "out"), "it packs the store that `store` or `out` names"),
     "probe": (

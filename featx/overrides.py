@@ -42,12 +42,14 @@ class CommandLine:
     """What the command was given.
 
     Attributes:
+        typed: the arguments as they were typed.
         arguments: for Hydra: flags, and overrides in its grammar.
         given: the dotted names of the options that were given; of `model=resnet50`, 'model'.
         config_dirs: what --config-dir named.
         wants_version: whether --version was given.
     """
 
+    typed: Sequence[str]
     arguments: list[str]
     given: frozenset[str]
     config_dirs: list[Path]
@@ -65,7 +67,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     """
     is_multirun = any(argument in ("-m", "--multirun") for argument in argv)
     if any(argument in ("--shell-completion", "-sc") for argument in argv):
-        return CommandLine(list(argv), frozenset(), [])
+        return CommandLine(argv, list(argv), frozenset(), [])
     arguments: list[str] = []
     overrides: list[str] = []
     config_dirs: list[Path] = []
@@ -85,7 +87,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     given = {name for override in overrides if (name := _key_of(override)) is not None}
     for override in _last_of_each(overrides):
         arguments += _translated(override, is_multirun, config_dirs, given)
-    return CommandLine(arguments, frozenset(given), config_dirs, "--version" in arguments)
+    wants_version = "--version" in arguments
+    return CommandLine(argv, arguments, frozenset(given), config_dirs, wants_version)
 
 
 def _next_of(waiting: Iterator[str]) -> list[str]:

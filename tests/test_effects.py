@@ -188,7 +188,7 @@ def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
         ("probe", {"store": "store", "out": "other"}, "out has no effect with job=probe"),
         ("probe", {"store": "store", "data": {"limit": 3}}, r"data\.limit has no effect"),
         ("verify", {"store": "store", "model": {"args": {"a": 1}}}, r"model\.args has "),
-        ("verify", {"store": "store", "data": "photos"}, "data has no effect with job=verify"),
+        ("verify", {"store": "store", "device": "cpu"}, "device has no effect with job=verify"),
         ("verify", {"store": "store", "seed": 0}, "seed has no effect with job=verify"),
         ("status", {"store": "store", "device": "cpu"}, "device has no effect with job=status"),
         ("status", {"model": "resnet18", "layers": ["layer4"]}, "layers has no effect"),

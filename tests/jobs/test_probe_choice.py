@@ -1,0 +1,98 @@
+"""The choice of the best layer: ties, nested validation, and intervals on noise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from probe_problem import blobs, write_store
+from tiny_model import run_job
+
+from featx.probe.layer_choice import LayerChoice, best_layer
+from featx.probe.metrics import Predictions
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def probe(store: str = "store", **options: Any) -> dict[str, Any]:
+    run_job("probe", json=True, store=store, device="cpu", probe=options)
+    found: dict[str, Any] = json.loads(Path(store, "probe.json").read_text())
+    return found
+
+
+def of(accuracy: float, loss: float) -> dict[str, dict[str, float]]:
+    return {"linear": {"validation_accuracy": accuracy, "validation_loss": loss}}
+
+
+def test_a_tie_goes_to_the_smaller_validation_loss() -> None:
+    layers = {"a": of(0.8, 0.7), "b": of(0.9, 0.6), "c": of(np.nextafter(0.9, 1), 0.5)}
+    assert best_layer(layers, "linear") == "c"
+    layers["d"] = of(0.9, 0.4)
+    assert best_layer(layers, "linear") == "d"
+
+
+def test_each_fold_has_a_choice_of_its_own() -> None:
+    def tested(label: int) -> Predictions:
+        return Predictions(np.array([label]), np.eye(2)[[label]], True)
+
+    choice = LayerChoice(2)
+    choice.offer("a", [(0.8, 0.5), (0.9, 0.5)], [tested(0), tested(0)])
+    choice.offer("b", [(0.9, 0.5), (0.9, 0.5)], [tested(1), tested(1)])
+    choice.offer("c", [(0.9, 0.4), (0.1, 0.1)], [tested(1), tested(0)])
+    assert [layer for layer, _ in choice.chosen] == ["c", "a"]
+    assert [int(predictions.y[0]) for _, predictions in choice.chosen] == [1, 0]
+
+
+def test_with_folds_the_top_is_nested_and_layers_are_their_own() -> None:
+    x, y = blobs(300, signal=0.35)
+    halves = {"even": x[:, ::2], "odd": x[:, 1::2], "late": x[:, 8:18]}
+    write_store(Path("store"), y, **halves)
+    found = probe(split="kfold", method="ridge")
+    chosen = found["layer_of_folds"]
+    assert len(set(chosen)) > 1
+    values = [
+        found["layers"][layer]["ridge"]["folds"]["values"][fold]
+        for fold, layer in enumerate(chosen)
+    ]
+    assert found["folds"]["values"] == values
+    assert found["accuracy"] == pytest.approx(np.mean(values))
+    single = probe(split="holdout", method="ridge")
+    assert "layer_of_folds" not in single
+    assert single["accuracy"] == single["layers"][single["layer"]]["ridge"]["accuracy"]
+
+
+def test_one_draw_has_no_deviation(capsys: pytest.CaptureFixture[str]) -> None:
+    x, y = blobs(90)
+    write_store(Path("store"), y, x=x)
+    assert probe(shots=[2], draws=1)["few_shot"]["2"]["std"] is None
+    capsys.readouterr()
+    run_job("probe", store="store", probe={"shots": [2], "draws": 1})
+    few_shot = capsys.readouterr().out.partition("Few-shot")[2].splitlines()[2]
+    assert "±" not in few_shot
+
+
+def test_knn_with_fewer_than_five_neighbours_has_no_top_five() -> None:
+    x, y = blobs(160, num_classes=8)
+    write_store(Path("store"), y, x=x)
+    assert probe(method="knn", k=4)["top5"] is None
+    at_five = probe(method="knn", k=5)
+    assert at_five["accuracy"] <= at_five["top5"] < 1
+    renamed = 7 - y  # the alphabet the other way round
+    write_store(Path("renamed"), renamed, x=x)
+    assert probe("renamed", method="knn", k=5)["top5"] == pytest.approx(at_five["top5"], abs=0.1)
+
+
+@pytest.mark.slow
+def test_intervals_on_noise_lie_above_chance_as_often_as_they_say() -> None:
+    """120 rows of 8 layers of noise: of the layer chosen on the same folds 28 % lay above."""
+    above, seeds = 0, 100
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        layers = {f"l{i}": rng.normal(size=(120, 8)).astype(np.float32) for i in range(8)}
+        write_store(Path(f"s{seed}"), np.arange(120) % 2, **layers)
+        above += probe(f"s{seed}", split="kfold", method="ridge")["interval"][0] > 0.5
+    # 2.5 % are meant; folds share training rows, and 100 draws of 5 % are at most 10 but for 1 %.
+    assert above <= 10

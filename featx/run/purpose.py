@@ -13,9 +13,10 @@ from featx.errors import ConfigError, StoreMismatchError
 from featx.object_path import place_of
 from featx.options import ReduceConfig
 from featx.run.provenance import layer_line
+from featx.store import layout
 from featx.store.joining import growth_refused, refuse_difference
 from featx.store.layout import PART_BYTES
-from featx.store.listing import in_stored_order, read_listing
+from featx.store.listing import in_stored_order, listing_identity, read_listing
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.session import missing_parts
 from featx.types import Begun, LayerSpec, Listing, Source
@@ -151,7 +152,7 @@ def list_images(
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:
         root = place_of(config.out)
-        before = read_listing(root, stored.num_rows, stored.listing_identity)
+        before = _stored_listing(root, stored, listing)
         if before is not None:
             listing = in_stored_order(root, before, listing)
             if known_rows_only:
@@ -160,6 +161,37 @@ def list_images(
         if new_rows > 0 and not config.grow:
             raise StoreMismatchError(growth_refused(root, new_rows))
     return source, listing
+
+
+def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | None:
+    """The listing that a store was begun with; None where nothing is left of it.
+
+    Where samples.h5 is damaged and no other file has a copy, it is the data set as it is found now,
+    if that has the sha256 that the manifest tells.
+
+    Raises:
+        StoreMismatchError: samples.h5 is damaged, and the data set is another one now.
+    """
+    identity = stored.listing_identity
+    before = read_listing(root, stored.num_rows, identity)
+    if identity is None or (before is not None and listing_identity(before) == identity):
+        return before
+    if listing_identity(found) == identity:
+        return found
+    for run in reversed(stored.runs[:-1]):  # rows were being added to what other files know
+        rows = str(run.header.fingerprint.get("listing"))
+        first = read_listing(root, run.grid.stop_row, rows)
+        if first is not None and listing_identity(first) == rows:
+            grown = in_stored_order(root, first, found)
+            return grown if listing_identity(grown) == identity else None
+    if before is not None:
+        raise StoreMismatchError(
+            f"{root / layout.LISTING} is damaged, no other file of the store has a whole copy, and "
+            f"the data set now has another listing ({listing_identity(found)}) than the store was "
+            f"begun with ({identity}). Put the data set back as it was then, choose out=DIR for a "
+            "new store, or overwrite=true to delete this one."
+        )
+    return None
 
 
 def _unfinished(

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.checksums import chunks_with_verdict, failures_agree
+from featx.store.checksums import chunks_with_verdict, classes_agree, failures_agree
 from featx.store.dtypes import from_raw, name_of
 from featx.store.files import check_hard, check_plain, damage_text, open_hdf5
 from featx.store.listing import (
@@ -34,6 +34,7 @@ from featx.store.manifest import (
     num_runs_of,
     read_manifest,
 )
+from featx.store.recovery import has_chunk_table
 from featx.types import LayerSpec, Listing, Part, Status, StoreHeader
 
 
@@ -270,6 +271,11 @@ def _check_file(path: Path, expected: _Expected, listing: Listing | None, report
             _check_attributes(path, file, expected, report)
             status = _check_columns(path, file, expected, listing, report)
             _check_failures(path, file, expected, status, report)
+            if not classes_agree(file):
+                what = f"/{layout.CLASSES} differs from its checksum"
+                report.damages.append(Damage(path, what))
+            if layout.CHUNK_TABLE in file and not has_chunk_table(path):
+                report.damages.append(Damage(path, f"/{layout.CHUNK_TABLE} is damaged"))
             check_hard(file, layout.FEATURES)
             names = {spec.name for spec in expected.specs}
             for name in file[layout.FEATURES]:

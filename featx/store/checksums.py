@@ -73,6 +73,16 @@ def failures_agree(file: h5py.File) -> bool:
     return bool(check_plain(file, path)[0] == layout.failures_checksum(columns))
 
 
+def classes_agree(file: h5py.File) -> bool:
+    """Whether /classes agrees with its checksum; stores of early runs have none."""
+    path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
+    if path not in file:
+        return True
+    values = check_plain(file, layout.CLASSES)[:]
+    sums = layout.chunk_checksums(values, max(1, len(values)))
+    return bool(np.array_equal(check_plain(file, path)[:], sums))
+
+
 def check_chunks(file: h5py.File) -> None:
     """Compare all chunks with their checksums. Raises StoreError at the first that is damaged."""
     if not failures_agree(file):

@@ -279,7 +279,7 @@ def _open_far(raw: ObjectFile, **options: Any) -> h5py.File:
     return file
 
 
-class _Watched(io.FileIO):
+class WatchedFile(io.FileIO):
     """A file that remembers when the system could not read it: HDF5 forgets the reason."""
 
     error: OSError | None = None
@@ -296,8 +296,9 @@ class _Watched(io.FileIO):
             raise
 
 
-def _raw(path: Path) -> ObjectFile | _Watched:
-    return ObjectFile(path) if isinstance(path, ObjectPath) else _Watched(path)
+def open_raw(path: Path) -> ObjectFile | WatchedFile:
+    """A file as bytes, on a disk or in an object store."""
+    return ObjectFile(path) if isinstance(path, ObjectPath) else WatchedFile(path)
 
 
 @contextlib.contextmanager
@@ -313,7 +314,7 @@ def open_for_a_look(
     Raises:
         OSError: with errno, where the system cannot read it; without, where it is damaged.
     """
-    with opened() if opened is not None else _raw(path) as raw:
+    with opened() if opened is not None else open_raw(path) as raw:
         try:
             with h5py.File(raw, "r") as file:
                 check_texts(file, raw.pread)

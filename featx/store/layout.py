@@ -52,6 +52,7 @@ FAILURES = "failures"
 FAILURE_COLUMNS = ("row", "error", "message")
 MANIFEST = "manifest"
 TEXT_CHECKSUMS = "text_checksums"
+CHUNK_TABLE = "chunk_table"
 
 LIBVER = ("v110", "v110")
 """HDF5 file version bounds: what HDF5 1.10 and everything after it reads."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,24 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
             pairs = zip(_classes_in(file), listing.classes, strict=False)
             if any(found != known for found, known in pairs):
                 return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
+            for name in [*expected, layout.CLASSES]:
+                if not _agrees(file, name):
+                    return num_rows, f"its dataset /{name} differs from its checksum"
             return num_rows, None
     except layout.UNREADABLE as error:
         return 0, damage_text(path, error)
+
+
+def _agrees(file: h5py.File, name: str) -> bool:
+    """Whether a dataset of samples.h5 agrees with its checksum; files of early runs have none."""
+    path = f"{layout.CHECKSUMS}/{name}"
+    if path not in file or not len(file[name]):
+        return True
+    crc = 0
+    for start in range(0, len(file[name]), _COMPARED_ROWS):
+        values = np.ascontiguousarray(file[name][start : start + _COMPARED_ROWS])
+        crc = zlib.crc32(values.view(np.uint8).data, crc)
+    return bool(file[path][:].tolist() == [crc])
 
 
 def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:

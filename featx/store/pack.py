@@ -27,10 +27,13 @@ from featx.store.commit import Disk, exclusive_lock
 from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
 from featx.store.files import damage_text, open_hdf5
+from featx.store.heartbeat import refuse_other_writers
 from featx.store.images import image_checksums_in
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
-from featx.store.session import remove_parts
+from featx.store.recovery import write_chunk_table
+from featx.store.repair import saved_part
+from featx.store.session import clear_leftovers, remove_parts
 from featx.store.texts import check_texts, seal_texts
 from featx.store.writer import (
     Extent,
@@ -39,7 +42,7 @@ from featx.store.writer import (
     make_feature_groups,
     write_columns,
 )
-from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Status
+from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 HEADROOM_BYTES = 16 << 20
 """Beyond the parts' own size: HDF5's metadata, and room for others."""
@@ -98,6 +101,9 @@ def pack_store(root: Path) -> bool:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
     disk = Disk(root)
     with exclusive_lock(root / layout.LOCK) as lock:
+        # Workers of a cluster write without this lock; what they are writing now stays.
+        refuse_other_writers(root)
+        clear_leftovers(disk)
         pieces = _pieces(root, manifest)
         new = [piece.path.name for piece in pieces] != [layout.PACKED]
         if new:
@@ -120,6 +126,7 @@ class _Piece:
     start: int
     stop: int
     identity: str
+    part: Part | None = None
 
 
 def pack(root: Path) -> None:
@@ -159,7 +166,7 @@ def pack(root: Path) -> None:
                 check_texts(packed, file.pread)
                 check_chunks(packed)
         except layout.UNREADABLE as error:
-            damaged = _set_damaged_aside(disk, pieces)
+            damaged = _set_damaged_aside(disk, pieces, manifest, listing)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
                 raise  # the disk's failure, not a part's
             raise StoreError(f"{error}{damaged}") from error
@@ -187,7 +194,7 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
     for run in manifest.runs[num_packed:]:
         for part in run.parts():
             path = root / layout.PARTS / layout.part_name(part.index)
-            pieces.append(_Piece(path, part.start, part.stop, run.digest))
+            pieces.append(_Piece(path, part.start, part.stop, run.digest, part))
     missing = [piece.path.name for piece in pieces if not piece.path.is_file()]
     if missing:
         raise StoreError(
@@ -196,8 +203,13 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
     return pieces
 
 
-def _set_damaged_aside(disk: Disk, pieces: list[_Piece]) -> str:
-    """Move the files that differ from their checksums to quarantine/, and say so."""
+def _set_damaged_aside(
+    disk: Disk, pieces: list[_Piece], manifest: Manifest, listing: Listing
+) -> str:
+    """Move the files that differ from their checksums to quarantine/, and say so.
+
+    A part all of whose chunks are right is made anew.
+    """
     text = ""
     for piece in pieces:
         try:
@@ -206,8 +218,14 @@ def _set_damaged_aside(disk: Disk, pieces: list[_Piece]) -> str:
         except layout.UNREADABLE as error:
             if not layout.is_damage(error):
                 continue
+            data = None
+            if piece.part is not None:
+                data = saved_part(piece.path, manifest, piece.part, listing)
             target = disk.set_aside(piece.path, disk.root / layout.QUARANTINE)
-            text += f" {piece.path.name} is damaged ({error}), moved to {target}."
+            text += f" {piece.path.name} is damaged ({error}), moved to {target}"
+            if data is not None:
+                disk.publish(piece.path, data)
+            text += "." if data is None else " and made anew: all of its rows are right."
     return text
 
 
@@ -261,6 +279,7 @@ class _Packing:
         packed.attrs[layout.MANIFEST] = np.bytes_(self._manifest.to_json())
         packed.attrs["num_failures"] = len(self._failures)
         packed.attrs["complete"] = True
+        write_chunk_table(packed, self._manifest.digest, len(self._manifest.runs), 0)
 
     def _create_layer(self, spec: LayerSpec) -> None:
         """An empty dataset, chunked for the rows of the whole store."""

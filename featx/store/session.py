@@ -32,13 +32,14 @@ from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read
 from featx.store.object_disk import disk_at
 from featx.store.part_files import (
     arrived_parts,
+    look_at_part,
     look_at_parts,
     part_names,
     part_path,
     publish_part,
     shape_problem,
 )
-from featx.store.repair import take_apart
+from featx.store.repair import is_of, parts_from, saved_part, take_apart
 from featx.store.writer import PartBuilder
 from featx.types import Failure, Listing, Part
 
@@ -84,7 +85,8 @@ class StoreSession:
                 self._clear()
             before = self._restored()
             self.manifest = before or self.manifest
-            self._clear_leftovers()
+            clear_signs(self.disk)
+            clear_leftovers(self.disk)
             if before is not None:
                 self._survey()
                 unfinished = [run for run in before.runs if self._missing_of(run)]
@@ -305,6 +307,8 @@ class StoreSession:
                 self._quarantine(listing, problem)
             if problem or num_rows != len(self.listing):
                 self.disk.replace(listing, listing_file(self.listing))
+            if problem:
+                logger.warning("%s was written anew from the listing of this run.", listing)
         else:
             self.disk.replace(listing, listing_file(self.listing))
         if before is not None and before.runs != self.manifest.runs:
@@ -321,14 +325,6 @@ class StoreSession:
             return True
         # Another driver may have decided all as we did, and it may be our own after a lost answer.
         return not self.disk.has_locks and read_manifest(self.root) == self.manifest
-
-    def _clear_leftovers(self) -> None:
-        """Delete the temporary files of a process that was killed."""
-        clear_signs(self.disk)
-        names = (layout.PARTS, layout.PROBE_HEADS, layout.WORKERS, ".hydra")
-        for folder in (self.root, *(self.root / name for name in names)):
-            for leftover in folder.glob(f"{TEMPORARY}*"):
-                self.disk.remove(leftover)
 
     def _survey(self) -> None:
         """Find the committed parts and read their failures; what cannot count is set aside."""
@@ -352,10 +348,10 @@ class StoreSession:
                 found.append(part)
         for part, problem, failures in look_at_parts(self.root, self.manifest, found):
             self._add_failures(failures)
-            if problem is None:
-                self._done.add(part.index)
-            else:
+            if problem is not None and not self._made_anew(part, problem):
                 self._quarantine(self.part_path(part.index), problem)
+                continue
+            self._done.add(part.index)
 
     def _survey_packed(self, path: Path) -> None:
         try:
@@ -366,12 +362,32 @@ class StoreSession:
         except layout.UNREADABLE as error:
             problem = damage_text(path, error)
         if problem is not None:
+            if (listing := self._stored_listing()) is not None:
+                parts_from(self.disk, path, self.manifest, listing)
             self._quarantine(path, problem)
             return
         self.packed_runs = num_runs
         self._add_failures(failures)
         for run in self.manifest.runs[:num_runs]:
             self._done.update(part.index for part in run.parts())
+
+    def _stored_listing(self) -> Listing | None:
+        """The listing that the store was begun with, None where this run brings another one."""
+        known = self.listing.head(self.manifest.num_rows)
+        return known if is_of(known, self.manifest) else None
+
+    def _made_anew(self, part: Part, problem: str) -> bool:
+        """Put a part together again from the chunks of its damaged file, if all are right."""
+        listing, path = self._stored_listing(), self.part_path(part.index)
+        data = None if listing is None else saved_part(path, self.manifest, part, listing)
+        if data is None:
+            return False
+        self._quarantine(path, problem)
+        self.disk.publish(path, data)
+        logger.warning("%s was made anew: all of its rows were right.", path)
+        found, failures = look_at_part(path, part, self.manifest.run_of(part))
+        self._add_failures(failures)
+        return found is None
 
     def _packed_problem(self, file: h5py.File, num_runs: int) -> str | None:
         """Why features.h5 cannot count as the store's first runs, or None."""
@@ -419,6 +435,14 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
         for run in manifest.runs[num_packed:]
     ]
     return [(run, parts) for run, parts in lacking if parts]
+
+
+def clear_leftovers(disk: Disk) -> None:
+    """Delete the temporary files of processes that were killed; only who holds the store may."""
+    names = (layout.PARTS, layout.PROBE_HEADS, layout.WORKERS, ".hydra")
+    for folder in (disk.root, *(disk.root / name for name in names)):
+        for leftover in folder.glob(f"{TEMPORARY}*"):
+            disk.remove(leftover)
 
 
 def remove_parts(disk: Disk) -> None:

@@ -21,6 +21,7 @@ from featx.store.failures import write_failures
 from featx.store.listing import make_groups, row_values, write_classes
 from featx.store.manifest import Run
 from featx.store.pipeline import Pipeline
+from featx.store.recovery import write_chunk_table
 from featx.store.texts import check_texts, seal_texts
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
@@ -123,6 +124,7 @@ class PartBuilder:
             file.attrs[layout.MANIFEST] = np.bytes_(manifest)
             write_classes(file, listing.classes)
             write_failures(file, self.failures)
+            write_chunk_table(file, run.digest, 1, self.part.start)
         self._check(buffer, columns)
         return buffer.getbuffer()
 

@@ -1,0 +1,154 @@
+"""Flips bits of whole stores and says which rows a repair or the next run loses.
+
+Run as a process of its own, because HDF5 may take the process down with it: `python
+flip_campaign.py FOLDER KIND CODEC` reads lines "file offset bit" and answers each with JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flipping import ADDRESS_SPACE, SECONDS, attempt
+from made_store import MadeRun, make_added, make_run
+
+import featx
+from featx.errors import StoreError, StoreMismatchError
+from featx.store.check import check_store
+from featx.store.manifest import load_manifest
+from featx.store.pack import pack
+from featx.store.repair import set_damage_aside
+from featx.store.session import missing_parts
+
+KINDS = ("packed", "parts", "unfinished", "two runs", "unfinished addition")
+
+
+def runs_of(kind: str, codec: str) -> list[MadeRun]:
+    """One run of three parts of four rows, or with another one that adds a layer."""
+    first = make_run(11, 4, {"flat": (5,), "map": (3, 2, 2)}, codec=codec, failed=[2, 9])
+    first = first.identified()
+    if "run" not in kind and "addition" not in kind:
+        return [first]
+    return [first, make_added(first, {"late": (7,)}, part_rows=4, codec=codec)]
+
+
+def make(root: Path, kind: str, codec: str) -> None:
+    """The store before anything is flipped."""
+    first, *later = runs_of(kind, codec)
+    packed = kind not in ("parts", "unfinished")
+    first.finish(root, at_most=2 if kind == "unfinished" else None, packed=packed)
+    for run in later:
+        run.finish(root, at_most=2 if "unfinished" in kind else None, packed=kind == "two runs")
+
+
+def lost_parts(root: Path) -> list[int]:
+    manifest, _ = load_manifest(root)
+    assert manifest is not None
+    return sorted(part.index for _, parts in missing_parts(root, manifest) for part in parts)
+
+
+def finished(root: Path, runs: list[MadeRun]) -> list[int]:
+    """Give the command again until the store is whole; the parts that had to be computed."""
+    computed = []
+    for run in [*runs[::-1], *runs]:  # what was begun last is finished first, as featx asks for
+        for _ in range(3):  # packing may find damage
+            with contextlib.suppress(StoreMismatchError), run.session(root).hold() as session:
+                for part in session.missing():
+                    computed.append(part.index)
+                    session.commit(run.builder(part))
+                if not session.whole or session.packed:
+                    break
+                try:
+                    pack(root)
+                except StoreError:
+                    continue
+                session.after_packing()
+                break
+    return sorted(set(computed))
+
+
+def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
+    """What a reader gets that is not so; rows that are not there do not count."""
+    store = featx.open(root)
+    failed = {failure.row for run in runs for failure in run.failures}
+    status = runs[0].status()
+    there = store.status != 255
+    wrong = []
+    for run in runs:
+        for name in run.features:
+            if name not in store:
+                continue
+            found, expected = store[name][:], run.expected(name)
+            rows = there & ~np.isnan(found).reshape(len(found), -1).all(1)
+            if not np.array_equal(found[rows], expected[rows]):
+                wrong.append(name)
+    if not np.array_equal(store.status[there], status[there]):
+        wrong.append("status")
+    listing = runs[0].listing
+    if [os.fsencode(key) for key in store.keys.tolist()] != listing.keys.tolist():
+        wrong.append("keys")
+    if store.labels.tolist() != listing.labels.tolist() or store.classes != listing.classes:
+        wrong.append("labels")
+    if {failure["row"] for failure in store.failures} != {r for r in failed if there[r]}:
+        wrong.append("failures")
+    return wrong
+
+
+def repaired(root: Path, runs: list[MadeRun]) -> list[int]:
+    """job=verify verify.repair=true, as far as the store goes; the parts that it lost."""
+    before = lost_parts(root)
+    set_damage_aside(check_store(root))
+    return sorted(set(lost_parts(root)) - set(before))
+
+
+def answer(work: Path, target: str, offset: int, bit: int, runs: list[MadeRun]) -> dict[str, Any]:
+    path = work / target
+    pristine = path.read_bytes()
+    data = bytearray(pristine)
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+    found: dict[str, Any] = {"target": target, "offset": offset, "bit": bit}
+    found["read"] = attempt(lambda: wrong_in(work, runs))
+    again = work.with_name("again")
+    shutil.copytree(work, again)
+    try:
+        before = lost_parts(again) if target != "featx.json" else None
+        found["missing"] = before
+        found["next run"] = attempt(lambda: finished(again, runs))
+        found["after next run"] = attempt(lambda: wrong_in(again, runs))
+    finally:
+        shutil.rmtree(again)
+    found["lost"] = attempt(lambda: repaired(work, runs))
+    found["after repair"] = attempt(lambda: [finished(work, runs), wrong_in(work, runs)][1])
+    found["damages"] = attempt(lambda: [damage.what for damage in check_store(work).damages])
+    return found
+
+
+def main() -> None:
+    folder, kind, codec = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    runs = runs_of(kind, codec)
+    os.fsync = lambda descriptor: None  # nobody pulls the plug here
+    work = folder.parent / f"work-{os.getpid()}" / "store"
+    wrong_in(folder, runs)  # what is loaded on first use is loaded
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    for line in sys.stdin:
+        target, offset, bit = line.split()
+        shutil.copytree(folder, work)
+        signal.alarm(2 * SECONDS)  # a hang inside HDF5 ends the process
+        found = answer(work, target, int(offset), int(bit), runs)
+        signal.alarm(0)
+        shutil.rmtree(work)
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -144,9 +144,11 @@ def _translated(
         given: the names of the options given, to which one may be added.
     """
     found = _OVERRIDE.fullmatch(override)
-    if found is None and not override.startswith("~"):
+    if override.startswith("~"):
+        raise ConfigError(f"{override}: no option can be deleted; leave it out, or give null.")
+    if found is None:
         raise ConfigError(_no_override(override))
-    if found is None or (key := _key_of(override)) is None:
+    if (key := _key_of(override)) is None:
         return [override]
     sign, value = found["sign"] or "", found["value"]
     option = option_types().get(key)
@@ -206,7 +208,9 @@ def _group(key: str, sign: str, value: str, is_multirun: bool) -> str:
             f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
             f"its own: python -m featx -m {key}={value}"
         )
-    return f"{sign}{key}={value}"
+    if is_multirun and _SWEEP.fullmatch(value):
+        return f"{sign}{key}={value}"
+    return f"{sign}{key}=" + ",".join(_text(piece) for piece in _pieces(value))
 
 
 def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:

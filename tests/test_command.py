@@ -110,6 +110,10 @@ MISTAKES = [
     (["--config-name", "nope"], "--config-name nope: there is no nope.yaml"),
     (["--config-dir", "nope"], "is no folder"),
     (["seed=0x10"], "seed"),
+    (["~reduce=1"], "no option can be deleted"),
+    (["reduce=true"], "reduce=true: expected one of"),
+    (["executor=[1]"], "executor=[1]: expected one of"),
+    (["model=1e5"], "unknown model '1e5'"),
     (["fold=maybe"], "fold"),
 ]
 

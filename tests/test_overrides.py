@@ -190,7 +190,7 @@ def test_mistakes_say_what_to_type(argv: list[str], message: str) -> None:
 def test_a_multirun_sweeps_also_over_text() -> None:
     line = read_command_line(["-m", "model=resnet18,resnet34", "out=2024_01,1e5", "seed=range(3)"])
     assert line.arguments == [
-        "-m", "model=resnet18,resnet34", 'out="2024_01","1e5"', "seed=range(3)",
+        "-m", 'model="resnet18","resnet34"', 'out="2024_01","1e5"', "seed=range(3)",
     ]  # fmt: skip
     line = read_command_line(["-m", "layers=[a,b],[c]", "data=./x,./y", "out=choice(a,b)"])
     assert line.arguments[1:] == [

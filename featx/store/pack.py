@@ -32,7 +32,7 @@ from featx.store.images import image_checksums_in
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.recovery import write_chunk_table
-from featx.store.repair import saved_part
+from featx.store.repair import parts_from, saved_part
 from featx.store.session import clear_leftovers, remove_parts
 from featx.store.texts import check_texts, seal_texts
 from featx.store.writer import (
@@ -219,7 +219,9 @@ def _set_damaged_aside(
             if not layout.is_damage(error):
                 continue
             data = None
-            if piece.part is not None:
+            if piece.part is None:
+                parts_from(disk, piece.path, manifest, listing)
+            else:
                 data = saved_part(piece.path, manifest, piece.part, listing)
             target = disk.set_aside(piece.path, disk.root / layout.QUARANTINE)
             text += f" {piece.path.name} is damaged ({error}), moved to {target}"

@@ -230,7 +230,7 @@ class DamagedFile:
 def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
     """The bytes of a chunk; raises what reading damaged bytes does."""
     shape = (rows.chunk_rows, *rows.shape[1:])
-    if not rows.filters:
+    if mask == (1 << len(rows.filters)) - 1:  # no filter, or none that made this chunk smaller
         return stored
     if rows.filters[-1][0] > _LZF:
         codecs.load_plugin()

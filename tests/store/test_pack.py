@@ -20,8 +20,9 @@ from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary
 from featx.errors import RunError, StoreError
 from featx.fingerprint import digest
 from featx.store import layout
+from featx.store.commit import Disk
 from featx.store.manifest import Manifest
-from featx.store.pack import check_chunks, pack, packed_size_bound
+from featx.store.pack import check_chunks, pack, pack_store, packed_size_bound
 from featx.store.reader import FeatureStore
 
 CODECS = ["none", "lzf", "gzip", "zstd", "blosc2"]
@@ -320,3 +321,23 @@ def test_many_chunks_of_maps_are_copied_to_their_own_rows(tmp_path: Path, size: 
     run = make_run(num_rows=7, part_rows=2, shapes={"map": (size // 64, 8, 8)}, failed=[3])
     run.write(tmp_path, [3, 0, 2, 1], packed=True)
     assert np.array_equal(FeatureStore(tmp_path)["map"], run.expected("map"), equal_nan=True)
+
+
+def test_packing_deletes_what_a_killed_packing_left(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as large as the store, and its space counts as free."""
+    run.write(tmp_path)
+    leftover = tmp_path / ".tmp-features.h5.1.2"
+    leftover.write_bytes(bytes(1000))
+    there: list[bool] = []
+    real = Disk.free_bytes
+
+    def watched(self: Disk) -> int:
+        there.append(leftover.exists())
+        return real(self)
+
+    monkeypatch.setattr(Disk, "free_bytes", watched)
+    assert pack_store(tmp_path)
+    assert there == [False]
+    assert temporary_files(tmp_path) == []

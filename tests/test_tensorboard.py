@@ -21,6 +21,7 @@ from tiny_model import extract as extract_and_pack
 
 import featx
 from featx.config import Config
+from featx.data.base import FolderSource
 from featx.errors import ConfigError, MissingExtraError
 from featx.fingerprint import digest
 from featx.run import features
@@ -28,6 +29,7 @@ from featx.run.stopping import Interrupted
 from featx.store.manifest import load_manifest
 from featx.tensorboard import events
 from featx.tensorboard.histogram import Histogram
+from featx.types import ImageFault, Status
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -193,14 +195,20 @@ def metadata(folder: Path) -> list[list[str]]:
 
 
 def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
-    photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str]
-) -> None:
+    photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     extract(photos, layers=["pool"], pack=True)
     before, manifest = stored_bytes(), Path("store/featx.json").read_bytes()
     computed.clear()
-    (photos / "dog" / "003.png").unlink()
-    write_picture(photos / "dog" / "003.png", seed=99)
-    (photos / "cat" / "000.png").write_bytes(b"gone bad")
+    read = FolderSource.read
+
+    def read_others(source: FolderSource, key: bytes) -> bytes:
+        if key == b"cat/000.png":
+            raise ImageFault(Status.MISSING, "no such file")
+        return read(source, key)
+
+    monkeypatch.setattr(FolderSource, "read", read_others)
     extract(photos, layers=["pool"], tensorboard=5)
     assert computed == []
     assert stored_bytes() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,13 @@ from featx.errors import StoreError
 from featx.store import layout
 from featx.store.dtypes import memory_dtype
 from featx.store.files import Handles, OpenFile, check_hard
-from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
+from featx.store.manifest import (
+    DamagedManifestError,
+    Manifest,
+    Run,
+    load_manifest,
+    num_runs_of,
+)
 
 _LOOKS = 3
 """A folder is looked at again when it is packed meanwhile, this often at the most."""
@@ -108,7 +115,9 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
     manifest, _ = load_manifest(root)
     if is_packed:
         contents, num_runs = _packed_contents(root / layout.PACKED, handles)
-        if manifest is None or len(manifest.runs) < num_runs:
+        if num_runs is None and manifest is not None:
+            num_runs = manifest.num_runs_of(str(contents.attrs.get("fingerprint")))
+        if num_runs is None or manifest is None or len(manifest.runs) < num_runs:
             return contents
         # The keys of rows that are being added are taken from samples.h5: they must be its own.
         if contents.attrs.get("fingerprint") != manifest.digest_of(num_runs):
@@ -121,8 +130,11 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
     return _with_parts(root, manifest, None, 0, handles)
 
 
-def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int]:
-    """What a packed file holds, and of how many runs."""
+def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None]:
+    """What a packed file holds, and of how many runs; None where its manifest copy is damaged.
+
+    All that is read of the copy is this number; what describes the rows has checksums of its own.
+    """
     with handles.use(path) as opened:
         attrs = {name: _plain(value) for name, value in opened.file.attrs.items()}
         if "featx_format" not in attrs:
@@ -142,7 +154,9 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int]:
         layers = {name: _layer_info(opened, name, num_rows) for name in opened.names()}
         classes = opened.texts(layout.CLASSES)
         names = opened.column_names()
-        num_runs = num_runs_of(opened.file)
+        num_runs: int | None = None
+        with contextlib.suppress(DamagedManifestError):
+            num_runs = num_runs_of(opened.file)
         attrs.pop(layout.MANIFEST, None)
     segment = Segment(path, 0, num_rows, str(attrs.get("fingerprint")), frozenset(layers))
     complete = bool(attrs.get("complete", False))

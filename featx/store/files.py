@@ -350,7 +350,11 @@ def _open_checked(path: Path, far: ObjectFile | None) -> h5py.File:
         error.filename = error.filename or str(path)
         raise
     except layout.UNREADABLE as error:
-        raise StoreError(f"{path} cannot be read as HDF5: {error}.") from error
+        raise StoreError(
+            f"{path} cannot be read as HDF5: {error}. If it is a store's, `python -m featx "
+            "job=verify store=FOLDER verify.repair=true` rebuilds it and keeps every row whose "
+            "chunks are sound."
+        ) from error
 
 
 def check_plain(file: h5py.File, path: str) -> h5py.Dataset:

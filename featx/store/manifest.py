@@ -156,6 +156,11 @@ class Manifest:
             return self.runs[0].digest
         return digest({"runs": [run.digest for run in self.runs[:num_runs]]})
 
+    def num_runs_of(self, identity: str) -> int | None:
+        """After how many runs the store had this identity; None where it never had."""
+        counts = range(1, len(self.runs) + 1)
+        return next((count for count in counts if self.digest_of(count) == identity), None)
+
     @property
     def listing_identity(self) -> str | None:
         """The listing as the fingerprint of the run with the last rows states it."""

@@ -208,3 +208,30 @@ def test_objects_are_compared_without_more_requests(
         with pytest.raises(StoreError, match="rows 32 to 47"):
             store["flat"][index]
     np.testing.assert_array_equal(store["flat"][10:30], run.features["flat"][10:30])
+
+
+def test_a_damaged_copy_of_the_manifest_costs_no_row(tmp_path: Path) -> None:
+    """Of the copy in features.h5 reading needs the number of runs only, which featx.json tells."""
+    first = make_run(29, 8, failed=[2])
+    root = first.finish(tmp_path / "store", packed=True)
+    flat = FeatureStore(root)["flat"][:]
+    with h5py.File(root / "features.h5", "r+") as file:
+        copy = bytearray(bytes(file.attrs["manifest"]))
+        copy[len(copy) // 2] ^= 4
+        file.attrs["manifest"] = np.void(bytes(copy))
+    for place in (root, root / "features.h5"):
+        store = FeatureStore(place)
+        assert store.complete
+        assert np.array_equal(store["flat"][:], flat, equal_nan=True)
+
+
+def test_damage_to_the_texts_names_the_repair(tmp_path: Path) -> None:
+    root = make_run(29, 8).finish(tmp_path / "store", packed=True)
+    path = root / "features.h5"
+    data = bytearray(path.read_bytes())
+    with h5py.File(path) as file:
+        weights = str(file.attrs["weights"]).encode()
+    data[data.index(weights)] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=r"job=verify store=FOLDER verify\.repair=true"):
+        FeatureStore(root)

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from featx.config import Config, in_this_process
-from featx.errors import ObjectStoreError, StoreError, StoreLockedError
+from featx.errors import StoreMismatchError
 from featx.options import JobConfig, LogConfig
 from featx.progress import complain
 from featx.store.commit import Disk
+from featx.store.manifest import DamagedManifestError
 
 T = TypeVar("T")
 
@@ -77,9 +78,9 @@ def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config],
         )
         try:
             return run(replace(config, overwrite=False))
-        except (StoreLockedError, ObjectStoreError):
-            raise
-        except StoreError as error:  # images or libraries have changed since
+        # Images or libraries have changed since. A disk that cannot be read now is another matter:
+        # what was computed may be there still.
+        except (StoreMismatchError, DamagedManifestError) as error:
             complain(f"{error}\nIt cannot be resumed; overwrite=true starts it anew.")
     return run(config)
 

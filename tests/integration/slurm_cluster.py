@@ -11,6 +11,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -167,8 +168,24 @@ def running_cluster(folder: Path) -> Iterator[SlurmCluster]:
         cluster.wait_until_idle()
         yield cluster
     finally:
+        with contextlib.suppress(AssertionError, subprocess.SubprocessError):
+            cluster.clear()  # a daemon that stops leaves the steps of its jobs behind
         for name in reversed(list(cluster.processes)):
             cluster.stop(name)
+        _end_steps(config)
+
+
+def _end_steps(config: Path) -> None:
+    """End the steps of jobs that outlived their cluster, by their process ids."""
+    setting = b"SLURM_CONF=" + os.fsencode(config)
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            name = (process / "comm").read_text().strip()
+            settings = (process / "environ").read_bytes().split(b"\0")
+            if name in ("slurmstepd", "srun") and setting in settings:
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _tail(path: Path) -> str:

@@ -341,7 +341,9 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
 @pytest.mark.parametrize("job", ["extract", "stats"])
 def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path, job: str) -> None:
     keys = {**KEYS, "model": {**MODEL, "target": "test_devices:Raising"}, "devices": 2}
-    Image.new("RGB", (40, 40), (255, 255, 255)).save(photos / "dog" / "white.png")
+    Image.new("RGB", (40, 40), (255, 255, 255)).save(
+        photos / "cat" / "013.png"
+    )  # row 3, of no trial
     Path("bug").touch()
     with pytest.raises(RunError) as failed:
         run_job(job, **keys, data=photos)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -51,7 +50,7 @@ class ChunkCheck:
 
     Args:
         dataset: chunked, in a file open for reading.
-        sums: (chunks,) uint32, crc32 of the rows of each chunk.
+        sums: (chunks,) uint32, `layout.checksum` of the rows of each chunk.
         path: of the file, for messages.
         first_row: the row of the store that the dataset begins with, for messages.
         all_rows: whether the chunk of every row that is read is compared.
@@ -119,7 +118,7 @@ class ChunkCheck:
         pairs = zip(found.tolist(), counts.tolist(), strict=True)
         return [chunk for chunk, count in pairs if self._is_due(chunk, count)]
 
-    def compare(self, chunk: int, data: Any) -> None:
+    def compare(self, chunk: int, data: npt.NDArray[Any]) -> None:
         """Compare one chunk, unless that was done before.
 
         Args:
@@ -132,8 +131,8 @@ class ChunkCheck:
         if self._compared[chunk]:
             return
         num_rows = self.chunk_rows(chunk)
-        crc = zlib.crc32(memoryview(data).cast("B")[: num_rows * self._row_bytes])
-        if crc != self._sums[chunk]:
+        rows = data.reshape(-1).view(np.uint8)[: num_rows * self._row_bytes]
+        if layout.checksum(rows) != self._sums[chunk]:
             first = self._first_row + chunk * self._step
             raise StoreError(
                 f"{self._path}: {self._name}, rows {first} to {first + num_rows - 1} differ from "

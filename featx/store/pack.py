@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -240,6 +239,7 @@ class _Packing:
         self._packed = packed
         self._num_rows = manifest.num_rows
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
+        self._begun: dict[str, bytearray] = {}
         self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
         self._images = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
         self._columns = {
@@ -347,24 +347,24 @@ class _Packing:
         else:
             begin = 0
         for start, values in good_chunks(source, path, begin):
-            self._put(target, sums, first_row + start, values)
+            self._put(path, first_row + start, values)
 
-    def _put(
-        self,
-        target: h5py.Dataset,
-        sums: npt.NDArray[np.uint32],
-        first_row: int,
-        values: npt.NDArray[Any],
-    ) -> None:
-        """Rows that do not fill chunks of their own; they come in order, so crc32 goes on."""
+    def _put(self, path: str, first_row: int, values: npt.NDArray[Any]) -> None:
+        """Rows that do not fill chunks of their own; they come in order.
+
+        The bytes of a chunk are kept until its last row is there, since the checksum is of all.
+        """
+        target, sums = self._packed[path], self._sums[path]
         write_raw(target, first_row, values)
         step = target.chunks[0]
         stop = first_row + len(values)
+        begun = self._begun.setdefault(path, bytearray())
         for start in range(first_row - first_row % step, stop, step):
             low, high = max(start, first_row), min(start + step, stop)
-            piece = np.ascontiguousarray(values[low - first_row : high - first_row])
-            chunk = start // step
-            sums[chunk] = zlib.crc32(piece.view(np.uint8).data, int(sums[chunk]))
+            begun += values[low - first_row : high - first_row].tobytes()
+            if high == min(start + step, self._num_rows):
+                sums[start // step] = layout.checksum(begun)
+                begun.clear()
 
 
 def _filters(dataset: h5py.Dataset) -> list[Any]:

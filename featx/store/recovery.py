@@ -205,7 +205,7 @@ class DamagedFile:
             data = _decoded(rows, stored, int(entry["mask"]))
             first = chunk * step
             count = min(step, rows.shape[0] - first)
-            if zlib.crc32(data[: count * row_bytes]) != int(entry["crc"]):
+            if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
                 return None
             values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
             values = values.reshape(count, *rows.shape[1:])

@@ -17,6 +17,7 @@ import pytest
 from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError
+from featx.store import layout
 from featx.store.check import Damage, Report, check_store
 from featx.store.commit import Disk
 from featx.store.pack import pack
@@ -165,13 +166,11 @@ def replaced(name: str, make: Callable[[Any], Any]) -> Change:
 
 def summed(name: str, change: Change) -> Change:
     """The checksums are made to fit the new values: what is wrong is the meaning."""
-    import zlib
 
     def both(file: h5py.File) -> None:
         change(file)
         values, step = file[name][()], file[name].chunks[0]
-        sums = [zlib.crc32(values[i : i + step].tobytes()) for i in range(0, len(values), step)]
-        file[f"checksums/{name}"][...] = sums
+        file[f"checksums/{name}"][...] = layout.chunk_checksums(values, step)
 
     return both
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 import zlib
+from functools import reduce
+from operator import xor
 
 import numpy as np
 import pytest
@@ -67,6 +70,57 @@ def test_checksums_are_crc32_of_the_rows_of_each_chunk(dtype: str) -> None:
     # The same rows seen with other strides have the same sums.
     wide = np.repeat(rows, 2, axis=1)[:, ::2]
     assert layout.chunk_checksums(wide, 4).tolist() == sums.tolist()
+
+
+def by_hand(data: bytes) -> int:
+    """The checksum as docs/store-format.md tells it, one word at a time."""
+    size = len(data) // 65536 * 65536
+    words = struct.unpack(f"<{size // 8}Q", data[:size])
+    rows = [words[i : i + 512] for i in range(0, len(words), 512)]
+    sums = [sum(row) % 2**64 for row in rows]
+    xors = [reduce(xor, column) for column in zip(*rows, strict=True)]
+    return zlib.crc32(struct.pack(f"<{len(sums) + len(xors)}Q", *sums, *xors) + data[size:])
+
+
+BLOCKS = np.random.default_rng(5).integers(0, 256, 2 * 65536 + 1000, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 131072, len(BLOCKS)])
+def test_the_checksum_of_many_bytes_is_as_documented(size: int) -> None:
+    data = BLOCKS[:size]
+    assert layout.checksum(data) == layout.checksum(data.tobytes()) == by_hand(data.tobytes())
+    # Bytes that lie at no multiple of 8, as chunks of a mapped file may.
+    moved = np.empty(size + 3, np.uint8)[3:]
+    moved[:] = data
+    assert layout.checksum(moved) == by_hand(data.tobytes())
+
+
+@given(st.integers(0, 8 * len(BLOCKS) - 1), st.integers(0, 8 * len(BLOCKS) - 1))
+def test_one_or_two_flipped_bits_change_the_checksum(first: int, second: int) -> None:
+    whole, data = layout.checksum(BLOCKS), BLOCKS.copy()
+    data[first // 8] ^= 1 << first % 8
+    assert layout.checksum(data) != whole
+    data[second // 8] ^= 1 << second % 8
+    assert (layout.checksum(data) != whole) == (first != second)
+
+
+@pytest.mark.parametrize("distance", [8, 4096, 65536])
+def test_two_flips_that_cancel_in_a_sum_or_an_xor_change_the_checksum(distance: int) -> None:
+    data = BLOCKS.copy()
+    data[0], data[distance] = 0, 1
+    whole = layout.checksum(data)
+    data[0], data[distance] = 1, 0
+    assert layout.checksum(data) != whole
+
+
+@pytest.mark.parametrize("size", [8, 512, 4096, 32768])
+def test_exchanged_and_lost_blocks_change_the_checksum(size: int) -> None:
+    whole, data = layout.checksum(BLOCKS), BLOCKS.copy()
+    data[:size], data[-2 * size : -size] = BLOCKS[-2 * size : -size], BLOCKS[:size]
+    assert layout.checksum(data) != whole
+    data = BLOCKS.copy()
+    data[size : 2 * size] = 0
+    assert layout.checksum(data) != whole
 
 
 @given(st.integers(0, 6 * 4 * 32 - 1))

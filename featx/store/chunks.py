@@ -126,9 +126,14 @@ class ChunkRows:
                 file = self._checked_file()
                 assert _is_mapped(file)
                 assert file.mapped is not None
-                if self._check_of_chunks is not None:
-                    self._compare_mapped(file, self._check_of_chunks.due_of_run(first, count))
                 copied = file.mapped[begin : begin + count * self._row_bytes].copy()
+                if self._check_of_chunks is not None:
+                    due = self._check_of_chunks.due_of_run(first, count)
+                    # The copy is in the processor's cache, the mapped chunk may not be.
+                    copies = [chunk for chunk in due if self._is_within(chunk, first, count)]
+                    self._compare_read(copies, copied, first * self._row_bytes, self._row_bytes)
+                    if len(copies) < len(due):
+                        self._compare_mapped(file, [at for at in due if at not in copies])
                 return copied.view(self.dtype).reshape(count, *self._row_shape)
         out = np.empty((count, *self._row_shape), self.dtype)
         self.read_run(first, out)
@@ -283,10 +288,19 @@ class ChunkRows:
             start: what `data` begins with, counted in its items from the dataset's begin.
             width: items of a row.
         """
-        for chunk in due:
-            if self._check_of_chunks is not None:
-                rest = data[chunk * self._chunk_rows * width - start :]
-                self._check_of_chunks.compare(chunk, rest)
+        check = self._check_of_chunks
+        if not due or check is None:
+            return
+
+        def compare(chunk: int) -> None:
+            check.compare(chunk, data[chunk * self._chunk_rows * width - start :])
+
+        process().each(compare, due)
+
+    def _is_within(self, chunk: int, first: int, count: int) -> bool:
+        """Whether all rows of a chunk are among the `count` rows from `first` on."""
+        begin = chunk * self._chunk_rows
+        return first <= begin and min(begin + self._chunk_rows, self._num_rows) <= first + count
 
     def _compare_mapped(self, file: RawFile, due: Sequence[int]) -> None:
         """Compare chunks of a mapped file with their checksums; raises what `read` does."""

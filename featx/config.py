@@ -152,7 +152,8 @@ class Config:
     retry_failed: bool = False
     """Try the images that failed once more, and put those that can be read now into their rows."""
     refresh: bool = False
-    """Compute rows anew whose image has changed since, and only those."""
+    """Compute rows anew whose image has changed since, and only those; of job=stats what holds
+    them."""
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)

@@ -39,7 +39,7 @@ _ONLY_WITH = {
     "verify": ("verify",),
     "profile": ("extract", "stats", "attribute"),
     "retry_failed": ("extract", "attribute"),
-    "refresh": ("extract", "attribute"),
+    "refresh": ("extract", "attribute", "stats"),
     "tensorboard": ("extract", "plan"),
     "devices": _SPREAD,
     "executor": _SPREAD,

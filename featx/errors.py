@@ -161,6 +161,16 @@ _ALSO_CALLED = {
 """What other programs call a thing -> what it is called here."""
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: '1 row', '2 rows'.
+
+    Args:
+        count: the number.
+        one, many: the words behind it; many is one with an s where it is not given.
+    """
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """The clause that ends an 'unknown name' message: the nearest known names, or nothing.
 

@@ -67,6 +67,13 @@ def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt
     return np.full(count, np.array((size, newest, tag_of(told)), IMAGE_STATE))
 
 
+def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.NDArray[np.void]:
+    """States of files whose paths are no keys: another path is another image as well."""
+    there = states != NO_STATE
+    states["tag"][there] ^= np.array([tag_of(path) for path in paths], dtype=np.int64)[there]
+    return states
+
+
 def tag_of(told: object) -> int:
     """A number for whatever has a repr."""
     return int.from_bytes(blake2b(repr(told).encode(), digest_size=8).digest(), "little") >> 1

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.data.base import FolderSource, state_of_files, tag_of
+from featx.data.base import FolderSource, of_other_paths, state_of_files, tag_of
 from featx.data.labels import Labels, named, of_any_kind
 from featx.data.numbered import numbered_keys, row_of
 from featx.errors import DataError, MissingExtraError, nearest
@@ -97,12 +97,30 @@ class HuggingFaceSource:
         return self._folder.read_inside(value["path"].encode())
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """That of the data set's files; of images that are files themselves nothing is known."""
-        value = self._images[0][self._column]
-        if not value or not value.get("bytes"):
-            return None
+        """That of the data set's files; of images that are files of their own, those of these."""
         files = [file["filename"] for file in self._dataset.cache_files]
-        return state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
+        states = state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
+        rows = np.array([row_of(key, _PREFIX) for key in keys.tolist()])
+        paths = self._paths(rows)
+        own = np.flatnonzero([path is not None for path in paths])
+        if len(own):
+            found = [path for path in paths if path is not None]
+            states[own] = of_other_paths(self._folder.states(np.array(found)), found)
+        return states
+
+    def _paths(self, rows: npt.NDArray[np.int64]) -> list[bytes | None]:
+        """The path of each of some rows whose image is a file of its own; else None."""
+        import pyarrow.compute as pc
+
+        # Only paths are copied, whatever the size of the images beside them.
+        flat = self._images.flatten()
+        column = flat.data.column(f"{self._column}.path")
+        column = pc.if_else(pc.is_null(flat.data.column(f"{self._column}.bytes")), column, None)
+        chosen = self._images._indices  # of a selection; None where the table is the data set
+        if chosen is not None:
+            rows = chosen.column(0).to_numpy()[rows]
+        found = column.take(rows).to_pylist()
+        return [None if not path else path.encode() for path in found]
 
     def _labels(self, count: int) -> Labels:
         if self._label_column is None:

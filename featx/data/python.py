@@ -9,17 +9,26 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+from PIL import Image, ImageFile
 
-from featx.data.base import FolderSource
+from featx.data.base import FolderSource, of_other_paths
 from featx.data.columns import check_columns
 from featx.data.labels import Labels, named, of_any_kind
 from featx.data.numbered import numbered_keys
 from featx.data.pixels import encode_array, encode_image
-from featx.data.places import doubles, place_of
+from featx.data.places import doubles, place_of, rows_of
 from featx.errors import DataError
 from featx.options import DataConfig
-from featx.types import IMAGE_STATE, ImageFault, Listing, Source, Stateful, Status
+from featx.types import (
+    IMAGE_STATE,
+    UNTOLD,
+    ImageFault,
+    Listing,
+    Source,
+    Stateful,
+    Status,
+    image_checksum,
+)
 
 _WHERE = "labels of the data set"
 
@@ -126,6 +135,37 @@ class MapSource:
         if not found:
             raise ImageFault(Status.EMPTY, "the image has no bytes")
         return found
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """Of a list or tuple: of paths those of the files, of what lies in memory a checksum.
+
+        None of other data sets: only `__getitem__` knows what an item is made from, and what it
+        costs. None as well where a Pillow image of a list is still to be decoded.
+        """
+        if not isinstance(self._dataset, list | tuple):
+            return None
+        if self._rows is None:
+            self.listing()
+        assert self._keys is not None
+        assert self._rows is not None
+        states = np.full(len(keys), UNTOLD)
+        paths: dict[int, bytes] = {}
+        for place, row in enumerate(self._rows[rows_of(self._keys, keys)].tolist()):
+            try:
+                image = _split(self._dataset[row])[0]
+                if isinstance(image, ImageFile.ImageFile):
+                    return None
+                found = _encoded(image)
+            except (TypeError, ValueError) as error:  # it is no image, which its row will say
+                found = repr(error).encode()
+            if isinstance(found, Path):
+                paths[place] = os.path.abspath(os.fsencode(found))  # noqa: PTH100 - bytes paths
+            else:
+                states["size"][place], states["tag"][place] = len(found), image_checksum(found) >> 1
+        if paths:
+            files = _FILES.states(np.array(list(paths.values())))
+            states[list(paths)] = of_other_paths(files, paths.values())
+        return states
 
     def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
         given = getattr(self._dataset, "keys", None)

@@ -54,6 +54,11 @@ class Selection:
         return self.store.status[self.rows]
 
     @cached_property
+    def image_checksums(self) -> npt.NDArray[np.uint64]:
+        """(n,) as `FeatureStore.image_checksums` gives them; others after a refresh."""
+        return self.store.image_checksums[self.rows]
+
+    @cached_property
     def keys(self) -> npt.NDArray[np.bytes_]:
         """(n,) the keys, as the file system gives them."""
         return self.store.key_bytes[self.rows]
@@ -203,11 +208,13 @@ class Selection:
             listed.update(f"{column.dtype.str} {column.shape} ".encode())
             listed.update(np.ascontiguousarray(column).tobytes())
         layers = {name: f"{self.row_shape(name)} {self.dtype(name)}" for name in self.layers}
+        images = hashlib.sha256(self.image_checksums.tobytes()).hexdigest()
         return {
             "store's fingerprint": str(self.store.attrs.get("fingerprint", "")),
             "layers": layers,
             "number of rows": len(self),
             "sha256 of rows, keys, labels and status": listed.hexdigest(),
+            "sha256 of the checksums of images": images,
             **({"sha256 of columns": self._columns_sha256()} if self.columns else {}),
         }
 

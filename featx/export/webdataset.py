@@ -17,13 +17,17 @@ from featx.errors import ConfigError, DataError
 from featx.export.base import File, Format, literal
 from featx.export.pictures import data_of_store
 from featx.export.selection import Selection, as_utf8
-from featx.types import ImageFault, Status
+from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
 
 _SAMPLED = 64
 """Pictures whose sizes say how many rows a shard takes."""
 
 _HEADERS = 512 * 6
 """About what the headers and the padding of a row take in a tar file."""
+
+
+_EXPANDED = ("{", "}", "$", "\\", "::")
+"""What webdataset takes for a pattern in a text; paths in a list stay as they are."""
 
 
 class WebDataset(Format):
@@ -78,11 +82,11 @@ class WebDataset(Format):
         """The encoded bytes; None of a failed row whose picture cannot be had either.
 
         Raises:
-            DataError: a row is ok, and its picture is not there any more.
+            DataError: a row is ok, and its picture is not there any more, or is another one.
         """
         key = bytes(self.selection.keys[place])
         try:
-            return self._source.read(key)
+            picture = self._source.read(key)
         except (ImageFault, OSError) as error:
             failed = self.selection.status[place] != Status.OK
             if failed and isinstance(error, ImageFault):
@@ -91,6 +95,15 @@ class WebDataset(Format):
                 f"{os.fsdecode(key)} is a row of the store, and its picture cannot be read now: "
                 f"{error}. If the pictures lie elsewhere, say where: data=folder data.root=DIR."
             ) from error
+        computed_from = self.selection.image_checksums[place]
+        ok = self.selection.status[place] == Status.OK
+        if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(picture)):
+            raise DataError(
+                f"{os.fsdecode(key)} has changed since its row was computed: the shards would hold "
+                "an image beside features of another one. The command of the store's run with "
+                "refresh=true computes the rows of changed images anew."
+            )
+        return picture
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
         chosen = self.selection
@@ -129,9 +142,14 @@ class WebDataset(Format):
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
         if len(files) > 1:
             shards = f"shards-{{00000..{len(files) - 1:05d}}}-of-{len(files):05d}.tar"
+        imports, given = "import webdataset as wds\n", literal(f"{out}/{shards}")
+        if any(sign in str(out) for sign in _EXPANDED):
+            imports += "from pathlib import Path\n"
+            given = (
+                f'[str(path) for path in sorted(Path({literal(str(out))}).glob("shards-*.tar"))]'
+            )
         return (
-            "import webdataset as wds\n"
-            f"rows = wds.WebDataset({literal(f'{out}/{shards}')}, shardshuffle=False)\n"
+            f"{imports}rows = wds.WebDataset({given}, shardshuffle=False)\n"
             # Decoding the images too would drop the rows whose image cannot be decoded.
             "rows = rows.decode()  # arrays and labels; images stay encoded\n"
             f'for sample in rows: sample[{layer}], sample["cls"]'

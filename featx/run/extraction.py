@@ -21,9 +21,13 @@ from featx.run.failed_rows import exit_code, failures_text
 from featx.run.features import FeatureWork, StoreProduct
 from featx.run.image_changes import (
     ImageChanges,
+    changed_images_text,
+    changed_text,
+    gone_images_text,
     image_changes,
-    named_keys,
+    mended_images_text,
     rows_of_two_images,
+    unknown_images_text,
 )
 from featx.run.loop import peak_memory_mib, run_parts
 from featx.run.overwriting import OverwriteMark, resumed_or_anew
@@ -180,17 +184,14 @@ def _mind_images(prepared: Prepared, session: StoreSession, only_tell: bool) -> 
     changes = _changes(prepared, session)
     if changes.num_unknown:
         complain(
-            f"warning: {changes.num_unknown} rows do not say which image they were computed from "
-            "(an early featx wrote them, or this was damaged and could not be repaired): whether "
-            "it has changed is not known. overwrite=true begins the store anew.\n"
+            f"warning: {unknown_images_text(changes.num_unknown)} (an early featx wrote them, or "
+            "this was damaged and could not be repaired): whether it has changed is not known. "
+            "overwrite=true begins the store anew.\n"
         )
     if len(changes.gone):
-        complain(
-            f"warning: {len(changes.gone)} images are not there any more: "
-            f"{named_keys(keys[changes.gone], len(changes.gone))}. Their rows stay as they are.\n"
-        )
+        complain(f"warning: {gone_images_text(keys, changes.gone)}. Their rows stay as they are.\n")
     if config.refresh:
-        complain(f"{len(changes.rows)} images have changed since their rows were computed\n")
+        complain(f"{changed_text(len(changes.rows))} since their rows were computed\n")
         rows = _of_runs_asked(session, changes)
         if len(rows):
             _compute_anew(prepared, session, rows.tolist(), "refresh")
@@ -199,10 +200,7 @@ def _mind_images(prepared: Prepared, session: StoreSession, only_tell: bool) -> 
     mended = [row for row in changes.rows.tolist() if row in failed]
     changed = [row for row in changes.rows.tolist() if row not in failed]
     if mended and not config.retry_failed:
-        complain(
-            f"{len(mended)} failed images have changed since: refresh=true computes their rows "
-            f"anew ({named_keys(keys[mended], len(mended))})\n"
-        )
+        complain(f"{mended_images_text(keys, mended)}\n")
     if not changed:
         return
     layers = [
@@ -210,30 +208,17 @@ def _mind_images(prepared: Prepared, session: StoreSession, only_tell: bool) -> 
         for run, rows in zip(session.manifest.runs, changes.changed, strict=True)
         if np.isin(rows, changed).any()
     ]
-    text = changed_images_text(session.root, keys, changed, list(dict.fromkeys(layers)))
+    what = _anew_text(list(dict.fromkeys(layers)))
+    text = changed_images_text(session.root, keys, changed, what)
     if not only_tell:
         raise StoreMismatchError(text)
     complain(f"warning: {text}\n")
 
 
-def changed_images_text(
-    root: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], layers: Sequence[str]
-) -> str:
-    """The message for images that are others than those the rows of a store were computed from.
-
-    Args:
-        root: of the store.
-        keys: of all rows.
-        rows: that are concerned.
-        layers: those of the runs that are concerned, as they are given to the command.
-    """
+def _anew_text(layers: Sequence[str]) -> str:
+    """What refresh=true does, for runs with these layers, as they are given to the command."""
     each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
-    return (
-        f"{len(rows)} images have changed since {root} was computed from them: "
-        f"{named_keys(keys[list(rows)].tolist(), len(rows))}. The command of the run with "
-        f"refresh=true computes those rows anew and no others{each}. Or put the images back, "
-        "choose out=DIR for a new store, or overwrite=true to delete this one."
-    )
+    return f"computes those rows anew and no others{each}"
 
 
 def _changes(prepared: Prepared, session: StoreSession) -> ImageChanges:
@@ -345,7 +330,8 @@ def _is_mixed(session: StoreSession) -> bool:
     layers = dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs)
     if ok := [row for row in mixed if row not in failed]:
         keys = session.listing.keys
-        raise StoreMismatchError(changed_images_text(session.root, keys, ok, list(layers)))
+        what = _anew_text(list(layers))
+        raise StoreMismatchError(changed_images_text(session.root, keys, ok, what))
     complain(
         f"the parts are kept: {len(mixed)} failed images have been mended for some layers only. "
         f"retry_failed=true with each of {' and '.join(layers)} computes the others.\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from featx.errors import counted
 from featx.loading.guarded import read_image
 from featx.machine import num_cpus
 from featx.progress import complain
+from featx.store import layout
 from featx.store.images import UNSETTLED, read_image_states, stored_image_checksums
 from featx.store.manifest import Manifest
 from featx.types import (
@@ -43,16 +45,36 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class ImageChanges:
-    """What became of the images of a store.
+class ImagesOfRun:
+    """The images that a run computed its rows from.
 
     Attributes:
-        changed: for each run of the store, the rows that it computed from another image.
+        first_row: of the run.
+        checksums: (n,) of its rows' images, UNKNOWN_IMAGE where nothing is known.
+        computed: (n,) whether the rows are there.
+    """
+
+    first_row: int
+    checksums: npt.NDArray[np.uint64]
+    computed: npt.NDArray[np.bool_]
+
+    @property
+    def rows(self) -> slice:
+        """Of the listing."""
+        return slice(self.first_row, self.first_row + len(self.checksums))
+
+
+@dataclass(frozen=True)
+class ImageChanges:
+    """What became of the images of a store, or of statistics.
+
+    Attributes:
+        changed: for each run, the rows that it computed from another image.
         gone: rows whose image gives no bytes now, though it did.
         num_rows: that are there, whose images were looked at.
         num_read: of them, those whose bytes were compared.
         num_unknown: rows that are there without a checksum of their image.
-        states: (N,) IMAGE_STATE for images.h5; None where the data set does not tell any.
+        states: (N,) IMAGE_STATE to be kept; None where the data set does not tell any.
     """
 
     changed: tuple[npt.NDArray[np.int64], ...]
@@ -91,28 +113,49 @@ def image_changes(
         RunError: the images' disk fails, and goes on failing.
         StoreError: the store cannot be read now.
     """
+    runs = _images_of_runs(root, manifest)
+    return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all)
+
+
+def compare_images(
+    source: Source,
+    keys: npt.NDArray[np.bytes_],
+    runs: Sequence[ImagesOfRun],
+    states_file: Path,
+    present: npt.NDArray[np.bool_] | None = None,
+    read_all: bool = False,
+) -> ImageChanges:
+    """Compare the images of a data set with those that runs computed their rows from.
+
+    Args:
+        source, keys, present, read_all: as for `image_changes`.
+        runs: at least one.
+        states_file: where the states of the images were kept.
+
+    Raises:
+        RunError: the images' disk fails, and goes on failing.
+    """
     present = np.ones(len(keys), np.bool_) if present is None else present
     now_ns = time.time_ns()  # before anything is read
     states = np.full(len(keys), UNSETTLED)
     found = source.states(keys[present]) if isinstance(source, Stateful) else None
     if found is not None:
         states[present] = found
-    stored = stored_image_checksums(root, manifest)
-    expected, mixed, computed = _expected(len(keys), manifest, stored)
+    expected, mixed, computed = _expected(len(keys), runs)
     known = expected != UNKNOWN_IMAGE
     doubtful = np.full(len(keys), read_all)
     if found is not None:
-        doubtful = states != read_image_states(root, len(keys))
+        doubtful = states != read_image_states(states_file, len(keys))
     doubtful = known & present & (doubtful | mixed)
     rows = np.flatnonzero(doubtful)
     current = expected.copy()
     current[rows] = _current_checksums(source, keys[rows])
     current[known & ~present] = NO_IMAGE
     changed = []
-    for run, (sums, there) in zip(manifest.runs, stored, strict=True):
-        now = current[run.grid.first_row : run.grid.stop_row]
-        other = there & (sums != UNKNOWN_IMAGE) & (sums != now) & (now != NO_IMAGE)
-        changed.append(np.flatnonzero(other) + run.grid.first_row)
+    for run in runs:
+        sums, now = run.checksums, current[run.rows]
+        other = run.computed & (sums != UNKNOWN_IMAGE) & (sums != now) & (now != NO_IMAGE)
+        changed.append(np.flatnonzero(other) + run.first_row)
     gone = known & (expected != NO_IMAGE) & (current == NO_IMAGE)
     unsettled = gone | (np.abs(states["mtime_ns"] - now_ns) < RECENT_NS)
     unsettled[np.concatenate(changed)] = True
@@ -129,9 +172,56 @@ def image_changes(
 
 def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
     """Rows whose layers were not all computed from the same image, by what the store says."""
-    stored = stored_image_checksums(root, manifest)
-    _, mixed, _ = _expected(manifest.num_rows, manifest, stored)
+    _, mixed, _ = _expected(manifest.num_rows, _images_of_runs(root, manifest))
     return np.flatnonzero(mixed)
+
+
+def changed_images_text(
+    path: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], what: str
+) -> str:
+    """The message for images that are others than those that something was computed from.
+
+    Args:
+        path: of what was computed: a store, or statistics.
+        keys: of all rows.
+        rows: that are concerned.
+        what: refresh=true does: "computes ...".
+    """
+    return (
+        f"{changed_text(len(rows))} since {path} was computed from them: "
+        f"{named_keys(keys[list(rows)].tolist(), len(rows))}. The command of the run with "
+        f"refresh=true {what}. Or put the images back, choose another out=DIR, or "
+        "overwrite=true to delete what is there."
+    )
+
+
+def changed_text(count: int) -> str:
+    """So many images have changed."""
+    return counted(count, "image has changed", "images have changed")
+
+
+def gone_images_text(keys: npt.NDArray[np.bytes_], rows: npt.NDArray[np.int64]) -> str:
+    """Images that are not there any more."""
+    count = len(rows)
+    named = named_keys(keys[rows].tolist(), count)
+    return f"{counted(count, 'image is', 'images are')} not there any more: {named}"
+
+
+def mended_images_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:
+    """Failed images that are others now."""
+    named = named_keys(keys[list(rows)].tolist(), len(rows))
+    return (
+        f"{counted(len(rows), 'failed image has changed', 'failed images have changed')} since: "
+        f"refresh=true computes anew what they failed for ({named})"
+    )
+
+
+def unknown_images_text(count: int) -> str:
+    """Rows without a checksum of their image."""
+    return (
+        f"{counted(count, 'row does', 'rows do')} not say which image "
+        f"{'it was' if count == 1 else 'they were'} computed from"
+    )
 
 
 def named_keys(keys: Iterable[bytes], count: int) -> str:
@@ -140,20 +230,27 @@ def named_keys(keys: Iterable[bytes], count: int) -> str:
     return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
 
 
+def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
+    """What a store says of its images, run by run."""
+    stored = stored_image_checksums(root, manifest)
+    return [
+        ImagesOfRun(run.grid.first_row, sums, there)
+        for run, (sums, there) in zip(manifest.runs, stored, strict=True)
+    ]
+
+
 def _expected(
-    num_rows: int,
-    manifest: Manifest,
-    stored: list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]],
+    num_rows: int, runs: Sequence[ImagesOfRun]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Each row's checksum, whether runs differ in it, and whether it is there."""
     expected = np.full(num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
     mixed, computed = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
-    for run, (sums, there) in zip(manifest.runs, stored, strict=True):
-        rows = slice(run.grid.first_row, run.grid.stop_row)
+    for run in runs:
+        rows, sums = run.rows, run.checksums
         before = expected[rows]
         both = (before != UNKNOWN_IMAGE) & (sums != UNKNOWN_IMAGE)
         mixed[rows] |= both & (before != sums)
-        computed[rows] |= there
+        computed[rows] |= run.computed
         before[~both] = np.maximum(before, sums)[~both]
     return expected, mixed, computed
 
@@ -167,7 +264,7 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         pictures = [source.picture(key) for key in keys.tolist()]
         _, firsts, which = np.unique(pictures, return_index=True, return_inverse=True)
         keys = keys[firsts]
-    complain(f"{len(keys)} images may have changed: their bytes are compared\n")
+    complain(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
 
     def checksum(key: bytes) -> int:
         try:

@@ -2,6 +2,7 @@
 
 /layers/<name>/count, mean, scatter, smallest, largest   of a layer, with its attributes
 /failures/row, key, status, error, message               the images that were left out
+/image_checksum                                          of the image of each row, as in a store
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import h5py
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from featx.errors import LayerError, StoreError, nearest
@@ -26,12 +28,15 @@ from featx.statistics.part_moments import StatsLayer
 from featx.store import layout
 from featx.store.commit import reads_back_differently
 from featx.store.files import check_plain, damage_text, open_for_a_look
-from featx.types import Failure, Status
+from featx.types import UNKNOWN_IMAGE, Failure, Status
 
 STATS_FORMAT = 1
 
 STATS_FILE = "stats.h5"
 """Its name in the folder `out`."""
+
+STATS_IMAGES = "stats-images.h5"
+"""Beside it: the states of the images, as in images.h5 of a store."""
 
 PARTS_FOLDER = "stats-parts"
 """Beside it, while a run goes on."""
@@ -82,6 +87,7 @@ def file_bytes(
     layers: Mapping[str, StatsLayer],
     moments: Mapping[str, Moments],
     failures: Sequence[Failure],
+    checksums: npt.NDArray[np.uint64],
 ) -> memoryview:
     """The bytes of a file, built in memory and read back.
 
@@ -89,6 +95,7 @@ def file_bytes(
         root: its own attributes.
         layers, moments: by the layer's name.
         failures: the images that were left out, in order of rows.
+        checksums: (n,) of the images of all its rows.
     """
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
@@ -97,6 +104,7 @@ def file_bytes(
         for name, layer in layers.items():
             _write_layer(group.create_group(name), layer, moments[name])
         _write_failures(file.create_group(layout.FAILURES), failures)
+        file.create_dataset(layout.IMAGE_CHECKSUM, data=checksums)
     path = Path(STATS_FILE)
     with h5py.File(buffer, "r") as file:
         for name in layers:
@@ -106,6 +114,8 @@ def file_bytes(
                     raise reads_back_differently(path, name)
         if len(read_failures(file, path, root)) != len(failures):
             raise reads_back_differently(path, layout.FAILURES)
+        if not np.array_equal(read_checksums(file, path, root), checksums):
+            raise reads_back_differently(path, layout.IMAGE_CHECKSUM)
     data = buffer.getbuffer()
     data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
     return data
@@ -158,6 +168,27 @@ def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple
         )
         for row, key, status, error, message in zip(*columns, strict=True)
     )
+
+
+def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.NDArray[np.uint64]:
+    """(n,) of the images of a file's rows; UNKNOWN_IMAGE in a file of an early featx.
+
+    Args:
+        file: open.
+        path: of the file, for messages.
+        root: the file's own attributes.
+
+    Raises:
+        DamagedError: they do not fit what the file says of itself.
+    """
+    num_rows = root["stop"] - root["start"]
+    if layout.IMAGE_CHECKSUM not in file:
+        return np.full(num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
+    dataset = check_plain(file, layout.IMAGE_CHECKSUM)
+    if dataset.shape != (num_rows,) or dataset.dtype != np.uint64:
+        raise DamagedError(f"{path}: /{layout.IMAGE_CHECKSUM} does not fit its {num_rows} rows.")
+    found: npt.NDArray[np.uint64] = dataset[()]
+    return found
 
 
 def _seal(crc: int) -> bytes:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from featx.errors import LayerError, StoreError, require
 from featx.statistics.file import DamagedError
@@ -14,7 +17,7 @@ from featx.statistics.part_moments import is_aligned
 from featx.statistics.tree import MomentsTree, spans_in
 from featx.store import layout
 from featx.store.commit import TEMPORARY
-from featx.types import Failure, Part
+from featx.types import UNKNOWN_IMAGE, Failure, Part
 
 logger = logging.getLogger(__name__)
 
@@ -92,13 +95,17 @@ class MomentsOfParts:
         return [part for part in parts if not done(part)]
 
     def commit(
-        self, part: Part, failures: Sequence[Failure], moments: Mapping[str, Moments]
+        self,
+        part: Part,
+        failures: Sequence[Failure],
+        moments: Mapping[str, Moments],
+        checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
         """Keep the moments of a part, durably when this returns, as `MomentsTree.commit` does."""
         require(self._surveyed, "what is there already was not looked for")
         if self.has(part):
             return [f for f in self.failures if part.start <= f.row < part.stop]
-        there = self.tree.commit(part, failures, moments)
+        there = self.tree.commit(part, failures, moments, checksums)
         self.committed(part, there)
         return there
 
@@ -138,6 +145,29 @@ class MomentsOfParts:
                 yield part, [f for f in failures if part.start <= f.row < part.stop]
             left = [part for part in left if part not in inside]
 
+    def image_checksums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
+        """(N,) checksums of the images of all rows, and (N,) which rows are done.
+
+        Raises:
+            StoreError: a file cannot be read now.
+        """
+        checksums = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
+        done = np.zeros(self._num_rows, np.bool_)
+        for start, stop in self._spans:
+            checksums[start:stop] = self.tree.checksums_in(self._file(start, stop))
+            done[start:stop] = True
+        return checksums, done
+
+    def discard(self, rows: Iterable[int]) -> None:
+        """Delete the files that hold any of some rows: sums do not lose a single row."""
+        rows = list(rows)
+        for start, stop in list(self._spans):
+            if any(start <= row < stop for row in rows):
+                self.disk.make_folder(self.folder)
+                self.disk.remove(self._file(start, stop))
+                del self._spans[start, stop]
+                self.complete = False
+
     def finish(self) -> None:
         """Merge all parts into the one file, and remove them.
 
@@ -157,6 +187,10 @@ class MomentsOfParts:
             self._spans = {(0, self._num_rows): self.tree.merge_all()}
             self.complete = True
         self.disk.remove(self.folder)
+
+    def _file(self, start: int, stop: int) -> Path:
+        """Where the moments of a span lie."""
+        return self.path if self.complete else self.tree.file(start, stop)
 
     def _covered(self, start: int, stop: int) -> bool:
         return any(first <= start and stop <= last for first, last in self._spans)

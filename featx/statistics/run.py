@@ -9,20 +9,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, StoreMismatchError
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
 from featx.loading.decode import PILLOW
 from featx.progress import announce, complain, describe_run, size_text
 from featx.reduce import channel_axis
 from featx.run.failed_rows import failures_text
+from featx.run.image_changes import (
+    ImagesOfRun,
+    changed_images_text,
+    changed_text,
+    compare_images,
+    gone_images_text,
+    mended_images_text,
+    unknown_images_text,
+)
 from featx.run.loop import peak_memory_mib
 from featx.run.overwriting import OverwriteMark, resumed_or_anew
 from featx.run.prepare import Prepared, prepare
 from featx.run.purpose import check_out, list_images, seconds_of_part
 from featx.statistics.distance import refuse_other_values
-from featx.statistics.file import PARTS_FOLDER, STATS_FILE, Statistics, statistics_begun
+from featx.statistics.file import (
+    PARTS_FOLDER,
+    STATS_FILE,
+    STATS_IMAGES,
+    Statistics,
+    statistics_begun,
+)
 from featx.statistics.moments import Moments
 from featx.statistics.part_moments import StatsLayer
 from featx.statistics.parts import MomentsOfParts
@@ -32,6 +50,7 @@ from featx.statistics.work import StatsProduct, StatsWork, tree_of
 from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.failures import failures_csv
 from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
+from featx.store.images import keep_image_states
 from featx.store.layout import LISTING, LOCK, STATS_OVERWRITING, Grid
 from featx.store.listing import listing_file, marks_digest
 from featx.types import Begun, Failure, LayerSpec, Listing, Part, Source
@@ -43,6 +62,12 @@ COMMIT_BYTES_PER_S = 40e6
 
 COMMIT_SHARE = 0.1
 """Of a part's time that its commit may take."""
+
+_ANEW = (
+    "computes anew the files of parts that hold them, and the whole where it is finished: a sum "
+    "does not lose one row"
+)
+"""What refresh=true does."""
 
 _RESOLVED = ("precision", "compile", "channels_last", "batch_size")
 
@@ -176,6 +201,7 @@ def _run(
             mark.write(disk)
         parts = MomentsOfParts(tree_of(prepared, purpose.layers, disk))
         parts.survey()
+        _refuse_changed_images(prepared, parts)
         grid = Grid(len(prepared.listing), prepared.part_rows)
         session = StatsSession(parts, grid, lock)
         announce(_begin_text(prepared, purpose, session, parts.path))
@@ -222,10 +248,14 @@ class StatsSession:
         return self._parts.missing(self._grid)
 
     def commit(
-        self, part: Part, failures: Sequence[Failure], moments: Mapping[str, Moments]
+        self,
+        part: Part,
+        failures: Sequence[Failure],
+        moments: Mapping[str, Moments],
+        checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
         """Make one part durable. Returns its failures."""
-        there = self._parts.commit(part, failures, moments)
+        there = self._parts.commit(part, failures, moments, checksums)
         if there:
             self.write_failures()
         return there
@@ -249,6 +279,39 @@ class StatsSession:
         self.disk.replace(self._parts.folder / LISTING, listing_file(listing))
 
 
+def _refuse_changed_images(prepared: Prepared, parts: MomentsOfParts) -> None:
+    """Compare the images with those that the statistics which are there were taken from.
+
+    With refresh=true the files that hold changed images go, to be computed anew.
+
+    Raises:
+        StoreMismatchError: images have changed, and refresh=true was not given.
+    """
+    keys, config = prepared.listing.keys, prepared.config
+    states_file = parts.path.with_name(STATS_IMAGES)
+    checksums, done = parts.image_checksums()
+    before = ImagesOfRun(0, checksums, done)
+    changes = compare_images(prepared.source, keys, [before], states_file, read_all=config.refresh)
+    if changes.num_unknown:
+        complain(
+            f"warning: {unknown_images_text(changes.num_unknown)} (an early featx took these "
+            "statistics): whether it has changed is not known. overwrite=true begins them anew.\n"
+        )
+    if len(changes.gone):
+        complain(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
+    rows = changes.rows.tolist()
+    if config.refresh:
+        complain(f"{changed_text(len(rows))} since the statistics were taken\n")
+        parts.discard(rows)
+    failed = {failure.row for failure in parts.failures}
+    if not config.refresh and (changed := [row for row in rows if row not in failed]):
+        raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _ANEW))
+    if not config.refresh and rows:
+        complain(f"{mended_images_text(keys, rows)}\n")
+    if changes.states is not None:
+        keep_image_states(parts.disk, states_file, changes.states)
+
+
 def _computed(
     prepared: Prepared, purpose: StatsPurpose, session: StatsSession, config_yaml: str
 ) -> Outcome:
@@ -265,11 +328,11 @@ def _computed(
 
 def _clear(disk: Disk, overwrite: bool) -> None:
     """Delete what a killed process left half written; with overwrite, all statistics."""
-    for name in (STATS_FILE, FAILURES_CSV):
+    for name in (STATS_FILE, FAILURES_CSV, STATS_IMAGES):
         for leftover in disk.root.glob(f"{TEMPORARY}{name}.*"):
             disk.remove(leftover)
     if overwrite:
-        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE):
+        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
             disk.remove(disk.root / name)
 
 

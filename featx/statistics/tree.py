@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from featx.errors import StoreError, StoreMismatchError, require
 from featx.fingerprint import differences, digest
@@ -20,6 +23,7 @@ from featx.statistics.file import (
     DamagedError,
     attributes_of,
     file_bytes,
+    read_checksums,
     read_failures,
     read_layer,
     reading,
@@ -28,7 +32,21 @@ from featx.statistics.moments import Moments
 from featx.statistics.part_moments import StatsLayer, cut_row, is_aligned
 from featx.store import layout
 from featx.store.commit import Disk
-from featx.types import Failure, Part, StoreHeader
+from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
+
+
+class _Contents(NamedTuple):
+    """What a file holds of the rows of a span.
+
+    Attributes:
+        moments: layer -> its moments.
+        failures: the images that were left out, in order of rows.
+        checksums: (n,) of the images of all rows.
+    """
+
+    moments: Mapping[str, Moments]
+    failures: Sequence[Failure]
+    checksums: npt.NDArray[np.uint64]
 
 
 class MomentsTree:
@@ -64,7 +82,11 @@ class MomentsTree:
         self._layers = {layer.spec.name: layer for layer in layers}
 
     def commit(
-        self, part: Part, failures: Sequence[Failure], moments: Mapping[str, Moments]
+        self,
+        part: Part,
+        failures: Sequence[Failure],
+        moments: Mapping[str, Moments],
+        checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
         """Keep the moments of a part, durably when this returns.
 
@@ -74,6 +96,7 @@ class MomentsTree:
             part: of a grid whose parts are a power of two of rows.
             failures: images of the part that were left out.
             moments: name -> moments, all layers of the run.
+            checksums: (n,) of the images of the part's rows; None where they are not known.
 
         Returns:
             the failures of the part that is there now.
@@ -90,9 +113,13 @@ class MomentsTree:
             expected = (len(part) - len(failures)) * layer.rows_per_image
             found = moments[name]
             require((found.count, found.dim, found.kind) == (expected, layer.dim, layer.kind), name)
+        if checksums is None:
+            checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
+        require(len(checksums) == len(part), "a checksum is missing")
         in_order = sorted(failures, key=lambda failure: failure.row)
         path = self.file(part.start, part.stop)
-        if not self._publish(path, part.start, part.stop, in_order, moments):
+        contents = _Contents(moments, in_order, checksums)
+        if not self._publish(path, part.start, part.stop, contents):
             try:
                 in_order = list(self.failures_in(path))
             except DamagedError:
@@ -111,10 +138,10 @@ class MomentsTree:
             StoreError: rows are missing, or a file is damaged.
             RunError: the disk is full or fails; the same call goes on.
         """
-        moments, failures = self._merged(0, self.num_rows)
-        created = self._publish(self.path, 0, self.num_rows, failures, moments)
+        merged = self._merged(0, self.num_rows)
+        created = self._publish(self.path, 0, self.num_rows, merged)
         require(created, f"somebody else wrote {self.path} without the lock")
-        return tuple(failures)
+        return tuple(merged.failures)
 
     def file(self, start: int, stop: int) -> Path:
         """Where the moments of a span lie, if they are there."""
@@ -132,12 +159,18 @@ class MomentsTree:
             self._check(path, root, start, stop)
             for name in self._layers:
                 read_layer(file, path, name, root)
+            read_checksums(file, path, root)
             return read_failures(file, path, root)
 
     def failures_in(self, path: Path) -> tuple[Failure, ...]:
         """The images that a file left out that lies there whole; its numbers are not looked at."""
         with reading(path, compare=False) as file:
             return read_failures(file, path, attributes_of(file))
+
+    def checksums_in(self, path: Path) -> npt.NDArray[np.uint64]:
+        """(n,) of the images of a file that was accepted; its numbers are not looked at."""
+        with reading(path, compare=False) as file:
+            return read_checksums(file, path, attributes_of(file))
 
     def _merge_upwards(self, start: int, stop: int) -> None:
         """Merge a span with its other half, and so on, as long as that is there and whole."""
@@ -149,17 +182,17 @@ class MomentsTree:
                 return
             start, stop = lower, upper + size
             try:
-                moments, failures = self._joined(start, stop)
+                joined = self._joined(start, stop)
             except StoreError:
                 if all(half.exists() for half in halves):
                     raise
                 return  # another process has merged them
-            self._publish(self.file(start, stop), start, stop, failures, moments)
+            self._publish(self.file(start, stop), start, stop, joined)
             for half in halves:
                 self.disk.remove(half)
 
-    def _merged(self, start: int, stop: int) -> tuple[dict[str, Moments], list[Failure]]:
-        """Moments and failures of a span, from its file or, by the tree, from those within it."""
+    def _merged(self, start: int, stop: int) -> _Contents:
+        """The contents of a span, from its file or, by the tree, from those within it."""
         path = self.file(start, stop)
         if not path.exists():
             if stop - start == 1:
@@ -172,26 +205,27 @@ class MomentsTree:
             root = attributes_of(file)
             self._check(path, root, start, stop)
             moments = {name: read_layer(file, path, name, root)[0] for name in self._layers}
-            return moments, list(read_failures(file, path, root))
+            failures, checksums = read_failures(file, path, root), read_checksums(file, path, root)
+            return _Contents(moments, failures, checksums)
 
-    def _joined(self, start: int, stop: int) -> tuple[dict[str, Moments], list[Failure]]:
-        """Moments and failures of a span, from its two halves."""
+    def _joined(self, start: int, stop: int) -> _Contents:
+        """The contents of a span, from its two halves."""
         cut = cut_row(start, stop)
-        (lower, failures), (upper, more) = self._merged(start, cut), self._merged(cut, stop)
-        moments = {name: lower.pop(name).merge(upper.pop(name)) for name in self._layers}
-        return moments, failures + more
+        lower, upper = self._merged(start, cut), self._merged(cut, stop)
+        below, above = dict(lower.moments), dict(upper.moments)
+        lower, upper = lower._replace(moments={}), upper._replace(moments={})
+        # Each layer's two matrices go as soon as their sum is there.
+        moments = {name: below.pop(name).merge(above.pop(name)) for name in self._layers}
+        return _Contents(
+            moments,
+            [*lower.failures, *upper.failures],
+            np.concatenate([lower.checksums, upper.checksums]),
+        )
 
-    def _publish(
-        self,
-        path: Path,
-        start: int,
-        stop: int,
-        failures: Sequence[Failure],
-        moments: Mapping[str, Moments],
-    ) -> bool:
+    def _publish(self, path: Path, start: int, stop: int, contents: _Contents) -> bool:
         """Whether the file is new; one that is there already is kept."""
-        root = self._root(start, stop, len(failures), complete=path == self.path)
-        return self.disk.publish(path, file_bytes(root, self._layers, moments, failures))
+        root = self._root(start, stop, len(contents.failures), complete=path == self.path)
+        return self.disk.publish(path, file_bytes(root, self._layers, *contents))
 
     def _root(self, start: int, stop: int, num_failed: int, complete: bool) -> dict[str, Any]:
         """Root attributes: the store's, with those of statistics."""

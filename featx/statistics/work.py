@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from featx.devices import synchronise, used_here
 from featx.errors import RunError
 from featx.fingerprint import differences
@@ -23,12 +26,14 @@ from featx.statistics.tree import MomentsTree, spans_in
 from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
-from featx.types import Batch, Failure, Listing, Part
+from featx.types import UNKNOWN_IMAGE, Batch, Failure, Listing, Part
 
 Values = tuple[Mapping[str, Any], list[Failure]]
 """Of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
 
-Commit = Callable[[Part, Sequence[Failure], Mapping[str, Moments]], Sequence[Failure]]
+Commit = Callable[
+    [Part, Sequence[Failure], Mapping[str, Moments], npt.NDArray[np.uint64]], Sequence[Failure]
+]
 """Makes the moments of a part durable; returns the failures of the part that is there then."""
 
 
@@ -65,6 +70,7 @@ class StatsWork:
         self._part: Part | None = None
         self._moments: dict[str, PartMoments] = {}
         self._failures: list[Failure] = []
+        self._checksums = np.empty(0, dtype=np.uint64)
 
     def compute(self, engine: Any, batch: Batch) -> Values:
         """The values of a batch, on the device."""
@@ -75,6 +81,7 @@ class StatsWork:
         """Add the next batch of a part; returns its rows that failed."""
         if self._part is None:
             self._part, self._failures = part, []
+            self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
             self._heart.begin(part)
         values, failures = computed()
@@ -89,6 +96,9 @@ class StatsWork:
         synchronise(self._prepared.engine.device)
         self.seconds["statistics"] += time.perf_counter() - begun
         self._failures += failures
+        if batch.checksums is not None:
+            first = batch.start - part.start
+            self._checksums[first : first + batch.count] = batch.checksums
         return failures
 
     def hand_over(self) -> Callable[[], Sequence[Failure]]:
@@ -96,14 +106,18 @@ class StatsWork:
         assert self._part is not None, "no batch of a part was taken"
         found = {name: moments.finish() for name, moments in self._moments.items()}
         synchronise(self._prepared.engine.device)  # the thread that commits is another one
-        part, failures = self._part, self._failures
+        part, failures, checksums = self._part, self._failures, self._checksums
         self._part, self._moments, self._failures = None, {}, []
-        return functools.partial(self._made_durable, part, failures, found)
+        return functools.partial(self._made_durable, part, failures, found, checksums)
 
     def _made_durable(
-        self, part: Part, failures: list[Failure], found: dict[str, Moments]
+        self,
+        part: Part,
+        failures: list[Failure],
+        found: dict[str, Moments],
+        checksums: npt.NDArray[np.uint64],
     ) -> Sequence[Failure]:
-        there = self._commit(part, failures, found)
+        there = self._commit(part, failures, found, checksums)
         self._heart.committed(part)
         return there
 

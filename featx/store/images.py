@@ -16,6 +16,7 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
+from featx.store.commit import Disk
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.manifest import Manifest, num_runs_of
 from featx.store.object_file import fetched_ahead
@@ -38,15 +39,20 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
     return buffer.getbuffer()
 
 
-def read_image_states(root: Path, num_rows: int) -> npt.NDArray[np.void]:
-    """(N,) IMAGE_STATE as images.h5 of a store has them; UNSETTLED where it says nothing.
+def keep_image_states(disk: Disk, path: Path, states: npt.NDArray[np.void]) -> None:
+    """Write the file anew, where it would change."""
+    if not np.array_equal(read_image_states(path, len(states)), states):
+        disk.replace(path, image_states_file(states))
+
+
+def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
+    """(N,) IMAGE_STATE as images.h5 has them; UNSETTLED where it says nothing.
 
     Args:
-        root: of the store, a folder.
+        path: of the file, which may be missing.
         num_rows: of the listing; the file may have fewer, from before the data set grew.
     """
     states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
-    path = root / layout.IMAGES
     try:
         with open_for_a_look(path) as file:
             found = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}

@@ -25,7 +25,7 @@ from featx.store.dtypes import read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
-from featx.store.images import image_checksums_in, image_states_file, read_image_states
+from featx.store.images import image_checksums_in, keep_image_states
 from featx.store.joining import joined
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
@@ -208,8 +208,7 @@ class StoreSession:
 
     def write_image_states(self, states: npt.NDArray[np.void]) -> None:
         """images.h5 anew, where it would change."""
-        if not np.array_equal(read_image_states(self.root, len(states)), states):
-            self.disk.replace(self.root / layout.IMAGES, image_states_file(states))
+        keep_image_states(self.disk, self.root / layout.IMAGES, states)
 
     def survey_anew(self) -> None:
         """Take the failures from the parts, after some were replaced."""

@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_model import write_picture
 
 from featx.data import open_source
 from featx.errors import DataError, MissingExtraError
 from featx.options import DataConfig
-from featx.types import ImageFault, Source, Status
+from featx.types import NO_STATE, ImageFault, Source, Status
 
 datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
 
@@ -95,3 +96,29 @@ def test_what_is_no_such_folder_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtraError, match=r'pip install "featx\[huggingface\]"'):
         saved(tmp_path)
+
+
+def test_states_tell_when_a_file_or_the_table_changes(tmp_path: Path) -> None:
+    rows = [
+        {"bytes": b"x", "path": "x.png"},
+        {"bytes": None, "path": "in.png"},
+        {"bytes": None, "path": "other.png"},
+        None,
+    ]
+    root = tmp_path / "saved"
+    whole = made(rows)
+    made([{"bytes": b"x", "path": None}]).save_to_disk(root)
+    source = saved(root)
+    source._images = source._dataset = whole.cast_column("image", datasets.Image(decode=False))
+    for name in ("in.png", "other.png"):
+        (root / name).write_bytes(b"an image")
+    keys = np.array([b"row-%06d" % row for row in range(4)])
+    before = source.states(keys)
+    assert (source.states(keys) == before).all()
+    (root / "in.png").write_bytes(b"another image")
+    assert (source.states(keys) != before).tolist() == [False, True, False, False]
+    source._images = source._dataset.select([3, 1, 0, 2])
+    assert source.states(keys[1:2]) == source.states(keys)[1]
+    assert (source.states(keys)["size"] == 13).tolist() == [False, True, False, False]
+    (root / "in.png").unlink()
+    assert source.states(keys)[1] == NO_STATE

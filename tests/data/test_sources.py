@@ -155,7 +155,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     changed = {**pictures, first: list(pictures.values())[-1] + b"behind its end"}
     KINDS[name].make(changed)
     if KINDS[name].knows_images:
-        with pytest.raises(StoreMismatchError, match="images have changed"):
+        with pytest.raises(StoreMismatchError, match="image has changed"):
             extract(data, dtype="float32", pack=False)
     # One picture fewer, and one more.
     KINDS[name].make(dict(list(pictures.items())[:-1]))
@@ -180,7 +180,7 @@ def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None
     key = next(iter(pictures))
     data = KINDS[name].make({**pictures, key: pictures[key] + b"!", "dog/zzz.png": pictures[key]})
     if name == "tar":
-        with pytest.raises(StoreMismatchError, match="images have changed"):
+        with pytest.raises(StoreMismatchError, match="image has changed"):
             extract(data, dtype="float32", pack=False, grow=True)
 
 

@@ -16,7 +16,13 @@ from reading_back import READERS
 from tiny_model import extract, run_job, write_picture
 
 import featx
-from featx.errors import ConfigError, DataError, MissingExtraError, StoreError
+from featx.errors import (
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    StoreError,
+    StoreMismatchError,
+)
 from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -38,10 +44,10 @@ def write_store(dtype: str = "float32", packed: bool = True, **keys: Any) -> Mad
     return run
 
 
-def export(kind: str, **keys: Any) -> Path:
+def export(kind: str, out: str = "out", **keys: Any) -> Path:
     options = {"format": kind, **keys.pop("export", {})}
-    assert run_job("export", store="store", export=options, out="out", **keys) == 0
-    return Path("out")
+    assert run_job("export", store="store", export=options, out=out, **keys) == 0
+    return Path(out)
 
 
 def check_rows(kind: str, run: MadeRun, rows: np.ndarray, layers: list[str]) -> None:
@@ -275,21 +281,24 @@ class TestWebDataset:
         sizes = [(image.size, conv.shape) for image, conv in data.to_tuple("png", "conv.npy")]
         assert sizes == [((48, 48), (8, 4, 4))] * 6
 
+    # webdataset takes a text with braces or "::" for a pattern.
+    @pytest.mark.parametrize("out", ["out", "a{b,c}", "a::b"])
     def test_the_printed_lines_give_every_row_also_one_that_failed(
-        self, photos: Path, capsys: pytest.CaptureFixture[str]
+        self, photos: Path, capsys: pytest.CaptureFixture[str], out: str
     ) -> None:
         extract(photos, max_failures=1)
         capsys.readouterr()
-        export("webdataset")
+        export("webdataset", out=out, export={"shard_gib": 1e-5})
         printed = capsys.readouterr().out
-        lines = printed[printed.index("import webdataset") :].splitlines()[:4]
+        lines = printed[printed.index("import webdataset") :].splitlines()
+        lines = lines[: 1 + next(i for i, line in enumerate(lines) if line.startswith("for "))]
         found: dict[str, Any] = {}
-        collected = [*lines[:3], "keys = [sample['__key__'] for sample in rows]"]
+        collected = [*lines[:-1], "keys = [sample['__key__'] for sample in rows]"]
         exec("\n".join(collected), found)
         store = featx.open("store")
         assert not store.ok.all()
         assert [int(key) for key in found["keys"]] == list(range(len(store)))
-        assert lines[3].startswith("for sample in rows")
+        assert lines[-1].startswith("for sample in rows")
 
     def test_a_failed_row_without_its_picture_stays(self, photos: Path) -> None:
         extract(photos, max_failures=1)
@@ -308,6 +317,17 @@ class TestWebDataset:
         with pytest.raises(DataError, match=r"cat/a\.png is a row of the store.*data\.root"):
             export("webdataset")
         assert not list(Path().glob("out/*.tar"))
+
+    def test_a_changed_image_stops_the_export_beside_its_old_features(self, photos: Path) -> None:
+        extract(photos, max_failures=1)
+        export("npy", out="arrays")
+        write_picture(photos / "cat" / "a.png", 1000)
+        with pytest.raises(DataError, match=r"cat/a\.png has changed since its row was computed"):
+            export("webdataset")
+        extract(photos, max_failures=1, refresh=True)
+        export("webdataset")
+        with pytest.raises(StoreMismatchError, match="checksums of images"):
+            export("npy", out="arrays")
 
     def test_pictures_that_moved_are_found_where_the_command_says(self, photos: Path) -> None:
         extract(photos, max_failures=1)

@@ -25,6 +25,7 @@ from tiny_model import COMMAND, extract, run_job, write_picture
 from featx import FeatureStore
 from featx import open as open_store
 from featx.data.base import EXTENSIONS
+from featx.data.pixels import encode_array
 from featx.data.webdataset import ShardSource
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
 from featx.run import extraction, image_changes
@@ -161,7 +162,7 @@ def test_a_changed_image_is_refused_and_refreshed(
     values = before["conv"][:]
     changed = sorted_photos(photos)[5]
     write_picture(changed, 1000)
-    with pytest.raises(StoreMismatchError, match=r"1 images have changed.*cat/030\.png"):
+    with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/030\.png"):
         extract(photos, **keys)
     assert run_job("verify", store="store") == 2
     assert "cat/030.png" in capfd.readouterr().out
@@ -215,7 +216,7 @@ def test_the_time_of_change_may_be_that_of_before(photos: Path) -> None:
     changed.write_bytes(data)
     os.utime(changed, ns=(info.st_atime_ns, info.st_mtime_ns))
     assert (changed.stat().st_size, changed.stat().st_mtime_ns) == (info.st_size, info.st_mtime_ns)
-    with pytest.raises(StoreMismatchError, match="1 images have changed"):
+    with pytest.raises(StoreMismatchError, match="1 image has changed"):
         extract(photos, **LENIENT)
 
 
@@ -275,7 +276,7 @@ def test_layers_from_another_image_are_refused_at_the_end(
             return found
 
         patch.setattr(extraction, "image_changes", changed_later)
-        with pytest.raises(StoreMismatchError, match=r"1 images have changed.*cat/006\.png"):
+        with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/006\.png"):
             extract(photos, layers=["conv", "deep"])
     with pytest.raises(FeatxError, match=r"1 rows of deep .* other images .* cat/006\.png"):
         run_job("pack", store="store")
@@ -295,7 +296,7 @@ def test_a_failed_image_that_was_mended_is_told_and_refreshed(
     capfd.readouterr()
     path.write_bytes(sound)
     assert len(extract(photos, **LENIENT).failures) == 1
-    assert "1 failed images have changed since: refresh=true" in capfd.readouterr().err
+    assert "1 failed image has changed since: refresh=true" in capfd.readouterr().err
     after = extract(photos, refresh=True, **LENIENT)
     assert not after.failures
     assert same_values(after, extract(photos, out="whole", **LENIENT))
@@ -321,7 +322,7 @@ def test_an_image_that_is_gone_keeps_its_row(
     (photos / names[4]).unlink()
     capfd.readouterr()
     after = extract(table, refresh=True, **LENIENT)
-    assert f"1 images are not there any more: {names[4]}" in capfd.readouterr().err
+    assert f"1 image is not there any more: {names[4]}" in capfd.readouterr().err
     assert after["conv"][:].tobytes() == before.tobytes()
     assert run_job("verify", store="store") == 0
     told = capfd.readouterr().out
@@ -362,7 +363,7 @@ def test_a_link_that_leads_to_another_image_is_noticed(photos: Path) -> None:
     extract(photos, **LENIENT)
     (photos / "cat" / "link.png").unlink()
     (photos / "cat" / "link.png").symlink_to(names[1])
-    with pytest.raises(StoreMismatchError, match=r"1 images have changed.*cat/link\.png"):
+    with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/link\.png"):
         extract(photos, **LENIENT)
 
 
@@ -428,19 +429,55 @@ def test_a_container_that_was_written_anew(
     write_picture(photos / "other.png", 1000)
     pictures[list(pictures)[6]] = (photos / "other.png").read_bytes()
     write(Path(keys["root"]), pictures)
-    with pytest.raises(StoreMismatchError, match="1 images have changed"):
+    with pytest.raises(StoreMismatchError, match="1 image has changed"):
         extract(data, **LENIENT)
     after = extract(data, refresh=True, **LENIENT)
     assert same_values(after, extract(data, out="whole", **LENIENT))
 
 
-def test_a_data_set_from_python_is_compared_when_it_is_refreshed(photos: Path) -> None:
-    images = [Image.open(path).convert("RGB") for path in sorted_photos(photos)]
+def test_a_list_tells_what_has_changed_in_it(photos: Path, compared: list[bytes]) -> None:
+    paths = sorted_photos(photos)
+    age(photos)
+    pixels = [np.asarray(Image.open(path)) for path in paths[:3]]
+    opened = [Image.open(path).convert("RGB") for path in paths[3:6]]
+    images = [*pixels, *opened, *(path.read_bytes() for path in paths[6:9]), *paths[9:]]
     extract(images, **LENIENT)
-    images[3] = images[4]
-    extract(images, **LENIENT)  # it says nothing of its images, and is not read for nothing
+    extract(images, **LENIENT)
+    assert not compared
+    for place in (1, 4, 7):  # an array, an image of Pillow, bytes
+        changed = list(images)
+        changed[place] = images[place + 1]
+        with pytest.raises(StoreMismatchError, match=f"1 image has changed .*: {place:06d}"):
+            extract(changed, **LENIENT)
+    images[12] = paths[13]  # another path
+    write_picture(paths[15], 1000)
+    with pytest.raises(StoreMismatchError, match=r"2 images have changed .*: 000012, 000015"):
+        extract(images, **LENIENT)
     after = extract(images, refresh=True, **LENIENT)
     assert same_values(after, extract(images, out="whole", **LENIENT))
+
+
+class Generated:
+    """A map-style data set that says nothing of where its items come from."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.items[row]
+
+
+def test_a_data_set_of_a_class_is_compared_when_it_is_refreshed(photos: Path) -> None:
+    data = Generated([np.asarray(Image.open(path)) for path in sorted_photos(photos)])
+    store = extract(data, **LENIENT)
+    assert store.image_checksums.tolist() == [image_checksum(encode_array(a)) for a in data.items]
+    data.items[3] = data.items[4]
+    extract(data, **LENIENT)  # it says nothing of its images, and is not read for nothing
+    after = extract(data, refresh=True, **LENIENT)
+    assert same_values(after, extract(data, out="whole", **LENIENT))
 
 
 def test_options_that_contradict_each_other(photos: Path) -> None:
@@ -457,7 +494,7 @@ def test_the_command(photos: Path, featx: Callable[..., Any], monkeypatch: Any) 
     write_picture(sorted_photos(photos)[5], 1000)
     refused = featx(*command)
     assert refused.returncode == 2
-    assert "1 images have changed since" in refused.stderr
+    assert "1 image has changed since" in refused.stderr
     assert "cat/030.png" in refused.stderr
     verify = ("job=verify", "store=store")
     assert featx(*verify).returncode == 2
@@ -517,7 +554,7 @@ def test_a_repair_goes_on_where_another_image_has_changed(
     part.write_bytes(part.read_bytes()[:1000])
     assert run_job("verify", store="store", verify={"repair": True}) == 2  # the image, not the part
     captured = capfd.readouterr()
-    assert "warning: 1 images have changed" in captured.err
+    assert "warning: 1 image has changed" in captured.err
     assert "1 changed since: cat/006.png" in captured.out
     after = extract(photos, pack=False, refresh=True, **LENIENT)
     assert same_values(after, extract(photos, out="whole", **LENIENT))

@@ -1137,3 +1137,22 @@ def test_the_gpu_gives_the_same_moments_and_the_same_bits_again() -> None:
     found = projection.apply(run.rows["avgpool"])
     assert found.is_cuda
     torch.testing.assert_close(found.cpu(), projection.apply(run.rows["avgpool"].cpu()))
+
+
+def test_only_the_files_that_hold_a_row_are_discarded(tmp_path: Path) -> None:
+    run = Run(14, 4)
+    store = run.folder(tmp_path)
+    checksums = np.arange(100, 114, dtype=np.uint64)
+    for part in run.parts():
+        store.commit(part, [], run.of(part, [4]), checksums[part.start : part.stop])
+    assert [stored.tolist() for stored in store.image_checksums()] == [checksums.tolist(), [1] * 14]
+    store.discard([9])
+    assert store.missing(run.parts()) == run.parts()[2:3]
+    for part in run.parts()[2:3]:
+        store.commit(part, [], run.of(part, [4]), checksums[part.start : part.stop])
+    store.finish()
+    whole = run.folder(tmp_path)
+    assert whole.image_checksums()[0].tolist() == checksums.tolist()
+    whole.discard([9])
+    assert whole.missing(run.parts()) == run.parts()
+    assert not whole.path.exists()

@@ -272,7 +272,8 @@ def file_of(spec: Any, moments: Moments) -> memoryview:
         "fingerprint": "", "settings": json.dumps(dict(header.fingerprint)),
         "weights_sha256": header.weights_sha256, "transform": header.transform,
     }  # fmt: skip
-    return file_bytes(root, {spec.name: StatsLayer(spec)}, {spec.name: moments}, [])
+    checksums = np.ones(moments.count, np.uint64)
+    return file_bytes(root, {spec.name: StatsLayer(spec)}, {spec.name: moments}, [], checksums)
 
 
 @pytest.mark.slow

@@ -10,17 +10,19 @@ import random
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 from made_store import make_spec
 from processes import outcome, running, wait_until
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_picture
 
 import featx
 from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
@@ -30,6 +32,7 @@ from featx.statistics import run as stats_run
 from featx.statistics.file import Statistics
 from featx.statistics.parts import MomentsOfParts
 from featx.store.commit import exclusive_lock
+from featx.types import image_checksum
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -221,7 +224,8 @@ def test_a_stopped_run_goes_on_to_the_same_file(photos: Path) -> None:
         assert [row[1] for row in failures("store/stats-failures.csv")] == ["cat/000.png"]
     take(photos, layers=["conv", "pool"])
     assert_same_numbers("store", whole)
-    assert sorted(os.listdir("store")) == [".lock", "stats-failures.csv", "stats.h5"]
+    files = set(os.listdir("store")) - {"stats-images.h5"}  # which knows images older than 2 s
+    assert files == {".lock", "stats-failures.csv", "stats.h5"}
 
 
 def assert_same_numbers(out: str, whole: Statistics) -> None:
@@ -443,3 +447,67 @@ def test_positions_need_a_layer_that_has_them(photos: Path) -> None:
     with pytest.raises(ConfigError, match="the rows of these layers are vectors"):
         take(photos, layers=["head"], stats={"rows": "position"})
     assert not Path("store").exists()
+
+
+# Images that changed
+
+
+def change(path: Path) -> None:
+    write_picture(path, 1000)
+
+
+def test_a_changed_image_is_refused_and_refreshed(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = sorted(photos.rglob("*.png"))[3]
+    before = take(photos)
+    with h5py.File(before.path) as file:
+        kept = file["image_checksum"][3]
+    assert kept == image_checksum(path.read_bytes())
+    change(path)
+    with pytest.raises(
+        StoreMismatchError, match=r"1 image has changed since .*stats\.h5 was .*cat/"
+    ):
+        take(photos)
+    after = take(photos, refresh=True)
+    assert "1 image has changed since the statistics were taken" in capfd.readouterr().err
+    assert_same_numbers("store", take(photos, out="fresh"))
+    assert take(photos).attributes == after.attributes
+
+
+def test_a_resume_refuses_changed_images(photos: Path) -> None:
+    with stopped_after(2, signal.SIGTERM), pytest.raises(Interrupted):
+        take(photos)
+    change(sorted(photos.rglob("*.png"))[9])
+    with pytest.raises(StoreMismatchError, match="1 image has changed"):
+        take(photos)
+    take(photos, refresh=True)
+    assert_same_numbers("store", take(photos, out="fresh"))
+
+
+def test_touched_and_mended_images_are_no_changes(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = sorted(photos.rglob("*.png"))
+    sound = paths[5].read_bytes()
+    paths[5].write_bytes(sound[:50])
+    before = sha256(str(take(photos, max_failures=5).path))
+    paths[2].touch()
+    paths[5].write_bytes(sound)
+    assert sha256(str(take(photos, max_failures=5).path)) == before
+    assert "1 failed image has changed since: refresh=true" in capfd.readouterr().err
+    assert take(photos, max_failures=5, refresh=True).attributes["num_failed"] == 0
+
+
+def test_statistics_of_an_early_featx_say_that_nothing_is_known(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = take(photos).path
+    with h5py.File(path, "r+") as file:
+        del file["image_checksum"]
+    data = path.read_bytes()
+    seal = f"featx statistics; crc32 of the bytes from 512 on: {zlib.crc32(data[512:]):08x}\n"
+    path.write_bytes(seal.encode().ljust(512, b"\0") + data[512:])
+    change(sorted(photos.rglob("*.png"))[3])
+    take(photos)
+    assert "21 rows do not say which image they were computed from" in capfd.readouterr().err

@@ -91,6 +91,20 @@ class MadeRun:
             builder.add(start, rows, failed)
         return builder
 
+    def compute_lost(self, session: StoreSession) -> list[int]:
+        """Compute the rows that a repair could not keep, put to those that it kept."""
+        rows = session.lost_rows()
+        for part in session.parts_with(rows):
+            stored, failures, images = session.stored(part)
+            lost = sorted({*rows} & {*range(part.start, part.stop)})
+            for name, values in stored.items():
+                values[[row - part.start for row in lost]] = self.features[name][lost]
+            failures += [failure for failure in self.failures if failure.row in lost]
+            builder = PartBuilder(part, self.specs)
+            builder.add(part.start, stored, failures, images)
+            session.replace(builder)
+        return rows
+
     def write(self, root: Path, parts: Iterable[int] | None = None, packed: bool = False) -> Path:
         """Commit parts, all of them if not told which, in the order given; then pack."""
         session = self.session(root)

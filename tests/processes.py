@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +27,33 @@ def ended(pid: int, within_s: float = 5.0) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def killed_at_sync(code: str, name: str) -> None:
+    """Run code in a process that is ended by SIGKILL before it syncs a temporary file of a name.
+
+    The file has all of its bytes then and not yet its final name.
+
+    Args:
+        code: of Python; tests/ and the folders that this process imports from are on its path.
+        name: that the path of the temporary file contains.
+    """
+    patch = textwrap.dedent(
+        f"""
+        import os, signal
+        sync = os.fsync
+        def fsync(descriptor):
+            path = os.readlink(f"/proc/self/fd/{{descriptor}}")
+            if ".tmp-" in path and {name!r} in path:
+                os.kill(os.getpid(), signal.SIGKILL)
+            sync(descriptor)
+        os.fsync = fsync
+        """
+    )
+    path = f"import sys\nsys.path[:0] = {sys.path!r}\n"
+    with running([sys.executable, "-c", path + patch + textwrap.dedent(code)]) as process:
+        _, printed = process.communicate(timeout=120)
+    assert process.returncode == -signal.SIGKILL, printed
 
 
 @contextlib.contextmanager

@@ -17,13 +17,14 @@ from featx.options import METHODS, OF_A_LAYER
 from featx.progress import complain, describe_end, say
 from featx.run.extraction import run_extraction, store_exit_code
 from featx.run.prepare import Prepared
+from featx.store import layout
 from featx.store.reader import FeatureStore
 from featx.store.session import StoreSession
 
 if TYPE_CHECKING:
     from featx.loading.loader import Loader
 
-PICTURES = "pictures"
+
 MAX_SHEETS = 50
 """Of a data set with more classes the first ones are drawn."""
 
@@ -43,7 +44,7 @@ def _using(config: Config, summary: dict[str, Any]) -> str:
         'store["score"][0]      # the number that it explains; names of all datasets: list(store)',
     ]
     if config.attribute.per_class:
-        lines.append(f"# the sheets: {place_of(config.out) / PICTURES}/*.png")
+        lines.append(f"# the sheets: {place_of(config.out) / layout.PICTURES}/*.png")
     return "\n".join(lines)
 
 
@@ -52,7 +53,7 @@ def _draw(prepared: Prepared, session: StoreSession) -> None:
     config = prepared.config
     if not config.attribute.per_class:
         return
-    folder = session.root / PICTURES
+    folder = session.root / layout.PICTURES
     session.disk.make_folder(folder)
     store = FeatureStore(session.root, verify="rows")
     methods = [method for method in METHODS if method in store]

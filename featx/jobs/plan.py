@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 from featx.config import Config
@@ -12,6 +13,7 @@ from featx.object_path import is_url, place_of
 from featx.progress import describe_run, facts, say, size_text, time_text
 from featx.run.prepare import Prepared, prepare
 from featx.store.commit import Disk
+from featx.store.leftovers import leftover_bytes
 from featx.store.pack import packed_size_bound
 from featx.types import Part
 
@@ -47,12 +49,17 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
         "part_rows": prepared.part_rows,
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound(2 * stored),
-        "disk_free": None if is_url(config.out) else Disk(place_of(config.out)).free_bytes(),
+        "disk_free": None if is_url(config.out) else _free_bytes(place_of(config.out)),
         "memory": prepared.engine.weight_bytes + 3 * part + 6 * batch,
         "images_per_second_model": 1 / prepared.trial.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
         "seconds": num_rows * max(prepared.trial.model_s, seconds_read or 0.0),
     }
+
+
+def _free_bytes(root: Path) -> int:
+    """Room for a store, with what the run frees when it deletes the leftovers of a killed one."""
+    return Disk(root).free_bytes() + leftover_bytes(root)
 
 
 def _seconds_per_image_read(prepared: Prepared) -> float | None:

@@ -36,7 +36,7 @@ def run(config: Config, config_yaml: str) -> int:
     disk = Disk(Path(config.out).expanduser())
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
-    disk.replace(path, predictions_csv(found))
+    disk.replace_unlocked(path, predictions_csv(found))
     summary = _summary(found, path)
     say(json.dumps(summary, indent=1) if config.job.json else _text(summary))
     return exit_code(

@@ -204,7 +204,7 @@ def _likeness(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]
         **{name: _as_json(values) for name, values in found.measures.items()},
     }
     path = disk.root / "layers.json"
-    disk.replace(path, json.dumps(summary, indent=2).encode())
+    disk.replace_unlocked(path, json.dumps(summary, indent=2).encode())
     whole = found.num_rows == found.num_common
     sampled = "all" if whole else f"chosen of {found.num_common}, seed {config.seed}"
     rows = [("pictures", f"{found.num_rows}, {sampled}"), ("file", str(path))]

@@ -284,7 +284,7 @@ def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) 
         about = result["layers"][layer]
         method = next(name for name in ("linear", "ridge") if name in about)
         data = head_bytes(head, _about_head(store, result, layer, method))
-        disk.replace(path, data)
+        disk.replace_unlocked(path, data)
         about["head"] = {
             "file": str(path.relative_to(folder)),
             "method": method,
@@ -292,7 +292,7 @@ def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) 
         }
     result["head"] = result["layers"][result["layer"]].get("head")
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    disk.replace(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
+    disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
 
 
 def _about_head(

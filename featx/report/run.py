@@ -64,7 +64,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     page = _looked_at(config, store, layers, tell)
     page.seconds = time.perf_counter() - begun
     text = render(page)
-    disk.replace(path, text.encode())
+    disk.replace_unlocked(path, text.encode())
     return {
         "file": str(path),
         "bytes": len(text.encode()),

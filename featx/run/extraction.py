@@ -94,6 +94,7 @@ def _run(
         session.write_config(config_yaml)
         announce([*describe_run(prepared), ("store", _store_text(session))])
         events = RunEvents(prepared, session) if config.tensorboard else None
+        _compute_lost(prepared, session)
         _mind_images(prepared, session, only_tell=known_rows_only)
         if config.retry_failed:
             _retry(prepared, session)
@@ -241,6 +242,15 @@ def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[
     return np.unique(
         np.concatenate([[], *(rows for run, rows in pairs if session.makes(run))]).astype(np.int64)
     )
+
+
+def _compute_lost(prepared: Prepared, session: StoreSession) -> None:
+    """Compute the rows that damaged chunks held, and put them to the rows that a repair kept."""
+    rows = session.lost_rows()
+    if rows:
+        complain(f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n")
+        run_parts(prepared, RetryWork(prepared, session, rows))
+        session.survey_anew()
 
 
 def _retry(prepared: Prepared, session: StoreSession) -> None:

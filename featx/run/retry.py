@@ -1,4 +1,4 @@
-"""Rows that failed, tried again: what can be read now gets its features, in its place."""
+"""Some rows of a store computed again, each put in its place: all others stay as they are."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.errors import require
 from featx.run.features import Rows, compute_rows
 from featx.run.prepare import Prepared
 from featx.store.session import StoreSession
@@ -24,7 +25,8 @@ def readable_again(prepared: Prepared, rows: Sequence[int]) -> list[int]:
 
 
 class RetryWork:
-    """Rows that failed, computed again and put into the parts that hold their neighbours.
+    """Rows computed again and put into the parts that hold their neighbours: those that failed, of
+    changed images, or lost with a damaged chunk.
 
     A row's last bits depend on its batch, so whole batches are computed, as they would have been;
     of these only the rows that are retried are taken. All others stay as they are stored.
@@ -32,7 +34,7 @@ class RetryWork:
     Args:
         prepared: the run.
         session: its store, held, in parts.
-        rows: whose images can be read now.
+        rows: of the listing; of a part in pieces all that these lack.
 
     Attributes:
         seconds: there are no stages beside those of every run.
@@ -60,7 +62,7 @@ class RetryWork:
 
     @property
     def rows_failed(self) -> int:
-        return 0  # whatever still fails has failed before: no reason to stop
+        return 0  # they are few, and most have failed before: no reason to stop
 
     def missing(self) -> list[Part]:
         """The batches with such rows; each has the number of its part."""
@@ -104,6 +106,8 @@ class RetryWork:
     ) -> None:
         """The part once more, with other values in the rows that were computed."""
         stored, before, images = self._session.stored(part)
+        lacking = set(self._session.lacking_rows(part))
+        require(lacking <= features.keys(), "a row that no piece holds was not computed")
         for row, checksum in checksums.items():
             images[row - part.start] = checksum
         for row, values in features.items():

@@ -12,9 +12,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from featx.progress import complain
+from featx.store import layout
 from featx.store.commit import Disk
 
-TRACE = "trace.json.gz"
+TRACE = layout.TRACE
 SKIPPED_BATCHES, RECORDED_BATCHES = 2, 8
 """The first batches fill the queues and warm up; a few after them show how it goes on."""
 

@@ -51,7 +51,7 @@ from featx.store.commit import TEMPORARY, Disk, exclusive_lock
 from featx.store.failures import failures_csv
 from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
 from featx.store.images import keep_image_states
-from featx.store.layout import LISTING, LOCK, STATS_OVERWRITING, Grid
+from featx.store.layout import LISTING, LOCK, STATS_OVERWRITING, TRACE, WORKERS, Grid
 from featx.store.listing import listing_file, marks_digest
 from featx.types import Begun, Failure, LayerSpec, Listing, Part, Source
 
@@ -328,8 +328,9 @@ def _computed(
 
 def _clear(disk: Disk, overwrite: bool) -> None:
     """Delete what a killed process left half written; with overwrite, all statistics."""
-    for name in (STATS_FILE, FAILURES_CSV, STATS_IMAGES):
-        for leftover in disk.root.glob(f"{TEMPORARY}{name}.*"):
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, STATS_OVERWRITING, TRACE)
+    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{WORKERS}/{TEMPORARY}*"):
+        for leftover in disk.root.glob(pattern):
             disk.remove(leftover)
     if overwrite:
         for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):

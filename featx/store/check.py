@@ -34,6 +34,7 @@ from featx.store.manifest import (
     num_runs_of,
     read_manifest,
 )
+from featx.store.pieces import Pieces
 from featx.store.recovery import has_chunk_table
 from featx.types import LayerSpec, Listing, Part, Status, StoreHeader
 
@@ -231,7 +232,8 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
             yield packed, _expected_packed(manifest, num_packed)
     if root.is_file():
         return
-    there = {path.name: path for path in sorted((root / layout.PARTS).glob(layout.PART_GLOB))}
+    files = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
+    there, pieces = {path.name: path for path in files}, Pieces(path.name for path in files)
     for number, run in enumerate(manifest.runs):
         for part in run.parts():
             name = layout.part_name(part.index)
@@ -239,7 +241,12 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
                 yield path, _expected_part(run, part)
             elif number >= num_packed:
                 report.missing.append(name)
+                for rows in pieces.of(part):
+                    yield there.pop(layout.piece_name(rows)), _expected_part(run, rows)
     for path in there.values():
+        piece = layout.piece_of(path.name)
+        if piece is not None and manifest.part_of(piece) is not None:
+            continue  # of a part that is there: the next run removes it
         report.damages.append(Damage(path, "the store has no such part"))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import io
 import itertools
 import json
@@ -175,17 +176,36 @@ class Disk:
             RunError: the disk is full or fails; what had the name is still there.
         """
         try:
-            with self._temporary(path) as temporary:
-                with temporary.open("xb") as file:
-                    yield file
-                    file.flush()
-                    os.fsync(file.fileno())
+            self._remove_dead(path)
+            with self._temporary(path) as temporary, temporary.open("xb") as file:
+                _lock_as_alive(file)
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
                 os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
             self.sync_folder(path.parent)
         except FeatxError:
             raise  # the block's own verdict, as in `reserved`
         except OSError as error:
             raise failed(path, error) from error
+
+    def replace_unlocked(self, path: Path, data: bytes) -> None:
+        """As `replace`, of jobs that hold no lock on the folder.
+
+        What a killed process has left of the same file is deleted first: nobody else does it.
+        """
+
+        def replace() -> None:
+            self._remove_dead(path)
+            with self._temporary(path) as temporary, temporary.open("xb") as file:
+                _lock_as_alive(file)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
+            self.sync_folder(path.parent)
+
+        patiently(path, replace)
 
     @contextlib.contextmanager
     def filled_folder(self, path: Path) -> Iterator[Path]:
@@ -272,6 +292,13 @@ class Disk:
             yield temporary
         finally:
             temporary.unlink(missing_ok=True)
+
+    def _remove_dead(self, path: Path) -> None:
+        """Delete the temporary files of a path whose writers are dead: they hold no lock."""
+        for leftover in path.parent.glob(f"{TEMPORARY}{glob.escape(path.name)}.*"):
+            with contextlib.suppress(OSError), leftover.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                leftover.unlink()
 
     def _write_synced(self, path: Path, data: bytes | memoryview) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -375,6 +402,16 @@ class ReservedFile(io.RawIOBase):
         self.raise_failure()
         os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)
+
+
+def _lock_as_alive(file: BinaryIO) -> None:
+    """Show that the writer of a temporary file is alive, until the file is closed.
+
+    The kernel takes the lock away from a process that is killed. Where a file system has no locks,
+    nobody gets one, and so nobody deletes the file.
+    """
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -20,6 +20,9 @@ from featx.store.manifest import (
     load_manifest,
     num_runs_of,
 )
+from featx.store.part_files import part_path
+from featx.store.pieces import Pieces, piece_path
+from featx.types import Part
 
 _LOOKS = 3
 """A folder is looked at again when it is packed meanwhile, this often at the most."""
@@ -189,7 +192,7 @@ def _with_parts(
             raise StoreError(
                 f"{listing} has {known} rows, {layout.DESCRIPTOR} counts {manifest.num_rows}."
             )
-    there = {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
+    there = {path.name for path in (root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)}
     segments = list(packed.segments) if packed else []
     layers = dict(packed.layers) if packed else {}
     num_rows = packed.num_rows if packed else 0
@@ -197,7 +200,7 @@ def _with_parts(
     hidden: set[str] = set()
     for number, run in enumerate(manifest.runs[num_packed:], num_packed):
         found = _segments(root, run, there)
-        whole = len(found) == len(run.grid)
+        whole = all(layout.part_name(part.index) in there for part in run.parts())
         adds_layers = number > 0 and not run.names <= {*layers, *hidden}
         if adds_layers and not (whole and complete):
             hidden |= run.names
@@ -227,18 +230,15 @@ def _with_parts(
 
 
 def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
-    """The parts of a run that are in the store."""
-    return [
-        Segment(
-            root / layout.PARTS / layout.part_name(part.index),
-            part.start,
-            part.stop,
-            run.digest,
-            run.names,
-        )
-        for part in run.parts()
-        if layout.part_name(part.index) in there
-    ]
+    """The parts of a run that are in the store, and pieces of those that are not."""
+    pieces = Pieces(there)
+    found: list[tuple[Path, Part]] = []
+    for part in run.parts():
+        if layout.part_name(part.index) in there:
+            found.append((part_path(root, part.index), part))
+        else:
+            found += [(piece_path(root, piece), piece) for piece in pieces.of(part)]
+    return [Segment(path, rows.start, rows.stop, run.digest, run.names) for path, rows in found]
 
 
 def _plain(value: Any) -> Any:

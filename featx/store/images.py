@@ -21,7 +21,8 @@ from featx.store.files import damage_text, open_for_a_look
 from featx.store.manifest import Manifest, num_runs_of
 from featx.store.object_file import fetched_ahead
 from featx.store.part_files import part_names, part_path
-from featx.types import IMAGE_STATE, UNKNOWN_IMAGE
+from featx.store.pieces import Pieces, piece_path
+from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
 
 UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
 """In images.h5, of a row whose image has to be compared: no image is in this state."""
@@ -118,15 +119,16 @@ def stored_image_checksums(
             for run, (sums, there) in zip(manifest.runs[:num_packed], found, strict=False):
                 of_run = of_all[run.grid.first_row : run.grid.stop_row]
                 sums[: len(of_run)], there[: len(of_run)] = of_run, True
-    names = part_names(root)
-    parts = [
-        (number, part)
-        for number, run in enumerate(manifest.runs[num_packed:], num_packed)
-        for part in run.parts()
-        if layout.part_name(part.index) in names
-    ]
-    paths = [part_path(root, part.index) for _, part in parts]
-    for (number, part), path, opened in zip(parts, paths, fetched_ahead(paths), strict=True):
+    names, pieces = part_names(root), Pieces.in_store(root)
+    parts: list[tuple[int, Part, Path]] = []
+    for number, run in enumerate(manifest.runs[num_packed:], num_packed):
+        for part in run.parts():
+            if layout.part_name(part.index) in names:
+                parts.append((number, part, part_path(root, part.index)))
+            else:
+                parts += [(number, piece, piece_path(root, piece)) for piece in pieces.of(part)]
+    fetched = fetched_ahead([path for _, _, path in parts])
+    for (number, part, path), opened in zip(parts, fetched, strict=True):
         first = part.start - manifest.runs[number].grid.first_row
         rows = slice(first, first + len(part))
         try:

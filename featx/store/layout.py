@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ QUARANTINE = "quarantine"
 WORKERS = "workers"
 JOBS = "jobs"
 TENSORBOARD = "tensorboard"
+PICTURES = "pictures"
+TRACE = "trace.json.gz"
 PROBE = "probe.json"
 PROBE_HEADS = "probe"
 
@@ -68,6 +71,10 @@ COLUMN_CHUNK_ROWS = 1 << 14
 
 
 PART_GLOB = "part-*.h5"
+PIECE_GLOB = "piece-*.h5"
+PART_OR_PIECE_GLOB = "p*-*.h5"
+
+_PIECE_NAME = re.compile(r"piece-(\d+)-(\d+)-(\d+)\.h5")
 
 UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
 """What reading a file can raise in h5py; `is_damage` tells whose fault it is."""
@@ -81,6 +88,17 @@ def is_damage(error: Exception) -> bool:
 def part_name(index: int) -> str:
     """File name of part `index` below parts/."""
     return f"part-{index:06d}.h5"
+
+
+def piece_name(piece: Part) -> str:
+    """File name of a piece below parts/: its part's number, its first row, one past its last."""
+    return f"piece-{piece.index:06d}-{piece.start}-{piece.stop}.h5"
+
+
+def piece_of(name: str) -> Part | None:
+    """The rows of a part that the name of a piece states; None for the names of other files."""
+    found = _PIECE_NAME.fullmatch(name)
+    return None if found is None else Part(*map(int, found.groups()))
 
 
 def power_of_two_at_most(value: float) -> int:

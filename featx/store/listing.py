@@ -206,7 +206,7 @@ def _from_packed(root: Path, num_rows: int) -> Listing | None:
 def _from_parts(root: Path, num_rows: int) -> Listing | None:
     """Put together from the rows that every part has of it; parts of several runs overlap."""
     pieces: list[tuple[int, Listing]] = []
-    for path in sorted((root / layout.PARTS).glob(layout.PART_GLOB)):
+    for path in sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)):
         try:
             with open_for_a_look(path) as file:
                 start, count = int(file.attrs["start"]), len(file[layout.KEY])

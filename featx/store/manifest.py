@@ -176,6 +176,15 @@ class Manifest:
         """The run that a part belongs to."""
         return next(run for run in reversed(self.runs) if run.grid.first_part <= part.index)
 
+    def part_of(self, piece: Part) -> Part | None:
+        """The part that some rows belong to; None where the store has no such part."""
+        if not 0 <= piece.index < self.num_parts:
+            return None
+        run = self.run_of(piece)
+        part = run.grid.part(piece.index - run.grid.first_part)
+        inside = part.start <= piece.start < piece.stop <= part.stop
+        return part if inside else None
+
     def to_json(self) -> bytes:
         """featx.json. A store of several runs has format 2, which older readers refuse."""
         first, *others = self.runs
@@ -273,7 +282,8 @@ def _copy_in(file: h5py.File) -> Manifest:
 def _copy_of_manifest(root: Path) -> Manifest | None:
     """The longest manifest among the copies in features.h5 and the parts."""
     found: list[Manifest] = []
-    for path in [root / layout.PACKED, *sorted((root / layout.PARTS).glob(layout.PART_GLOB))]:
+    parts = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
+    for path in [root / layout.PACKED, *parts]:
         try:
             with open_for_a_look(path) as file:
                 found.append(_copy_in(file))

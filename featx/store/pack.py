@@ -28,11 +28,12 @@ from featx.store.failures import read_failures, write_failures
 from featx.store.files import damage_text, open_hdf5
 from featx.store.heartbeat import refuse_other_writers
 from featx.store.images import image_checksums_in
+from featx.store.leftovers import clear_leftovers
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
 from featx.store.recovery import write_chunk_table
-from featx.store.repair import parts_from, saved_part
-from featx.store.session import clear_leftovers, remove_parts
+from featx.store.repair import keep_good_rows, parts_from
+from featx.store.session import remove_parts
 from featx.store.texts import check_texts, seal_texts
 from featx.store.writer import (
     Extent,
@@ -207,7 +208,7 @@ def _set_damaged_aside(
 ) -> str:
     """Move the files that differ from their checksums to quarantine/, and say so.
 
-    A part all of whose chunks are right is made anew.
+    Every row whose chunks are right is kept.
     """
     text = ""
     for piece in pieces:
@@ -217,16 +218,13 @@ def _set_damaged_aside(
         except layout.UNREADABLE as error:
             if not layout.is_damage(error):
                 continue
-            data = None
             if piece.part is None:
                 parts_from(disk, piece.path, manifest, listing)
+                target = disk.set_aside(piece.path, disk.root / layout.QUARANTINE)
+                text += f" {piece.path.name} is damaged ({error}), moved to {target}."
             else:
-                data = saved_part(piece.path, manifest, piece.part, listing)
-            target = disk.set_aside(piece.path, disk.root / layout.QUARANTINE)
-            text += f" {piece.path.name} is damaged ({error}), moved to {target}"
-            if data is not None:
-                disk.publish(piece.path, data)
-            text += "." if data is None else " and made anew: all of its rows are right."
+                kept = keep_good_rows(disk, piece.path, manifest, piece.part, listing)
+                text += f" {piece.path.name} is damaged ({error}), {kept}."
     return text
 
 

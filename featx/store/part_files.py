@@ -11,6 +11,7 @@ import numpy as np
 
 from featx.errors import RunError, StoreError
 from featx.store import layout
+from featx.store.checksums import check_chunks
 from featx.store.commit import Disk
 from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
@@ -82,7 +83,11 @@ def look_at_parts(
 
 
 def look_at_part(
-    path: Path, part: Part, run: Run, opened: Callable[[], ObjectFile] | None = None
+    path: Path,
+    part: Part,
+    run: Run,
+    opened: Callable[[], ObjectFile] | None = None,
+    compare: bool = False,
 ) -> tuple[str | None, Sequence[Failure]]:
     """Why a file cannot count as a part of a run, or None; and the failures that it tells of.
 
@@ -94,6 +99,7 @@ def look_at_part(
         part: that it should hold.
         run: of the part.
         opened: gives the object, where somebody has begun to fetch it; None opens the path.
+        compare: all chunks with their checksums too.
     """
     try:
         with open_for_a_look(path, opened) as file:
@@ -104,6 +110,8 @@ def look_at_part(
                 return "it holds the rows of another part", ()
             if problem := shape_problem(file, len(part), run.layers):
                 return problem, ()
+            if compare:
+                check_chunks(file)
             failed = attrs.get("num_failures", 1)
             return None, read_failures(file) if failed else ()
     except layout.UNREADABLE as error:

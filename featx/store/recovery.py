@@ -112,6 +112,30 @@ class _Rows:
         return raw_dtype(self.dtype) if self.dtype in NAMES else np.dtype(self.dtype)
 
 
+@dataclass(frozen=True)
+class FoundRows:
+    """Rows of one dataset of a damaged file.
+
+    Attributes:
+        values: (n, ...) as they are stored.
+        good: (n,) which of them agree with the checksum of their chunk; the others say nothing.
+    """
+
+    values: npt.NDArray[Any]
+    good: npt.NDArray[np.bool_]
+
+    def completed(self, other: FoundRows | None) -> FoundRows:
+        """The same rows, those that are not right taken from where they were read otherwise."""
+        if other is None or (other.values.shape, other.values.dtype) != (
+            self.values.shape,
+            self.values.dtype,
+        ):
+            return self
+        values = self.values.copy()
+        values[~self.good] = other.values[~self.good]
+        return FoundRows(values, self.good | other.good)
+
+
 class DamagedFile:
     """A part or a features.h5, of which every chunk that is right can be read.
 
@@ -157,28 +181,34 @@ class DamagedFile:
                     found.num_runs = num_runs_of(file)
             yield found
 
-    def rows(self, name: str, start: int, stop: int) -> npt.NDArray[Any] | None:
-        """Rows [start, stop) of a dataset as they are stored, None where one is not right.
+    def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
+        """Rows [start, stop) of a dataset, None where nothing says where they lie.
 
         Args:
             name: path of the dataset.
             start, stop: counted in the file.
+
+        Raises:
+            OSError: with errno, where the system cannot read them now.
         """
+        found = None
         for read in (self._by_table, self._by_hdf5):
-            with contextlib.suppress(StoreError, *layout.UNREADABLE):
-                if (found := read(name, start, stop)) is not None:
-                    return found
-        return None
+            with _damage_passed_over():
+                again = read(name, start, stop)
+                found = again if found is None else found.completed(again)
+            if found is not None and found.good.all():
+                break
+        return found
 
     def failures(self) -> dict[int, tuple[bytes, bytes]] | None:
         """Row -> exception and message, of all failed rows; None where the rows are not known."""
         names = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
-        with contextlib.suppress(StoreError, *layout.UNREADABLE):
+        with _damage_passed_over():
             count = self._tables[names[0]].shape[0]
-            rows, errors, messages = (self._by_table(name, 0, count) for name in names)
+            rows, errors, messages = (self._all_by_table(name, count) for name in names)
             if rows is None:  # they are those that have failed by their status
                 [num_rows] = self._tables[layout.STATUS].shape
-                status = self._by_table(layout.STATUS, 0, num_rows)
+                status = self._all_by_table(layout.STATUS, num_rows)
                 rows = None if status is None else np.flatnonzero(status) + self.start
             if rows is not None and len(rows) == count:
                 lost = np.full(count, LOST_TEXT)
@@ -186,45 +216,67 @@ class DamagedFile:
                 return dict(
                     zip(rows.tolist(), zip(*(t.tolist() for t in texts), strict=True), strict=True)
                 )
-        with contextlib.suppress(StoreError, *layout.UNREADABLE):
+        with _damage_passed_over():
             if self._file is not None and failures_agree(self._file):
                 rows, errors, messages = (self._file[name][:].tolist() for name in names)
                 return dict(zip(rows, zip(errors, messages, strict=True), strict=True))
         return None
 
-    def _by_table(self, name: str, start: int, stop: int) -> npt.NDArray[Any] | None:
+    def _all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
+        """The first rows of a dataset, None where one of them is not right."""
+        found = self._by_table(name, 0, count)
+        return found.values if found is not None and found.good.all() else None
+
+    def _by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
         rows = self._tables.get(name)
         if rows is None or stop > rows.shape[0]:
             return None
-        found = np.empty((stop - start, *rows.shape[1:]), rows.raw_dtype)
+        values = np.zeros((stop - start, *rows.shape[1:]), rows.raw_dtype)
+        good = np.zeros(stop - start, np.bool_)
         step = rows.chunk_rows
-        row_bytes = rows.raw_dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
         for chunk in range(start // step, -(-stop // step)):
-            entry = rows.table[chunk]
-            stored = self._raw.pread(int(entry["size"]), int(entry["address"]))
-            data = _decoded(rows, stored, int(entry["mask"]))
-            first = chunk * step
-            count = min(step, rows.shape[0] - first)
-            if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
-                return None
-            values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
-            values = values.reshape(count, *rows.shape[1:])
-            low, high = max(start, first), min(stop, first + count)
-            found[low - start : high - start] = values[low - first : high - first]
-        return found
+            with _damage_passed_over():
+                if (found := self._chunk(rows, chunk)) is None:
+                    continue
+                first = chunk * step
+                low, high = max(start, first), min(stop, first + len(found))
+                values[low - start : high - start] = found[low - first : high - first]
+                good[low - start : high - start] = True
+        return FoundRows(values, good)
 
-    def _by_hdf5(self, name: str, start: int, stop: int) -> npt.NDArray[Any] | None:
+    def _chunk(self, rows: _Rows, chunk: int) -> npt.NDArray[Any] | None:
+        """The rows of a chunk by the table, None where they differ from their checksum."""
+        entry = rows.table[chunk]
+        stored = self._raw.pread(int(entry["size"]), int(entry["address"]))
+        data = _decoded(rows, stored, int(entry["mask"]))
+        count = min(rows.chunk_rows, rows.shape[0] - chunk * rows.chunk_rows)
+        row_bytes = rows.raw_dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+        if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
+            return None
+        values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
+        return values.reshape(count, *rows.shape[1:])
+
+    def _by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
         if self._file is None or stop > len(self._file[name]):
             return None
         step = self._file[name].chunks[0]
-        found = []
+        found, verdicts = [], []
         for first, values, good in chunks_with_verdict(self._file, name, start // step * step):
             if first >= stop:
                 break
-            if not good:
-                return None
             found.append(values[max(0, start - first) : stop - first])
-        return np.concatenate(found)
+            verdicts.append(np.full(len(found[-1]), good))
+        return FoundRows(np.concatenate(found), np.concatenate(verdicts))
+
+
+@contextlib.contextmanager
+def _damage_passed_over() -> Iterator[None]:
+    """Suppress what reading a damaged file raises, but not that the system cannot read it now."""
+    try:
+        yield
+    except (StoreError, *layout.UNREADABLE) as error:
+        if not layout.is_damage(error):
+            raise
 
 
 def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:

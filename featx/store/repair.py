@@ -1,9 +1,14 @@
-"""Damaged files set aside, all good rows kept; what is lost is extracted anew after that."""
+"""Damaged files set aside; every row is kept whose chunks are right in all layers of its run.
+
+A part with a damaged chunk becomes pieces (`featx.store.pieces`): files with those of its rows that
+are right. Only the others are extracted again.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -17,10 +22,12 @@ from featx.store.checksums import check_chunks
 from featx.store.commit import Disk
 from featx.store.dtypes import from_raw, raw_dtype
 from featx.store.files import damage_text, open_for_a_look
+from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
 from featx.store.object_disk import disk_at
 from featx.store.part_files import part_path
+from featx.store.pieces import piece_path
 from featx.store.recovery import LOST_TEXT, DamagedFile
 from featx.store.writer import PartBuilder
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
@@ -29,9 +36,9 @@ from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 def set_damage_aside(report: Report) -> list[Path]:
     """Move the damaged files of a store to quarantine/; the same command makes them anew.
 
-    A packed file is taken apart first: its good rows become parts again, so that no more than the
-    parts with damaged chunks has to be extracted. A damaged part all of whose chunks are right is
-    made anew from them.
+    Their good rows are kept: a packed file becomes parts, and a part with a damaged chunk pieces,
+    so that no more than the rows of damaged chunks has to be extracted. A damaged part all of whose
+    chunks are right is made anew from them.
 
     Args:
         report: of a store's folder.
@@ -46,6 +53,8 @@ def set_damage_aside(report: Report) -> list[Path]:
     """
     root, disk = report.root, disk_at(report.root)
     with disk.locked(root / layout.LOCK):
+        if disk.has_locks:
+            clear_leftovers(disk)
         damaged = {damage.path for damage in report.damages}
         manifest, _ = load_manifest(root)
         if manifest is None:
@@ -56,14 +65,12 @@ def set_damage_aside(report: Report) -> list[Path]:
         # A damaged part must not stand in the way of the one that takes its place.
         aside = [path for path in sorted(damaged - {packed}) if path.exists()]
         moved = []
-        parts = {part_path(root, part.index): part for run in manifest.runs for part in run.parts()}
         for path in aside:
-            data = None
-            if path in parts and is_of(listing, manifest):
-                data = saved_part(path, manifest, parts[path], listing)
-            moved.append(disk.set_aside(path, root / layout.QUARANTINE))
-            if data is not None:
-                disk.publish(path, data)
+            rows = _rows_of(path, manifest)
+            if rows is not None and is_of(listing, manifest):
+                moved.append(keep_good_rows(disk, path, manifest, rows, listing).aside)
+            else:
+                moved.append(disk.set_aside(path, root / layout.QUARANTINE))
         if descriptor in damaged:
             disk.publish(descriptor, manifest.to_json())
         if packed in damaged and packed.exists():
@@ -114,7 +121,7 @@ def is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
 
 
 def parts_from(disk: Disk, packed: Path, manifest: Manifest, listing: Listing) -> None:
-    """The good rows of features.h5 as parts, of every part all of whose chunks are right.
+    """The good rows of features.h5 as parts, and as pieces where a part has damaged chunks.
 
     Args:
         disk: of the store.
@@ -134,22 +141,84 @@ def parts_from(disk: Disk, packed: Path, manifest: Manifest, listing: Listing) -
         failures = file.failures()
         for run in runs:
             for part in run.parts():
-                data = _part_of(file, manifest, run, part, listing, failures)
-                if data is not None:
-                    disk.publish(part_path(disk.root, part.index), data)
+                for rows, data in _files_of(file, manifest, run, part, listing, failures):
+                    disk.publish(_path_of(disk.root, manifest, rows), data)
 
 
-def saved_part(path: Path, manifest: Manifest, part: Part, listing: Listing) -> memoryview | None:
-    """A damaged part made anew from its chunks, None where one of them is not right.
+@dataclass(frozen=True)
+class Kept:
+    """What became of a damaged part or piece.
+
+    Attributes:
+        aside: where the damaged file is now.
+        num_rows: that it should hold.
+        num_kept: of them, those that were right.
+    """
+
+    aside: Path
+    num_rows: int
+    num_kept: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its rows were right."""
+        return self.num_kept == self.num_rows
+
+    def __str__(self) -> str:
+        return f"moved to {self.aside}; {self.num_kept} of its {self.num_rows} rows are kept"
+
+
+def keep_good_rows(
+    disk: Disk, path: Path, manifest: Manifest, part: Part, listing: Listing | None
+) -> Kept:
+    """Move a damaged part or piece to quarantine; its good rows take its place.
+
+    Args:
+        disk: of the store.
+        path: of the damaged file.
+        manifest: the store's runs.
+        part: the rows that it should hold.
+        listing: all rows; None keeps none.
 
     Raises:
         StoreError: the system cannot read it now.
+        RunError: the disk is full or fails.
     """
+    found = [] if listing is None else list(_saved(path, manifest, part, listing))
+    files = [(_path_of(disk.root, manifest, rows), data) for rows, data in found]
+    # Under other names they are there before the damaged file goes: no kill loses a row.
+    for name, data in files:
+        if name != path:
+            disk.publish(name, data)
+    aside = disk.set_aside(path, disk.root / layout.QUARANTINE)
+    for name, data in files:
+        if name == path:
+            disk.publish(name, data)
+    return Kept(aside, len(part), sum(len(rows) for rows, _ in found))
+
+
+def _saved(
+    path: Path, manifest: Manifest, part: Part, listing: Listing
+) -> Iterator[tuple[Part, memoryview]]:
+    """The good rows of a damaged part or piece, as files."""
     run = manifest.run_of(part)
     with contextlib.suppress(IsADirectoryError), _damaged_file(path) as file:
         if file.identity == run.digest and file.start == part.start:
-            return _part_of(file, manifest, run, part, listing, file.failures())
-    return None
+            yield from _files_of(file, manifest, run, part, listing, file.failures())
+
+
+def _path_of(root: Path, manifest: Manifest, rows: Part) -> Path:
+    """Where rows of a part lie: under its name if they are all of it, else under a piece's."""
+    is_whole = manifest.part_of(rows) == rows
+    return part_path(root, rows.index) if is_whole else piece_path(root, rows)
+
+
+def _rows_of(path: Path, manifest: Manifest) -> Part | None:
+    """The rows that a part or a piece holds by its name; None for other files."""
+    if (piece := layout.piece_of(path.name)) is not None:
+        return None if manifest.part_of(piece) is None else piece
+    parts = (part for run in manifest.runs for part in run.parts())
+    return next((part for part in parts if layout.part_name(part.index) == path.name), None)
 
 
 @contextlib.contextmanager
@@ -164,59 +233,106 @@ def _damaged_file(path: Path) -> Iterator[DamagedFile]:
         raise
 
 
-def _part_of(
+def _files_of(
     file: DamagedFile,
     manifest: Manifest,
     run: Run,
     part: Part,
     listing: Listing,
     failures: Mapping[int, tuple[bytes, bytes]] | None,
-) -> memoryview | None:
-    """One part from the chunks of a file, or None where they do not say all of its rows."""
+) -> Iterator[tuple[Part, memoryview]]:
+    """The good rows of a part in a damaged file: the part itself, or pieces of it.
+
+    Args:
+        file: holds them.
+        manifest: the store's runs.
+        run: of the part.
+        part: the rows that are looked for.
+        listing: of the whole store.
+        failures: row -> exception and message of the file's failed rows; None where not known.
+    """
+    if (found := _good_rows(file, run, part, failures)) is None:
+        return
+    edges = np.flatnonzero(np.diff(found.good, prepend=False, append=False))
+    for first, last in edges.reshape(-1, 2).tolist():
+        rows = Part(part.index, part.start + first, part.start + last)
+        builder = PartBuilder(rows, run.layers)
+        features = {name: values[first:last] for name, values in found.features.items()}
+        failed = [
+            Failure(row, bytes(listing.keys[row]), *found.failures[row])
+            for row in range(rows.start, rows.stop)
+            if row in found.failures
+        ]
+        builder.add(rows.start, features, failed, found.images[first:last])
+        yield rows, builder.build(run, listing, manifest.to_json())
+
+
+@dataclass(frozen=True)
+class _GoodRows:
+    """The rows of a part in a damaged file.
+
+    Attributes:
+        good: (n,) which of them are right; the others say nothing.
+        features: dataset name -> (n, ...) as stored.
+        images: (n,) checksums of their images.
+        failures: row of the store -> status, exception and message, of the good rows that failed.
+    """
+
+    good: npt.NDArray[np.bool_]
+    features: dict[str, npt.NDArray[Any]]
+    images: npt.NDArray[np.uint64]
+    failures: dict[int, tuple[Status, str, str]]
+
+
+def _good_rows(
+    file: DamagedFile,
+    run: Run,
+    part: Part,
+    failures: Mapping[int, tuple[bytes, bytes]] | None,
+) -> _GoodRows | None:
+    """The rows of a part whose chunks are right in all layers; None where a layer is not found."""
     start, stop = part.start - file.start, part.stop - file.start
-    rows: dict[str, npt.NDArray[Any]] = {}
+    features: dict[str, npt.NDArray[Any]] = {}
+    good = np.ones(len(part), np.bool_)
     is_nan, is_finite = np.ones(len(part), np.bool_), np.ones(len(part), np.bool_)
     for spec in run.layers:
         found = file.rows(f"{layout.FEATURES}/{spec.name}", start, stop)
-        if found is None or found.shape[1:] != tuple(spec.shape):
+        if found is None or found.values.shape[1:] != tuple(spec.shape):
             return None
-        if found.dtype != raw_dtype(spec.dtype):
+        if found.values.dtype != raw_dtype(spec.dtype):
             return None
-        rows[spec.name] = found
-        values = from_raw(found, spec.dtype).reshape(len(part), -1)
+        features[spec.name] = found.values
+        good &= found.good
+        values = from_raw(found.values, spec.dtype).reshape(len(part), -1)
         is_nan &= np.isnan(values).all(1)
         is_finite &= np.isfinite(values).all(1)
-    if not (is_nan | is_finite).all():
-        return None
-    status = file.rows(layout.STATUS, start, stop)
-    if status is None:
-        if is_nan.any():
-            return None  # why these rows failed is not known any more
-        status = np.zeros(len(part), np.uint8)
-    # A row may have failed in another run than this one: its values are not NaN here then.
-    if (status[is_nan] == Status.OK).any() or (file.num_runs == 1 and status[is_finite].any()):
-        return None
-    failed = []
-    for row in (np.flatnonzero(is_nan) + part.start).tolist():
+    good &= is_nan | is_finite
+    status = np.zeros(len(part), np.uint8)
+    found = file.rows(layout.STATUS, start, stop)
+    known = np.zeros(len(part), np.bool_) if found is None else found.good
+    if found is not None:
+        status[known] = found.values[known]
+    good &= known | is_finite  # why a row failed is not known any more
+    good &= ~(is_nan & (status == Status.OK))
+    if file.num_runs == 1:
+        # A row may have failed in another run than this one: its values are not NaN here then.
+        good &= ~(is_finite & (status != Status.OK))
+    reasons: dict[int, tuple[Status, str, str]] = {}
+    for place in np.flatnonzero(good & is_nan).tolist():
+        row = part.start + place
         try:
-            reason = Status(int(status[row - part.start]))
+            reason = Status(int(status[place]))
         except ValueError:
-            return None
+            good[place] = False
+            continue
         if failures is not None and row not in failures:
-            return None
+            good[place] = False
+            continue
         error, message = (LOST_TEXT, LOST_TEXT) if failures is None else failures[row]
-        failed.append(
-            Failure(
-                row,
-                bytes(listing.keys[row]),
-                reason,
-                error.decode("utf-8", "surrogateescape"),
-                message.decode("utf-8", "surrogateescape"),
-            )
-        )
-    images = file.rows(layout.IMAGE_CHECKSUM, start, stop)
-    if images is None:
-        images = np.full(len(part), UNKNOWN_IMAGE, np.uint64)
-    builder = PartBuilder(part, run.layers)
-    builder.add(part.start, rows, failed, images)
-    return builder.build(run, listing, manifest.to_json())
+        texts = [text.decode("utf-8", "surrogateescape") for text in (error, message)]
+        reasons[row] = (reason, texts[0], texts[1])
+    images = np.full(len(part), UNKNOWN_IMAGE, np.uint64)
+    found = file.rows(layout.IMAGE_CHECKSUM, start, stop)
+    if found is not None:
+        images[found.good] = found.values[found.good]
+    return _GoodRows(good, features, images, reasons)

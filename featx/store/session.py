@@ -21,12 +21,13 @@ from featx.errors import StoreError, StoreLockedError
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.commit import TEMPORARY, Disk
-from featx.store.dtypes import read_raw
+from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
 from featx.store.files import damage_text, open_for_a_look
 from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
 from featx.store.images import image_checksums_in, keep_image_states
 from featx.store.joining import joined
+from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
 from featx.store.object_disk import disk_at
@@ -39,9 +40,10 @@ from featx.store.part_files import (
     publish_part,
     shape_problem,
 )
-from featx.store.repair import is_of, parts_from, saved_part, take_apart
+from featx.store.pieces import Pieces, piece_path
+from featx.store.repair import is_of, keep_good_rows, parts_from, take_apart
 from featx.store.writer import PartBuilder
-from featx.types import Failure, Listing, Part
+from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class StoreSession:
         self._asked = asked
         self.manifest = Manifest((asked,))
         self._done: set[int] = set()
+        self._pieces = Pieces()
         self._manifest_before = b""
 
     @contextlib.contextmanager
@@ -124,14 +127,26 @@ class StoreSession:
 
     @property
     def rows_done(self) -> int:
-        """Rows of the runs at work that are in committed parts."""
-        return self.rows_asked - sum(len(part) for part in self.missing())
+        """Rows of the runs at work that are in committed parts and in pieces."""
+        gaps = (gap for part in self.missing() for gap in self._pieces.gaps(part))
+        return self.rows_asked - sum(map(len, gaps))
 
     @property
     def rows_asked(self) -> int:
         """Rows of the runs that make the layers asked for now."""
         asked = [run for run in self.manifest.runs if run.names & self._asked.names]
         return max((run.grid.stop_row for run in asked), default=0)
+
+    def lost_rows(self) -> list[int]:
+        """Rows of the layers asked for now that damaged chunks held, where a repair kept the other
+        rows of the part."""
+        parts = [part for part in self.missing() if self._pieces.of(part)]
+        return [row for part in parts for row in self.lacking_rows(part)]
+
+    def lacking_rows(self, part: Part) -> list[int]:
+        """Rows of a part that are not in the store."""
+        gaps = () if part.index in self._done else self._pieces.gaps(part)
+        return [row for gap in gaps for row in range(gap.start, gap.stop)]
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
         """Make one part durable; from here on no crash takes it away. Returns its failures."""
@@ -142,6 +157,8 @@ class StoreSession:
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """A part is durable, by this process or by a worker; its failures are noted."""
         self._done.add(part.index)
+        for piece in self._pieces.of(part):
+            self.disk.remove(piece_path(self.root, piece))
         new = [failure for failure in failures if failure.row not in self._failed]
         self._add_failures(new)
         if new:
@@ -172,21 +189,44 @@ class StoreSession:
         return run.names == self._asked.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
-        """The committed parts of the layers asked for now that hold any of some rows."""
+        """The parts of the layers asked for now that hold any of some rows.
+
+        Those that are committed, and those that pieces are there of.
+        """
         asked = [run for run in self.manifest.runs if self.makes(run)]
         found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
-        return sorted((part for part in found if part.index in self._done), key=lambda p: p.index)
+        there = [part for part in found if part.index in self._done or self._pieces.of(part)]
+        return sorted(there, key=lambda part: part.index)
 
     def stored(
         self, part: Part
     ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
-        """The rows of a committed part, dataset name -> (n, ...) as stored, its failures, and the
-        checksums of its images.
+        """The rows of a part, dataset name -> (n, ...) as stored, its failures, and the checksums
+        of its images. Rows that no piece holds are NaN.
 
         Raises:
             StoreError: it is damaged.
         """
-        path = self.part_path(part.index)
+        if part.index in self._done:
+            return self._rows_in(self.part_path(part.index), part)
+        rows = {
+            spec.name: np.full((len(part), *spec.shape), nan(spec.dtype), raw_dtype(spec.dtype))
+            for spec in self.manifest.run_of(part).layers
+        }
+        failures, images = [], np.full(len(part), UNKNOWN_IMAGE, np.uint64)
+        for piece in self._pieces.of(part):
+            found, failed, sums = self._rows_in(piece_path(self.root, piece), piece)
+            place = slice(piece.start - part.start, piece.stop - part.start)
+            for name, values in found.items():
+                rows[name][place] = values
+            failures += failed
+            images[place] = sums
+        return rows, failures, images
+
+    def _rows_in(
+        self, path: Path, part: Part
+    ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
+        """What the file of a part or of a piece holds."""
         try:
             with open_for_a_look(path) as file:
                 check_chunks(file)
@@ -201,7 +241,11 @@ class StoreSession:
             ) from error
 
     def replace(self, builder: PartBuilder) -> None:
-        """Put a part in place of the one that is there; no crash leaves the store without it."""
+        """Put a part in place of the one, or of the pieces, that are there; no crash leaves the
+        store without them."""
+        if builder.part.index not in self._done:
+            self.commit(builder)
+            return
         run = self.manifest.run_of(builder.part)
         data = builder.build(run, self.listing, self.manifest.to_json())
         self.disk.replace(self.part_path(builder.part.index), data)
@@ -347,10 +391,25 @@ class StoreSession:
                 found.append(part)
         for part, problem, failures in look_at_parts(self.root, self.manifest, found):
             self._add_failures(failures)
-            if problem is not None and not self._made_anew(part, problem):
-                self._quarantine(self.part_path(part.index), problem)
-                continue
-            self._done.add(part.index)
+            if problem is None or self._is_made_anew(self.part_path(part.index), part, problem):
+                self._done.add(part.index)
+        self._survey_pieces()
+
+    def _survey_pieces(self) -> None:
+        """Find the pieces of parts and compare all that they hold; they are few."""
+        for path in sorted((self.root / layout.PARTS).glob(layout.PIECE_GLOB)):
+            piece = layout.piece_of(path.name)
+            if piece is None or self.manifest.part_of(piece) is None:
+                self._quarantine(path, "there is no such part in this run")
+            elif piece.index in self._done:
+                self.disk.remove(path)  # left by a kill after its part was made
+            else:
+                run = self.manifest.run_of(piece)
+                problem, failures = look_at_part(path, piece, run, compare=True)
+                self._add_failures(failures)
+                if problem is not None:
+                    self._is_made_anew(path, piece, problem)
+        self._pieces = Pieces.in_store(self.root)
 
     def _survey_packed(self, path: Path) -> None:
         try:
@@ -375,18 +434,18 @@ class StoreSession:
         known = self.listing.head(self.manifest.num_rows)
         return known if is_of(known, self.manifest) else None
 
-    def _made_anew(self, part: Part, problem: str) -> bool:
-        """Put a part together again from the chunks of its damaged file, if all are right."""
-        listing, path = self._stored_listing(), self.part_path(part.index)
-        data = None if listing is None else saved_part(path, self.manifest, part, listing)
-        if data is None:
-            return False
-        self._quarantine(path, problem)
-        self.disk.publish(path, data)
-        logger.warning("%s was made anew: all of its rows were right.", path)
-        found, failures = look_at_part(path, part, self.manifest.run_of(part))
-        self._add_failures(failures)
-        return found is None
+    def _is_made_anew(self, path: Path, part: Part, problem: str) -> bool:
+        """Set a damaged part or piece aside and keep its good rows.
+
+        Returns:
+            whether these are all of its rows, so that the same file is there again.
+        """
+        kept = keep_good_rows(self.disk, path, self.manifest, part, self._stored_listing())
+        logger.warning("%s does not count: %s. It was %s.", path, problem, kept)
+        if kept.is_whole:
+            _, failures = look_at_part(path, part, self.manifest.run_of(part))
+            self._add_failures(failures)
+        return kept.is_whole
 
     def _packed_problem(self, file: h5py.File, num_runs: int) -> str | None:
         """Why features.h5 cannot count as the store's first runs, or None."""
@@ -421,33 +480,35 @@ class StoreSession:
 
 
 def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]]:
-    """The runs of a store that lack parts, and the parts, by the names of the files alone.
+    """The runs of a store that lack parts, and the rows that lack, by the names of files alone.
+
+    Of a part that pieces are there of, these are the gaps between them.
 
     It is what a command goes by until it holds the store and looks into the files.
     """
     num_packed = 0
     with contextlib.suppress(*layout.UNREADABLE), open_for_a_look(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
-    there = part_names(root)
+    there, pieces = part_names(root), Pieces.in_store(root)
     lacking = [
-        (run, [part for part in run.parts() if layout.part_name(part.index) not in there])
+        (
+            run,
+            [
+                gap
+                for part in run.parts()
+                if layout.part_name(part.index) not in there
+                for gap in pieces.gaps(part)
+            ],
+        )
         for run in manifest.runs[num_packed:]
     ]
     return [(run, parts) for run, parts in lacking if parts]
 
 
-def clear_leftovers(disk: Disk) -> None:
-    """Delete the temporary files of processes that were killed; only who holds the store may."""
-    names = (layout.PARTS, layout.PROBE_HEADS, layout.WORKERS, ".hydra")
-    for folder in (disk.root, *(disk.root / name for name in names)):
-        for leftover in folder.glob(f"{TEMPORARY}*"):
-            disk.remove(leftover)
-
-
 def remove_parts(disk: Disk) -> None:
-    """Delete the parts of a store, and their folder where nothing else lies in it."""
+    """Delete parts and pieces of a store, and their folder where nothing else lies in it."""
     parts = disk.root / layout.PARTS
-    for pattern in (layout.PART_GLOB, f"{TEMPORARY}*"):
+    for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY}*"):
         for path in parts.glob(pattern):
             disk.remove(path)
     with contextlib.suppress(OSError):  # not ours alone, or not there

@@ -75,7 +75,7 @@ def store_status(root: Path) -> StoreStatus:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
     lacking = [part for _, parts in missing_parts(root, manifest) for part in parts]
     rows = sum(run.grid.num_rows for run in manifest.runs)
-    rows_left, parts_left = sum(map(len, lacking)), len(lacking)
+    rows_left, parts_left = sum(map(len, lacking)), len({part.index for part in lacking})
     commits = _commits(root, manifest.runs)
     speed, per_part = _speed(commits)
     workers = signs_of_life(root)

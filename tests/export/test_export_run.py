@@ -6,18 +6,15 @@ import errno
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import textwrap
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import with_path
 from made_store import make_run, temporary_files
+from processes import killed_at_sync
 from tiny_model import run_job
 
 import featx
@@ -146,33 +143,20 @@ def test_a_file_that_was_cut_is_written_anew(store: Path) -> None:
     assert digests() == expected
 
 
-@pytest.mark.parametrize("kind", ["parquet", "zarr"])
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_killed_by_sigkill(kind: str, store: Path) -> None:
+    """In the middle of an export, with its first file written and not yet named."""
     export(kind, out="at-once")
-    code = textwrap.dedent(
-        f"""
-        import time
+    first = sorted(digests("at-once"))[0].split("/")[0].split(".")[0]
+    code = f"""
         from featx.export import selection
         from test_export_run import export
         selection.BLOCK_BYTES = 200
-        read = selection.Selection._read
-        def slow(self, *arguments):
-            time.sleep(0.2)
-            return read(self, *arguments)
-        selection.Selection._read = slow
         export({kind!r})
         """
-    )
-    environment = with_path(Path(__file__).parent, Path(__file__).parents[1])
-    child = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    begun = time.monotonic()
-    while not temporary_files(Path("out")) and time.monotonic() - begun < 300:
-        time.sleep(0.01)
-    time.sleep(0.5)
-    child.send_signal(signal.SIGKILL)
-    assert child.wait(60) == -signal.SIGKILL
-    assert temporary_files(Path("out")), "it was in the middle of a file"
+    killed_at_sync(code, first)
+    assert temporary_files(Path("out"))
     assert digests().items() != digests("at-once").items()
     export(kind)
     assert temporary_files(Path("out")) == []

@@ -19,6 +19,8 @@ from tiny_model import MODEL, extract, extract_in_steps, run_job, write_picture
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
 from featx.jobs import verify
+from featx.store import layout
+from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -186,6 +188,51 @@ def test_a_damaged_part_of_a_store_in_parts_is_extracted_again(
     assert {path.name: dataset_digests(path) for path in parts} == before
     assert not Path("store/features.h5").exists()
     assert Path("store/quarantine").exists() == (how != "gone")
+
+
+@pytest.mark.parametrize(("pack", "codec"), [(True, "none"), (False, "gzip")])
+def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
+    photos: Path,
+    capsys: pytest.CaptureFixture[str],
+    computed: list[tuple[frozenset[str], int]],
+    monkeypatch: pytest.MonkeyPatch,
+    pack: bool,
+    codec: str,
+) -> None:
+    """A part has 16 rows and a chunk of `conv` two; the repair fails before it computes them."""
+    for name in ("CHUNK_BYTES", "CHUNK_BYTES_COMPRESSED"):
+        monkeypatch.setattr(layout, name, 600)
+    keys: dict[str, Any] = {"part_rows": 16, "layers": ["conv", "pool"], "codec": codec}
+    extract(photos, pack=pack, **keys)
+    path = Path("store/features.h5" if pack else "store/parts/part-000000.h5")
+    before, whole = dataset_digests(path), featx.open("store")["conv"][:]
+    with h5py.File(path, "r+") as file:
+        assert file["features/conv"].chunks[0] == 2
+        file["features/conv"][9] = 0
+    computed.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr("featx.run.retry.compute_rows", raises_runtime_error)
+        with pytest.raises(RuntimeError):
+            look(capsys, verify={"repair": True})
+    store = featx.open("store")
+    assert np.flatnonzero(store.status == Status.ABSENT).tolist() == [8, 9]
+    assert store["conv"][store.ok].tobytes() == whole[store.ok].tobytes()
+    assert store.num_rows_present == 19
+    status, found = look(capsys)
+    assert (status, found["missing"]) == (verify.EXIT_INCOMPLETE, ["part-000000.h5"])
+    capsys.readouterr()
+    assert run_job("status", json=True, out="store") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["rows"] - told["rows_done"], told["parts"] - told["parts_done"]) == (2, 1)
+    extract(photos, pack=pack, **keys)
+    assert computed == [(frozenset({"conv", "pool"}), 8)]
+    assert dataset_digests(path) == before
+    assert not list(Path("store").rglob("piece-*"))
+    assert look(capsys)[0] == 0
+
+
+def raises_runtime_error(*args: Any) -> None:
+    raise RuntimeError
 
 
 @pytest.mark.parametrize("pack", [True, False])

@@ -6,13 +6,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_store import make_added, make_run
+from made_store import make_added, make_run, temporary_files
+from processes import killed_at_sync
 from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
 
 import featx
@@ -286,6 +288,16 @@ def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["rows_looked_at"] == 12
     assert found["complete"] is True
     assert found["bytes"] == Path("store/report.html").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_killed_report_leaves_nothing_for_ever() -> None:
+    make_run(9, 8).write(Path("store"), packed=True)
+    killed_at_sync("from test_report import report; report()", "report.html")
+    assert len(temporary_files(Path("store"))) == 1
+    report()
+    assert temporary_files(Path("store")) == []
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from made_store import make_spec
-from processes import outcome, running, wait_until
+from made_store import make_spec, temporary_files
+from processes import killed_at_sync, outcome, running, wait_until
 from tiny_engine import of_speed
 from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_picture
 
@@ -369,6 +369,23 @@ def test_a_killed_run_goes_on_to_the_same_bytes(photos: Path) -> None:
     assert 8 <= done < 21
     take(photos, **KILLED)
     assert sha256("store/stats.h5") == in_another_folder(photos, **KILLED)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("name", ["stats.h5", "rows-", "stats-failures.csv"])
+def test_killed_in_the_middle_of_a_file(photos: Path, name: str) -> None:
+    """The next run deletes what is left of it."""
+    code = f"""
+        import featx, tiny_model
+        featx.stats(**{{**tiny_model.KEYS, "data": {str(photos)!r}}})
+        """
+    killed_at_sync(code, name)
+    [leftover] = temporary_files(Path("store"))
+    assert leftover.stat().st_size
+    take(photos)
+    assert temporary_files(Path("store")) == []
+    assert sha256("store/stats.h5") == in_another_folder(photos)
 
 
 @pytest.mark.slow

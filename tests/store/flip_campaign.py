@@ -1,4 +1,4 @@
-"""Flips bits of whole stores and says which rows a repair or the next run loses.
+"""Flips bits of whole stores and says which rows a repair or the next run computes again.
 
 Run as a process of its own, because HDF5 may take the process down with it: `python
 flip_campaign.py FOLDER KIND CODEC` reads lines "file offset bit" and answers each with JSON.
@@ -22,11 +22,15 @@ from made_store import MadeRun, make_added, make_run
 
 import featx
 from featx.errors import StoreError, StoreMismatchError
+from featx.store import layout
 from featx.store.check import check_store
 from featx.store.manifest import load_manifest
 from featx.store.pack import pack
 from featx.store.repair import set_damage_aside
 from featx.store.session import missing_parts
+
+CHUNK_BYTES = 48
+"""One row of /features/map and of /features/late, two of /features/flat; a part has four."""
 
 KINDS = ("packed", "parts", "unfinished", "two runs", "unfinished addition")
 
@@ -49,20 +53,29 @@ def make(root: Path, kind: str, codec: str) -> None:
         run.finish(root, at_most=2 if "unfinished" in kind else None, packed=kind == "two runs")
 
 
-def lost_parts(root: Path) -> list[int]:
+def missing_rows(root: Path) -> set[tuple[int, int]]:
+    """The number of a run and the row, of each that is not in the store."""
     manifest, _ = load_manifest(root)
     assert manifest is not None
-    return sorted(part.index for _, parts in missing_parts(root, manifest) for part in parts)
+    return {
+        (manifest.runs.index(run), row)
+        for run, parts in missing_parts(root, manifest)
+        for part in parts
+        for row in range(part.start, part.stop)
+    }
 
 
-def finished(root: Path, runs: list[MadeRun]) -> list[int]:
-    """Give the command again until the store is whole; the parts that had to be computed."""
-    computed = []
-    for run in [*runs[::-1], *runs]:  # what was begun last is finished first, as featx asks for
+def finished(root: Path, runs: list[MadeRun]) -> list[tuple[int, int]]:
+    """Give the command again until the store is whole; the rows of runs that were computed."""
+    computed = set()
+    numbers = [*range(len(runs))]
+    for number in [*numbers[::-1], *numbers]:  # what was begun last is finished first, as asked for
+        run = runs[number]
         for _ in range(3):  # packing may find damage
             with contextlib.suppress(StoreMismatchError), run.session(root).hold() as session:
+                computed |= {(number, row) for row in run.compute_lost(session)}
                 for part in session.missing():
-                    computed.append(part.index)
+                    computed |= {(number, row) for row in range(part.start, part.stop)}
                     session.commit(run.builder(part))
                 if not session.whole or session.packed:
                     break
@@ -72,7 +85,7 @@ def finished(root: Path, runs: list[MadeRun]) -> list[int]:
                     continue
                 session.after_packing()
                 break
-    return sorted(set(computed))
+    return sorted(computed)
 
 
 def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
@@ -102,11 +115,11 @@ def wrong_in(root: Path, runs: list[MadeRun]) -> list[str]:
     return wrong
 
 
-def repaired(root: Path, runs: list[MadeRun]) -> list[int]:
-    """job=verify verify.repair=true, as far as the store goes; the parts that it lost."""
-    before = lost_parts(root)
+def repaired(root: Path) -> list[tuple[int, int]]:
+    """job=verify verify.repair=true, as far as the store goes; the rows of runs that it lost."""
+    before = missing_rows(root)
     set_damage_aside(check_store(root))
-    return sorted(set(lost_parts(root)) - set(before))
+    return sorted(missing_rows(root) - before)
 
 
 def answer(work: Path, target: str, offset: int, bit: int, runs: list[MadeRun]) -> dict[str, Any]:
@@ -120,13 +133,13 @@ def answer(work: Path, target: str, offset: int, bit: int, runs: list[MadeRun]) 
     again = work.with_name("again")
     shutil.copytree(work, again)
     try:
-        before = lost_parts(again) if target != "featx.json" else None
-        found["missing"] = before
+        found["missing"] = sorted(missing_rows(again)) if target != "featx.json" else None
         found["next run"] = attempt(lambda: finished(again, runs))
         found["after next run"] = attempt(lambda: wrong_in(again, runs))
     finally:
         shutil.rmtree(again)
-    found["lost"] = attempt(lambda: repaired(work, runs))
+    found["lost"] = attempt(lambda: repaired(work))
+    found["after repair alone"] = attempt(lambda: wrong_in(work, runs))
     found["after repair"] = attempt(lambda: [finished(work, runs), wrong_in(work, runs)][1])
     found["damages"] = attempt(lambda: [damage.what for damage in check_store(work).damages])
     return found
@@ -134,6 +147,7 @@ def answer(work: Path, target: str, offset: int, bit: int, runs: list[MadeRun]) 
 
 def main() -> None:
     folder, kind, codec = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    layout.CHUNK_BYTES = layout.CHUNK_BYTES_COMPRESSED = CHUNK_BYTES
     runs = runs_of(kind, codec)
     os.fsync = lambda descriptor: None  # nobody pulls the plug here
     work = folder.parent / f"work-{os.getpid()}" / "store"

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from made_store import temporary_files
+from processes import killed_at_sync
 from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError
@@ -365,3 +366,31 @@ def test_a_file_system_without_locks_is_refused(
     monkeypatch.setattr(fcntl, "flock", no_locks)
     with pytest.raises(StoreError, match="cannot be locked"), exclusive_lock(tmp_path / ".lock"):
         pytest.fail("written without a lock")
+
+
+KILLED = {
+    "replace_unlocked": "disk.replace_unlocked(path, b'half')",
+    "streamed": "with disk.streamed(path) as file: file.write(b'half')",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("how", KILLED)
+def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
+    tmp_path: Path, how: str
+) -> None:
+    """Jobs that lock no folder tell the two apart by a lock on the temporary file itself."""
+    path, disk = tmp_path / "report [1].html", Disk(tmp_path)
+    code = "from pathlib import Path; from featx.store.commit import Disk; "
+    code += f"path = Path({str(path)!r}); disk = Disk(path.parent)\n{KILLED[how]}"
+    killed_at_sync(code, path.name)
+    [dead] = temporary_files(tmp_path)
+    other = tmp_path / ".tmp-another.html.1.2"
+    other.touch()
+    with disk.streamed(path) as file:
+        file.write(b"first")
+        assert not dead.exists()
+        disk.replace_unlocked(path, b"second")
+        assert path.read_bytes() == b"second"
+    assert path.read_bytes() == b"first"
+    assert temporary_files(tmp_path) == [other]

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary_files
+from processes import killed_at_sync
 
 from featx.errors import RunError, StoreError
 from featx.fingerprint import digest
 from featx.store import layout
 from featx.store.commit import Disk
+from featx.store.leftovers import leftover_bytes
 from featx.store.manifest import Manifest
 from featx.store.pack import check_chunks, pack, pack_store, packed_size_bound
 from featx.store.reader import FeatureStore
@@ -323,13 +325,8 @@ def test_many_chunks_of_maps_are_copied_to_their_own_rows(tmp_path: Path, size: 
     assert np.array_equal(FeatureStore(tmp_path)["map"], run.expected("map"), equal_nan=True)
 
 
-def test_packing_deletes_what_a_killed_packing_left(
-    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is as large as the store, and its space counts as free."""
-    run.write(tmp_path)
-    leftover = tmp_path / ".tmp-features.h5.1.2"
-    leftover.write_bytes(bytes(1000))
+def pack_and_watch(root: Path, leftover: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pack; the leftover has to be gone before the free space is looked at."""
     there: list[bool] = []
     real = Disk.free_bytes
 
@@ -338,6 +335,35 @@ def test_packing_deletes_what_a_killed_packing_left(
         return real(self)
 
     monkeypatch.setattr(Disk, "free_bytes", watched)
-    assert pack_store(tmp_path)
+    assert leftover_bytes(root) >= leftover.stat().st_size > 0
+    assert pack_store(root)
     assert there == [False]
-    assert temporary_files(tmp_path) == []
+    assert temporary_files(root) == []
+    assert leftover_bytes(root) == 0
+
+
+def test_packing_deletes_what_a_killed_packing_left(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is as large as the store, and its space counts as free."""
+    run.write(tmp_path)
+    leftover = tmp_path / ".tmp-features.h5.1.2"
+    leftover.write_bytes(bytes(1000))
+    pack_and_watch(tmp_path, leftover, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_packing_after_a_packing_that_was_killed(
+    run: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write(tmp_path)
+    code = f"""
+        from pathlib import Path
+        from featx.store.pack import pack
+        pack(Path({str(tmp_path)!r}))
+        """
+    killed_at_sync(code, "features.h5")
+    [leftover] = temporary_files(tmp_path)
+    pack_and_watch(tmp_path, leftover, monkeypatch)
+    assert np.array_equal(FeatureStore(tmp_path)["map"], run.expected("map"), equal_nan=True)

@@ -15,12 +15,14 @@ import pytest
 from made_store import MadeRun, dataset_digests, joined, make_added, make_run, temporary_files
 
 from featx.errors import RunError, StoreError, StoreLockedError
+from featx.store import layout
 from featx.store.check import check_store
 from featx.store.commit import Disk
 from featx.store.manifest import read_manifest
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
 from featx.store.session import missing_parts
+from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("without_sync")
 
@@ -116,6 +118,97 @@ def test_of_several_runs_only_the_layers_with_bad_rows_are_lost(
     assert {k: v for k, v in now.items() if k != "failures/message"} == {
         k: v for k, v in before.items() if k != "failures/message"
     }
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows of `map` in a chunk, four of `flat`."""
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 100)
+
+
+def absent(root: Path) -> list[int]:
+    return np.flatnonzero(FeatureStore(root).status == Status.ABSENT).tolist()
+
+
+def compute_lost(run: MadeRun, root: Path) -> list[int]:
+    with run.session(root).hold() as session:
+        return run.compute_lost(session)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("packed", [True, False])
+def test_only_the_rows_of_damaged_chunks_are_lost(
+    run: MadeRun, tmp_path: Path, packed: bool
+) -> None:
+    """Two chunks of a part, in two layers: the other rows stay, failed ones with their reasons."""
+    run.finish(tmp_path, packed=packed)
+    before = contents_of(tmp_path)
+    path = tmp_path / ("features.h5" if packed else "parts/part-000002.h5")
+    first = 0 if packed else 16
+    spoil(path, "features/map", 19 - first)  # rows 18 and 19
+    spoil(path, "features/flat", 21 - first)  # rows 20 to 23
+    repaired(tmp_path)
+    assert [p.name for p in (tmp_path / "parts").glob("piece-*")] == ["piece-000002-16-18.h5"]
+    assert absent(tmp_path) == [18, 19, 20, 21, 22, 23]
+    store = FeatureStore(tmp_path)
+    assert store.failures == [failure for failure in before[2] if failure["row"] != 20]
+    np.testing.assert_array_equal(store["map"][16], run.expected("map")[16])
+    assert check_store(tmp_path).damages == []
+    assert compute_lost(run, tmp_path) == [18, 19, 20, 21, 22, 23]
+    assert not list(tmp_path.rglob("piece-*"))
+    assert check_store(tmp_path).complete
+    np.testing.assert_equal(contents_of(tmp_path), before)
+
+
+def contents_of(root: Path) -> tuple[Any, ...]:
+    store = FeatureStore(root)
+    return {name: store[name][:] for name in store}, store.status, store.failures
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_damaged_piece_is_repaired_as_a_part_is(run: MadeRun, tmp_path: Path) -> None:
+    """By a repair, and by the next run without one."""
+    run.finish(tmp_path)
+    parts = tmp_path / "parts"
+    spoil(parts / "part-000001.h5", "features/map", 0)
+    repaired(tmp_path)
+    spoil(parts / "piece-000001-10-16.h5", "features/map", 2)  # rows 12 and 13
+    assert repaired(tmp_path) == ["piece-000001-10-16.h5.1"]
+    assert absent(tmp_path) == [8, 9, 12, 13]
+    spoil(parts / "piece-000001-14-16.h5", "features/flat", 0)
+    with run.session(tmp_path).hold() as session:
+        assert session.lost_rows() == [8, 9, 12, 13, 14, 15]
+        assert session.rows_done == 29 - 6
+        run.compute_lost(session)
+        assert session.missing() == []
+    assert check_store(tmp_path).complete
+    assert np.array_equal(FeatureStore(tmp_path)["map"][:], run.expected("map"), equal_nan=True)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_pieces_of_a_part_that_is_there_and_of_none_do_no_harm(
+    run: MadeRun, tmp_path: Path
+) -> None:
+    """A kill between making the part and removing its pieces leaves them, as other writers may."""
+    run.finish(tmp_path)
+    parts = tmp_path / "parts"
+    whole = (parts / "part-000001.h5").read_bytes()
+    spoil(parts / "part-000001.h5", "features/map", 0)
+    repaired(tmp_path)
+    piece = (parts / "piece-000001-10-16.h5").read_bytes()
+    (parts / "part-000001.h5").write_bytes(whole)
+    (parts / "piece-000001-8-16.h5").write_bytes(b"")
+    assert check_store(tmp_path).complete
+    (parts / "piece-000077-0-4.h5").write_bytes(piece)
+    assert [damage.what for damage in check_store(tmp_path).damages] == [
+        "the store has no such part"
+    ]
+    run.finish(tmp_path)
+    assert not list(parts.glob("piece-*"))
+    assert [path.name for path in (tmp_path / "quarantine").glob("piece-*")] == [
+        "piece-000077-0-4.h5.1"
+    ]
+    assert check_store(tmp_path).complete
 
 
 @pytest.mark.parametrize("name", ["samples.h5", "featx.json"])

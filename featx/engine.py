@@ -181,15 +181,16 @@ class Engine:
             self._traced = trace(self._module, x)
         if "embedding" in requests:
             library = self.backbone.embedding
-            self._traced = with_evidence(self._traced, self._module, x, library)
-            if is_exposed(self._traced):  # the module that gives it was added just now
-                traced = trace(self._module, x)
-                self._traced = with_evidence(traced, self._module, x, library)
+            with self._named_failure(x):
+                self._traced = with_evidence(self._traced, self._module, x, library)
+                if is_exposed(self._traced):  # the module that gives it was added just now
+                    traced = trace(self._module, x)
+                    self._traced = with_evidence(traced, self._module, x, library)
         return self._traced
 
     @contextlib.contextmanager
     def _named_failure(self, x: torch.Tensor) -> Iterator[None]:
-        """Whatever the model raises in a first pass over a batch becomes one message."""
+        """Whatever the model raises in a pass over a batch becomes one message."""
         try:
             yield
         except (FeatxError, torch.OutOfMemoryError):
@@ -327,12 +328,14 @@ class Engine:
             if reads_positions(reduce) and not has_known_positions(tap.name, row_shape, crop):
                 to_map = map_view("grid", tap.name, row_shape, crop, num_prefix_tokens)
                 maps.append((tap, to_map))
-        check_positions(self._module, maps, self._noise(1))
+        x = self._noise(1)
+        with self._named_failure(x):
+            check_positions(self._module, maps, x)
 
     def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
         """The hooks of gradients must not change what the model computes."""
         assert self._score is not None
-        with torch.no_grad():
+        with self._named_failure(x), torch.no_grad():
             expected = self._score(self._module(x.clone()))
         if not torch.allclose(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise LayerError(
@@ -349,7 +352,7 @@ class Engine:
         """
         buffers = Buffers(self._module)
         hooks = self._tap_hooks(_clone, self._order, stop=True)
-        with torch.no_grad(), hooks:
+        with self._named_failure(x), torch.no_grad(), hooks:
             for batch in self._regrouped(x):
                 again = hooks.forward(batch)
                 for name, value in values.items():
@@ -364,9 +367,12 @@ class Engine:
         every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
         hooks = self._tap_hooks(_clone, self._order)
         with torch.no_grad(), hooks:
-            together = hooks.forward(every.clone())
+            with self._named_failure(every):
+                together = hooks.forward(every.clone())
             for i, image in enumerate(every):
-                alone = hooks.forward(image.repeat(2, 1, 1, 1))
+                copies = image.repeat(2, 1, 1, 1)
+                with self._named_failure(copies):
+                    alone = hooks.forward(copies)
                 for name, value in together.items():
                     check_row(name, value[i], alone[name][0])
 
@@ -441,7 +447,8 @@ class Engine:
         key = compute.precision, compute.channels_last, compute.fold
         if key not in self._castable:
             dtype = COMPUTE_DTYPES[compute.precision]
-            self._castable[key] = castable_weights(self._module, dtype, self._proof_passes)
+            with self._named_failure(self._noise(_PROOF_BATCH)):
+                self._castable[key] = castable_weights(self._module, dtype, self._proof_passes)
         return self._castable[key]
 
     @property
@@ -498,7 +505,7 @@ class Engine:
             for channels_last, is_folded in tried:
                 try:
                     found = self._values_of(x, channels_last, is_folded)
-                except RuntimeError:  # a .view() inside that needs the other layout
+                except ModelError:  # a .view() inside that needs the other layout
                     continue
                 if self._is_same(found, plain):
                     chosen, values = (channels_last, is_folded), found
@@ -548,7 +555,8 @@ class Engine:
         if self._pairs is None:
             self._stack.close()
             kept = {tap.module for tap in self._taps}
-            self._pairs = foldable_pairs(self._module, self._trial, kept)
+            with self._named_failure(self._trial):
+                self._pairs = foldable_pairs(self._module, self._trial, kept)
         return self._pairs
 
     @property
@@ -649,8 +657,9 @@ class Engine:
         Args:
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
         """
-        with torch.no_grad(), self._autocast():
-            yield self._module, self._memory_format(self._normalised(images))
+        x = self._memory_format(self._normalised(images))
+        with self._named_failure(x), torch.no_grad(), self._autocast():
+            yield self._module, x
 
     def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
         """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds."""
@@ -672,7 +681,7 @@ class Engine:
     def specs(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> list[LayerSpec]:
         """What a row of each dataset looks like, from one pass as it will be computed."""
         x = self._memory_format(self._noise(_BIND_BATCH))
-        with torch.no_grad(), self._autocast():
+        with self._named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
         computed = self._keeper.compute_dtypes
         return [
@@ -716,7 +725,9 @@ class Engine:
         return fastest / len(images)
 
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        with torch.no_grad(), self._autocast(), self._alone():
+        # What torch.compile fails with is for whoever tries it.
+        named = contextlib.nullcontext() if self.compute.compile else self._named_failure(x)
+        with named, torch.no_grad(), self._autocast(), self._alone():
             values = dict(self._forward(self._memory_format(x)))
             while self._keeper.copy_from_now_on():
                 values = dict(self._forward(self._memory_format(x)))

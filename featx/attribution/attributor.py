@@ -158,7 +158,11 @@ class Attributor(Engine):
         if "guided_gradcam" in self._options.methods:
             check_rectifiers(self._module, x)
         if self._maps is not None:
-            with torch.no_grad(), kept_output(self._module, self._maps) as kept:
+            with (
+                self._named_failure(x),
+                torch.no_grad(),
+                kept_output(self._module, self._maps) as kept,
+            ):
                 self._module(x.clone())
             row_shape = tuple(kept[0].shape[1:])
             to_map = map_view(self._maps.name, row_shape, self.backbone)
@@ -172,7 +176,7 @@ class Attributor(Engine):
             again = self._pass(self._regrouped(x)[-1])
             buffers.check()
             # Occlusion is a small difference of large logits.
-            with torch.no_grad():
+            with self._named_failure(x), torch.no_grad():
                 logits = logits_of(self._module(x.clone()))
             finite = logits[torch.isfinite(logits)].abs()
             rounding = 1e-5 * float(finite.max()) if len(finite) else 0.0
@@ -293,7 +297,7 @@ class Attributor(Engine):
         """
         tap = self._layer
         assert tap is not None
-        with torch.enable_grad(), kept_output(self._module, tap) as kept:
+        with self._named_failure(x), torch.enable_grad(), kept_output(self._module, tap) as kept:
             output = logits_of(self._module(x.clone()))
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
@@ -321,7 +325,9 @@ class Attributor(Engine):
     ) -> None:
         """Where the shape leaves it open, positions lie as the image does; else ReduceError."""
         if not has_known_positions(tap.name, row_shape, self.backbone.preprocess.crop):
-            check_positions(self._module, [(tap, to_map)], self._noise(1))
+            x = self._noise(1)
+            with self._named_failure(x):
+                check_positions(self._module, [(tap, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
         return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)
@@ -340,8 +346,14 @@ class Attributor(Engine):
         """
         tap = self._maps
         assert tap is not None
-        with torch.no_grad(), self._autocast(), kept_output(self._module, tap) as kept:
-            self._module(self._memory_format(self._normalised(images)))
+        x = self._memory_format(self._normalised(images))
+        with (
+            self._named_failure(x),
+            torch.no_grad(),
+            self._autocast(),
+            kept_output(self._module, tap) as kept,
+        ):
+            self._module(x)
         to_map = map_view(tap.name, tuple(kept[0].shape[1:]), self.backbone)
         return to_map(kept[0]).float().cpu()
 

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_engine import backbone_of
+from tiny_engine import backbone_of, bound, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torch.utils._pytree import tree_map
 
 import featx
+from featx.engine import Compute
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError
 from featx.models.base import state_sha256
 
@@ -181,6 +182,43 @@ def test_one_message(
         rows_of(module, photos, layer)
     assert not Path("store").exists()
     assert module.training
+
+
+class FailsOnce(Net):
+    """Raises what featx never does, in one pass; its course follows the data."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.passes = at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == self.at or bool(torch.isnan(x).any()):
+            raise ZeroDivisionError("a bug of the user's own")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("layer", ["inner", "inner:grad_output"])
+def test_a_bug_in_any_pass_is_one_message(layer: str) -> None:
+    images = noise(4, 32)
+    messages = []
+    for at in range(1, 100):
+        module = FailsOnce(at)
+        try:
+            with bound(backbone_of(module, 32), layer, images=images) as engine:
+                engine.formats(images)
+                engine.settle(Compute("bf16", False, False, 4))
+                engine.specs(engine.chosen)  # type: ignore[attr-defined]
+                engine.seconds_per_image(images)
+                engine.run(images)
+        except ModelError as error:
+            messages.append(str(error))
+        if module.passes < at:
+            break
+    assert module.passes < at
+    assert len(messages) > 15
+    said = "fails with ZeroDivisionError: a bug of the user's own."
+    assert all(said in message for message in messages)
 
 
 @pytest.mark.parametrize("kind", ["bool", "sparse", "complex"])

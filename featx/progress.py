@@ -13,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from featx.errors import counted
 from featx.types import LayerSpec
 
 PLAIN_INTERVAL_S = 10.0
@@ -250,7 +251,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     config, listing, header = prepared.config, prepared.listing, prepared.header
     classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
-    data = f"{config.data.root or config.data.name}: {len(listing)} images{classes}"
+    data = f"{config.data.root or config.data.name}: {counted(len(listing), 'image')}{classes}"
     if listing.skipped:
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
         data += f"\nleft out: {skipped}"
@@ -359,7 +360,6 @@ def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None)
         out: the store.
         using: lines that use `store`; None reads the features and labels of the first layer.
     """
-    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
     rate = summary["images_per_second"]
     warnings = summary["decoder_warnings"]
     rows = [
@@ -368,7 +368,7 @@ def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None)
         *([("warnings", _warnings_text(warnings))] if warnings else []),
         ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
         *trial_rows(summary),
-        ("seconds", seconds),
+        ("seconds", seconds_text(summary["seconds"])),
         *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
         ("size", size_text(summary["bytes"])),
         ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
@@ -383,7 +383,15 @@ def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None)
     return f"{facts(rows)}\n\n{opening}"
 
 
+def seconds_text(seconds: Mapping[str, float | None]) -> str:
+    """The busy seconds of the stages whose are known."""
+    known = [f"{stage} {value:.1f}" for stage, value in seconds.items() if value is not None]
+    if len(known) < len(seconds):
+        known.append("others not known, as workers ended before they could tell them")
+    return ", ".join(known)
+
+
 def _warnings_text(counts: Mapping[str, int]) -> str:
     """How many images gave which warning of a decoder, the most frequent first."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    return "\n".join(f"{count} images: {reason}" for reason, count in ordered)
+    return "\n".join(f"{counted(count, 'image')}: {reason}" for reason, count in ordered)

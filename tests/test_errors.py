@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import featx
-from featx.errors import ConfigError, FeatxError, ObjectStoreError
+from featx.errors import ConfigError, FeatxError, ObjectStoreError, counted
 
 
 def raised() -> FeatxError:
@@ -64,3 +64,9 @@ def test_ipython_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.lstrip().startswith("ConfigError: ")
     assert "Traceback" not in shown
     assert "featx/keys.py" not in shown
+
+
+def test_a_number_and_its_noun() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert counted(1, "image is", "images are") == "1 image is"
+    assert counted(3, "image is", "images are") == "3 images are"

@@ -129,7 +129,7 @@ def test_a_picture_that_fails_now_is_found(
 def test_a_picture_that_is_gone_is_named(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = extract(photos)
     (photos / str(store.keys[20])).unlink()
-    with pytest.raises(StoreMismatchError, match=f"1 rows whose images.*{store.keys[20]}"):
+    with pytest.raises(StoreMismatchError, match=f"1 row whose image.*{store.keys[20]}"):
         sample(capsys)
 
 
@@ -215,7 +215,7 @@ def test_pictures_and_store_that_moved(
     assert_untouched(capsys, store="elsewhere", data=moved)
     # Pictures of other names are another data set.
     shutil.copytree(tmp_path / "moved" / "cat", tmp_path / "other")
-    with pytest.raises(StoreMismatchError, match="21 rows whose images are no longer"):
+    with pytest.raises(StoreMismatchError, match="21 row whose image are no longer"):
         sample(capsys, store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")})
 
 

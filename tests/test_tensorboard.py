@@ -215,7 +215,7 @@ def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
     assert Path("store/featx.json").read_bytes() == manifest
     rows = [row for _, _, row in metadata(Path("store/tensorboard"))]
     assert rows == ["row", "0", "5", "10", "15", "20"]
-    assert "1 pictures cannot be read now" in capfd.readouterr().err
+    assert "1 image cannot be read now" in capfd.readouterr().err
     sheet = np.asarray(Image.open("store/tensorboard/projector/sprites.png"))
     assert (sheet[:32, :32] == 128).all()
     assert sheet[:32, 32:64].std() > 20

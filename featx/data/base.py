@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.data.labels import of_any_kind
-from featx.errors import DataError
+from featx.errors import DataError, counted
 from featx.store import layout
 from featx.types import IMAGE_STATE, NO_STATE, ImageFault, Listing, Status
 
@@ -101,7 +101,8 @@ def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> 
     if unknown:
         shown = ", ".join(unknown[:5])
         raise DataError(
-            f"{where} has no class for {len(unknown)} folders of the data set, such as {shown}."
+            f"{where} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
+            f"{shown}."
         )
     values, classes = of_any_kind([names[name] for name in listing.classes], where)
     table = np.append(values, -1)  # -1, an image in no folder, picks the last entry

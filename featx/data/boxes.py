@@ -17,7 +17,7 @@ import numpy.typing as npt
 from featx.data.key_forms import box_key
 from featx.data.labels import from_names, renumbered
 from featx.data.places import doubles
-from featx.errors import DataError
+from featx.errors import DataError, counted
 from featx.types import Box, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
@@ -59,8 +59,10 @@ class BoxedSource:
         place = np.minimum(np.searchsorted(whole.keys, pictures), len(whole.keys) - 1)
         if (unknown := pictures[whole.keys[place] != pictures]).size:
             raise DataError(
-                f"data.boxes={self._file} names {len(np.unique(unknown))} pictures that the data "
-                f"set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is written "
+                f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
+                "the "
+                f"data set does not have, such as {os.fsdecode(bytes(unknown[0]))}. A path is "
+                "written "
                 f"as the keys are, such as {os.fsdecode(bytes(whole.keys[0]))}."
             )
         labels, classes = whole.labels[place], whole.classes

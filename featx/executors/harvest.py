@@ -127,21 +127,23 @@ class Harvest:
 
     def outcome(self, num_workers: int, order: Order) -> Outcome:
         """The figures of the run, when it is done."""
-        seconds = dict.fromkeys(_STAGES, 0.0) | self.labour.seconds
+        labour, known = self.labour, self.is_labour_complete
+        busy = dict.fromkeys(_STAGES, 0.0) | labour.seconds
+        # Of a worker that ended before it could tell, nothing is known: a sum without it is wrong.
+        seconds: dict[str, float | None] = {**busy} if known else dict.fromkeys(busy)
+        num_bytes = labour.bytes_read if known else None
         timed, took = self.rows - self.rows_before, self.ended - self.begun
         if not timed:  # all were there when the time began: what is known is when they were asked
             timed, took = self.rows, self.ended - self.asked
         if not timed or took <= 0:
-            return Outcome(Figures(seconds, None, 0, None), self.faint, 0)
+            return Outcome(Figures(seconds, None, num_bytes, None), self.faint, 0)
         of_all = took * self.rows / timed * num_workers
         device, precision = str(order.fingerprint["device"]), order.config.precision
-        known = self.is_labour_complete  # a share of the time needs all of the seconds
-        sentence = bottleneck(seconds, of_all, order.cpus, device, precision) if known else None
-        labour = self.labour
+        sentence = bottleneck(busy, of_all, order.cpus, device, precision) if known else None
         figures = Figures(
             seconds,
             timed / took,
-            labour.bytes_read,
+            num_bytes,
             sentence,
             decoder_warnings=labour.decoder_warnings,
         )

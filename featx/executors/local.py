@@ -311,6 +311,7 @@ class Crew:
 
     def _replace(self, worker: _Worker) -> None:
         """Somebody else takes over from a worker that died, unless it goes on like that."""
+        self.harvest.is_labour_complete = False
         held = [worker.held[index] for index in sorted(worker.held)]
         # The next worker decodes with care what this one noted, so it is not the part's fault.
         crashed = -worker.process.returncode in CRASHES

@@ -66,7 +66,8 @@ class PartWork:
         self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
         figures = run_parts(self._prepared, self, progress=self._unseen)
         warnings = Counter(figures.decoder_warnings)
-        return Labour(figures.seconds, figures.bytes_read, peak_memory_mib(), warnings)
+        seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
+        return Labour(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
 
     @property
     def seconds(self) -> Mapping[str, float]:

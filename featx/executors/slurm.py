@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.errors import ConfigError, MissingExtraError, RunError, counted
 from featx.executors.harvest import Done, Harvest, Labour, Outcome
 from featx.executors.orders import Order, SentOrder, Session, prepared_as_ordered
 from featx.executors.part_work import PartWork, blamed_on, rows_text
@@ -335,13 +335,14 @@ class _Array:
                 ) from error
             self._unsubmitted, self._submit_at = parts, time.monotonic() + SUBMIT_AGAIN_S
             self._report(
-                f"the controller of Slurm does not answer ({last_line(said)}); {len(parts)} parts "
-                f"are submitted again in {SUBMIT_AGAIN_S:.0f} s"
+                f"the controller of Slurm does not answer ({last_line(said)}); "
+                f"{counted(len(parts), 'part is', 'parts are')} submitted again in "
+                f"{SUBMIT_AGAIN_S:.0f} s"
             )
             return
         self._jobs |= dict(zip(jobs, chunks, strict=True))
         ids = ", ".join(job.job_id for job in jobs[:3]) + (", ..." if len(jobs) > 3 else "")
-        self._report(f"submitted {len(jobs)} tasks: {ids}")
+        self._report(f"submitted {counted(len(jobs), 'task')}: {ids}")
 
     def _ended(self) -> list[tuple[Any, TaskState | None]]:
         """The tasks that have ended.
@@ -441,7 +442,7 @@ class _Array:
                 f"with {rows_text(left[:1])}.{advice} Its logs are in {self._folder}. Nothing "
                 "committed is lost; the same command goes on."
             )
-        self._report(f"job {job.job_id} {how}; its {len(left)} missing parts are submitted again")
+        self._report(f"job {job.job_id} {how}; {_parts_text(left)} submitted again")
         self._submit([*self._unsubmitted, *left])
 
     def _advice(self, part: Part) -> str:
@@ -466,6 +467,11 @@ class _Array:
             return
         for job in self._jobs:
             job.cancel(check=False)
+
+
+def _parts_text(left: Sequence[Part]) -> str:
+    """The parts that a task left undone, as a subject."""
+    return "its missing part is" if len(left) == 1 else f"its {len(left)} missing parts are"
 
 
 def _with_last_words(job: Any, state: TaskState) -> str:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from featx.errors import ConfigError, FeatxError, RunError, nearest
+from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
 from featx.progress import time_text
 
 ASK_S = 10.0
@@ -243,7 +243,8 @@ class SlurmQueue:
         more = f"; {'; '.join(sorted(advice))}" if advice else ""
         waited = time_text(now - self._waiting_since)
         self._report(
-            f"{len(waiting)} of {len(ids)} tasks wait in the queue for {waited} now: {text}{more}"
+            f"{len(waiting)} of {counted(len(ids), 'task')} wait in the queue for {waited} now: "
+            f"{text}{more}"
         )
 
     def _is_due(self, what: str, now: float) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from featx.config import Config
-from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError
+from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import File, Format
 from featx.export.selection import Selection
 from featx.fingerprint import differences
@@ -284,7 +284,8 @@ def _warn_of_odd_keys(chosen: Selection) -> None:
             odd += 1
     if odd:
         complain(
-            f"warning: {odd} keys are not UTF-8. npy and safetensors keep their bytes; where a "
+            f"warning: {counted(odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep "
+            "their bytes; where a "
             "format holds text, such bytes are spelled as \\xff."
         )
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from featx.config import Config
+from featx.errors import counted
 from featx.object_path import place_of
 from featx.progress import complain, facts, say
 from featx.store import layout
@@ -96,8 +97,8 @@ def _groups_text(groups: dict[str, Any] | None) -> str:
     if groups is None:
         return "none: each row counts as independent; probe.group_column=NAME keeps rows together"
     return (
-        f"rows of one {groups['by']} stay on one side: {groups['groups']} groups, the largest of "
-        f"{groups['largest']} rows"
+        f"rows of one {groups['by']} stay on one side: "
+        f"{counted(groups['groups'], 'group')}, the largest of {counted(groups['largest'], 'row')}"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, counted
 from featx.progress import CountProgress, complain, facts, say
 from featx.similarity.duplicates import cosines_to_first, duplicate_groups
 from featx.similarity.index import RowIndex
@@ -170,8 +170,14 @@ def _duplicates(store: FeatureStore, config: Config) -> tuple[dict[str, Any], st
     rows = [
         ("layer", layer),
         ("threshold", f"a cosine of {threshold:g}"),
-        ("rows", f"{summary['rows_in_groups']} of {summary['rows']} in {len(groups)} groups"),
-        ("classes", f"{len(mixed)} groups have pictures of several classes"),
+        (
+            "rows",
+            f"{summary['rows_in_groups']} of {summary['rows']} in {counted(len(groups), 'group')}",
+        ),
+        (
+            "classes",
+            f"{counted(len(mixed), 'group has', 'groups have')} pictures of several classes",
+        ),
         ("file", str(path)),
     ]
     largest = sorted(groups, key=len, reverse=True)[:5]

@@ -9,7 +9,7 @@ from typing import Any
 from featx.config import Config
 from featx.data import source_of
 from featx.keys import from_keywords, from_omegaconf, given_keywords, saved_yaml, without_object
-from featx.progress import facts, say, trial_rows
+from featx.progress import facts, say, seconds_text, trial_rows
 from featx.run.failed_rows import exit_code
 from featx.statistics.file import Statistics
 from featx.statistics.run import FAILURES_CSV, run_stats
@@ -64,12 +64,11 @@ _HEADER = (
 def _text(summary: dict[str, Any]) -> str:
     """The table after the run, with three lines that use the result."""
     rate = summary["images_per_second"]
-    seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in summary["seconds"].items())
     rows = [
         ("images", f"{summary['rows']}, {summary['failures']} failed and left out"),
         ("images/s", f"{rate:.1f}" if rate else "nothing was left to do"),
         *trial_rows(summary),
-        ("seconds", seconds),
+        ("seconds", seconds_text(summary["seconds"])),
         *([("bound by", summary["bottleneck"])] if summary["bottleneck"] else []),
         ("memory", f"{summary['peak_memory_mib']} MiB at the peak"),
         ("file", summary["file"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from featx.config import Config
-from featx.errors import StoreError
+from featx.errors import StoreError, counted
 from featx.progress import facts, say, time_text
 from featx.store.heartbeat import Sign
 from featx.store.status import StoreStatus, store_status
@@ -50,4 +50,4 @@ def _worker_text(sign: Sign) -> str:
     if not values["parts"]:
         return f"{text}, heard of {sign.age_s:.0f} s ago"
     since = max(0.0, values["beat"] + sign.age_s - values["last_commit"])
-    return f"{text}, {values['parts']} parts, the last {time_text(since)} ago"
+    return f"{text}, {counted(values['parts'], 'part')}, the last {time_text(since)} ago"

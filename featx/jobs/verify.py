@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from featx.config import Config
-from featx.errors import ConfigError
+from featx.errors import ConfigError, counted
 from featx.object_path import is_url
 from featx.progress import complain, facts, say, size_text
 from featx.recheck import ImagesReport, Recheck, check_images, config_of_run, recheck_rows
 from featx.run.extraction import run_extraction
+from featx.run.image_changes import unknown_images_text
 from featx.store import layout
 from featx.store.check import Report, check_store
 from featx.store.manifest import Manifest, load_manifest
@@ -96,13 +97,13 @@ def _text(report: Report, images: ImagesReport, sample: Recheck | None) -> str:
         ("rows", str(report.num_rows)),
         (
             "compared",
-            f"{report.num_files} files, {report.num_chunks} chunks, "
+            f"{counted(report.num_files, 'file')}, {counted(report.num_chunks, 'chunk')}, "
             f"{size_text(report.num_bytes)} with their checksums",
         ),
     ]
     if report.missing:
         shown = ", ".join(report.missing[:3]) + (", ..." if len(report.missing) > 3 else "")
-        rows.append(("missing", f"{len(report.missing)} parts: {shown}"))
+        rows.append(("missing", f"{counted(len(report.missing), 'part')}: {shown}"))
     if report.damages:
         lines = [f"{damage.path.name}: {damage.what}" for damage in report.damages[:20]]
         if more := len(report.damages) - len(lines):
@@ -111,7 +112,7 @@ def _text(report: Report, images: ImagesReport, sample: Recheck | None) -> str:
     rows.append(("images", _images_text(images)))
     if sample is not None:
         text = (
-            f"{sample.rows} rows extracted again: {sample.identical} identical, "
+            f"{counted(sample.rows, 'row')} extracted again: {sample.identical} identical, "
             f"{sample.close} close, {len(sample.different)} different"
         )
         rows.append(("sample", "\n".join([text, *sample.different[:20]])))
@@ -132,7 +133,7 @@ def _images_text(images: ImagesReport) -> str:
             shown = ", ".join(keys[:10]) + (", ..." if len(keys) > 10 else "")
             lines.append(f"{len(keys)} {what}: {shown}")
     if images.unknown:
-        lines.append(f"{images.unknown} rows do not say which image they were computed from")
+        lines.append(unknown_images_text(images.unknown))
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from featx.errors import ModelError, WeightsError
+from featx.errors import ModelError, WeightsError, counted
 from featx.loading.preprocess import Preprocess
 from featx.torchscript import refuse_scripted
 
@@ -251,7 +251,7 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: s
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]
     if missing or extra or shapes:
         raise WeightsError(
-            f"the weights {origin} are not of this model: {len(missing)} keys missing "
+            f"the weights {origin} are not of this model: {counted(len(missing), 'key')} missing "
             f"({', '.join(missing[:3])}), {len(extra)} left over ({', '.join(extra[:3])}), "
             f"{len(shapes)} of another shape ({'; '.join(shapes[:3])}). Give weights of this very "
             "model, or the model they belong to."

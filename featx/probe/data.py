@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.errors import DataError, ReduceError, StoreError
+from featx.errors import DataError, ReduceError, StoreError, counted
 from featx.reduce import channels_last
 from featx.store.reader import FeatureStore
 
@@ -67,9 +67,11 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
     present, y = np.unique(labels[rows], return_inverse=True)
     notes = []
     if failed := int((~store.ok).sum()):
-        notes.append(f"{failed} failed rows are left out")
+        notes.append(f"{counted(failed, 'failed row is', 'failed rows are')} left out")
     if unlabelled := int((store.ok & (labels < 0)).sum()):
-        notes.append(f"{unlabelled} rows without a label are left out")
+        notes.append(
+            counted(unlabelled, "row without a label is", "rows without a label are") + " left out"
+        )
     if absent := len(classes) - len(present):
         notes.append(f"classes without a row, left out: {absent}")
     names = tuple(classes[label] for label in present.tolist())
@@ -111,7 +113,8 @@ def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:
         )
     notes = list(test.notes)
     if others := int((~known).sum()):
-        notes.append(f"{others} rows of classes that are not trained on are left out")
+        one, many = "row of a class", "rows of classes"
+        notes.append(f"{counted(others, one, many)} not trained on: left out")
     notes = [f"probe.test_store: {note}" for note in notes]
     return Labelled(test.store, test.rows[known], as_here[known], classes, tuple(notes))
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import Config
-from featx.errors import ConfigError, DataError, StoreMismatchError
+from featx.errors import ConfigError, DataError, StoreMismatchError, counted
 from featx.probe import splits
 from featx.probe.data import Labelled, labelled_rows, matched_by_name
 from featx.probe.groups import Groups, divided_groups, row_groups, shared_with
@@ -85,7 +85,8 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         _check_split(split, y, training.classes, what)
     if grouped is not None and grouped.num_missing:
         notes.append(
-            f"{grouped.num_missing} rows have no value of {column}: each is a group of its own"
+            f"{counted(grouped.num_missing, 'row has', 'rows have')} no value of {column}: each is "
+            "a group of its own"
         )
     about |= {
         "seed": seed,
@@ -168,7 +169,8 @@ def _divided(training: Labelled, groups: Groups, split: Split) -> list[str]:
             rows = int(np.isin(groups.of_row[some], divided).sum())
             key = training.store.keys[training.rows[np.isin(groups.of_row, divided)][0]]
             notes.append(
-                f"the given split divides {len(divided)} groups ({groups.by}) between {between} "
+                f"the given split divides {counted(len(divided), 'group')} ({groups.by}) between "
+                f"{between} "
                 f"rows, such as that of {key}, with {rows} of {len(some)} rows: {effect}"
             )
     return notes
@@ -192,7 +194,8 @@ def _check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str],
     if len(unseen):
         names = ", ".join(classes[label] for label in unseen[:5].tolist())
         raise DataError(
-            f"{len(unseen)} classes are tested and not trained on, such as {names}. Put rows of "
+            f"{counted(len(unseen), 'class is', 'classes are')} tested and not trained on, such "
+            f"as {names}. Put rows of "
             "them among the training rows, or leave them out."
         )
 
@@ -208,15 +211,21 @@ def _column_split(
         where = f"probe.split_column={column}"
         roles = splits.roles_of(training.store.column(column)[training.rows], where)
         if unnamed := int((roles == "").sum()):
-            notes.append(f"{unnamed} labelled rows for which {column} is empty are left out")
+            notes.append(
+                counted(unnamed, "labelled row", "labelled rows")
+                + f" for which {column} is empty: left out"
+            )
     else:
         path = Path(config.probe.split_file or "").expanduser()
         where = f"probe.split_file={path}"
         roles, unknown = splits.read_split_file(path, keys.tolist())
         if unknown:
-            notes.append(f"{unknown} keys of {path} are not among the labelled rows of the store")
+            notes.append(
+                f"{counted(unknown, f'key of {path} is', f'keys of {path} are')} not among the "
+                "labelled rows of the store"
+            )
         if unnamed := int((roles == "").sum()):
-            notes.append(f"{unnamed} labelled rows that {path} does not name are left out")
+            notes.append(f"{counted(unnamed, 'labelled row')} that {path} does not name: left out")
     sides = {role: np.flatnonzero(roles == role) for role in ("train", "validation", "test")}
     for role in ("train", "test"):
         if not len(sides[role]):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import Config
-from featx.errors import MissingExtraError, StoreError
+from featx.errors import MissingExtraError, StoreError, counted
 from featx.export.selection import as_utf8
 from featx.report.failures import Reason, reasons_of
 from featx.report.layers import layer_statistics
@@ -142,7 +142,8 @@ def _pictures_of(
         tell(f"no thumbnails: {thumbnails.why_none}")
     elif thumbnails.undecoded:
         first = as_utf8(str(store.keys[thumbnails.undecoded[0]]))
-        tell(f"{len(thumbnails.undecoded)} pictures cannot be decoded now, such as {first}")
+        what = counted(len(thumbnails.undecoded), "image")
+        tell(f"{what} cannot be decoded now, such as {first}")
     return thumbnails
 
 

@@ -95,6 +95,7 @@ def _run_speed(entry: Mapping[str, Any]) -> RunSpeed:
         stages=[
             (str(name), float(seconds), _STAGES.get(name, ""))
             for name, seconds in entry["seconds"].items()
+            if seconds is not None
         ],
         bottleneck=str(entry.get("bottleneck") or ""),
         memory=None if memory is None else float(memory),

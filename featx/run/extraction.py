@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.config import Config
-from featx.errors import ConfigError, StoreMismatchError
+from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.executors import check, here, spread
 from featx.executors.harvest import Outcome
 from featx.object_path import is_url, place_of
@@ -153,8 +153,9 @@ def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
         complain(failures_text(session.failures))
     for layer, count in faint.items():
         complain(
-            f"warning: {count} rows of {layer} have no value above 6.1e-5; float16 holds so little "
-            "with few bits or as zero. Store them with dtype=float32."
+            f"warning: {counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
+            "above 6.1e-5; float16 holds so little with few bits or as zero. dtype=float32 keeps "
+            "it."
         )
 
 
@@ -257,7 +258,7 @@ def _retry(prepared: Prepared, session: StoreSession) -> None:
     """Try the failed images again, and put those that can be read now into their rows."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(prepared, failed)
-    complain(f"{len(rows)} of {len(failed)} failed images can be read now\n")
+    complain(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
     if rows:
         _compute_anew(prepared, session, rows, "retry_failed")
 
@@ -343,7 +344,9 @@ def _is_mixed(session: StoreSession) -> bool:
         what = _anew_text(list(layers))
         raise StoreMismatchError(changed_images_text(session.root, keys, ok, what))
     complain(
-        f"the parts are kept: {len(mixed)} failed images have been mended for some layers only. "
+        f"the parts are kept: "
+        f"{counted(len(mixed), 'failed image has', 'failed images have')} been mended for some "
+        "layers only. "
         f"retry_failed=true with each of {' and '.join(layers)} computes the others.\n"
     )
     return True

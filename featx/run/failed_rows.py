@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from featx.config import Config
-from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError
+from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
 from featx.progress import complain
 from featx.run.prepare import Prepared
 from featx.types import Batch, Failure, Status
@@ -73,7 +73,7 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
     """
     if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
-            f"{failed} of the first {done} images failed, more than max_failures="
+            f"{failed} of the first {counted(done, 'image')} failed, more than max_failures="
             f"{config.max_failures} allows of {rows} in all, and about "
             f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
             "the images. To go on, give the same command with a larger max_failures."
@@ -83,7 +83,7 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
 def failures_text(failures: list[Failure]) -> str:
     """How many images failed for which reason, with an example of each."""
     counts = Counter(failure.status for failure in failures)
-    lines = [f"{len(failures)} images failed:"]
+    lines = [f"{counted(len(failures), 'image')} failed:"]
     for status, count in counts.most_common():
         example = next(f for f in failures if f.status == status)
         lines.append(
@@ -103,8 +103,8 @@ def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) 
     allowed = config.allowed_failures(num_rows)
     if num_failed <= allowed and num_failed < num_rows:
         return 0
-    limit = f"more than max_failures={config.max_failures} ({allowed} images)"
+    limit = f"more than max_failures={config.max_failures} ({counted(allowed, 'image')})"
     if num_failed == num_rows:
         limit = "all of them"
-    complain(f"{num_failed} of {num_rows} images failed, {limit}. {what_became}")
+    complain(f"{num_failed} of {counted(num_rows, 'image')} failed, {limit}. {what_became}")
     return EXIT_TOO_MANY_FAILURES

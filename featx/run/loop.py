@@ -31,9 +31,9 @@ class Figures:
     """What a run measured.
 
     Attributes:
-        seconds: stage -> busy ones.
+        seconds: stage -> busy ones; None where a worker ended before it could tell them.
         images_per_second: None where nothing was left to do.
-        bytes_read: of encoded images.
+        bytes_read: of encoded images; None as for seconds.
         bottleneck: a sentence on the stage that the others waited for.
         trial_images_per_second: what the trial before the run promised; None where workers compute.
         share_of_trial: of it, which the run reached; None also for a run that is too short.
@@ -41,9 +41,9 @@ class Figures:
         decoder_warnings: reason -> images whose decoder gave this warning.
     """
 
-    seconds: dict[str, float]
+    seconds: dict[str, float | None]
     images_per_second: float | None
-    bytes_read: int
+    bytes_read: int | None
     bottleneck: str | None
     trial_images_per_second: float | None = None
     share_of_trial: float | None = None
@@ -58,7 +58,10 @@ class Figures:
             and round(self.trial_images_per_second, 3),
             "share_of_trial": self.share_of_trial and round(self.share_of_trial, 3),
             "below_trial": self.below_trial,
-            "seconds": {stage: round(value, 3) for stage, value in self.seconds.items()},
+            "seconds": {
+                stage: None if value is None else round(value, 3)
+                for stage, value in self.seconds.items()
+            },
             "bytes_read": self.bytes_read,
             "bottleneck": self.bottleneck,
             "decoder_warnings": dict(self.decoder_warnings),
@@ -168,14 +171,16 @@ def run_parts(
     rows = work.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **work.seconds}
     if not rows:
-        return Figures(seconds, None, loader.times.bytes, None, decoder_warnings=loader.warnings)
+        return Figures(
+            {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings
+        )
     precision = prepared.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
     trial = prepared.trial
     batches = num_computed / engine.compute.batch_size / prepared.at_once.replicas
     found = trial.compare(seconds, rows, took, batches)
     return Figures(
-        seconds,
+        {**seconds},
         rows / took,
         loader.times.bytes,
         sentence,

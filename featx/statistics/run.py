@@ -209,7 +209,9 @@ def _run(
         figures = outcome.figures
         merging = time.perf_counter()
         parts.finish()
-        figures.seconds["write"] += time.perf_counter() - merging
+        written = figures.seconds["write"]
+        if written is not None:
+            figures.seconds["write"] = written + time.perf_counter() - merging
         session.write_failures()
         mark.remove(disk)
     if parts.failures:

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import StoreMismatchError
+from featx.errors import StoreMismatchError, counted
 from featx.store import layout
 from featx.store.files import damage_text, open_for_a_look
 from featx.types import Listing
@@ -258,8 +258,10 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
     if not there.all():
         gone = stored.keys[~there]
         raise StoreMismatchError(
-            f"{root} has {len(gone)} rows whose images are no longer in the data set, such as "
-            f"{gone[0].decode('utf-8', 'replace')}. Put them back, or choose out=DIR for a new "
+            f"{root} has {counted(len(gone), 'row whose image is', 'rows whose images are')} no "
+            "longer in the data set, such as "
+            f"{gone[0].decode('utf-8', 'replace')}. Put what is gone back, or choose out=DIR for "
+            "a new "
             "store."
         )
     classes = (*stored.classes, *(c for c in found.classes if c not in set(stored.classes)))

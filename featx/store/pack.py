@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import FeatxError, RunError, StoreError
+from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.store import codecs, layout
 from featx.store.checksums import check_chunks, good_chunks
 from featx.store.commit import Disk, exclusive_lock
@@ -198,7 +198,8 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
     missing = [piece.path.name for piece in pieces if not piece.path.is_file()]
     if missing:
         raise StoreError(
-            f"{root} cannot be packed yet: {len(missing)} parts are missing, {missing[0]} first."
+            f"{root} cannot be packed yet: "
+            f"{counted(len(missing), 'part is', 'parts are')} missing, {missing[0]} first."
         )
     return pieces
 
@@ -322,9 +323,9 @@ class _Packing:
             key = os.fsdecode(bytes(self._listing.keys[piece.start + int(other[0])]))
             layers = ", ".join(source[layout.FEATURES])
             raise StoreError(
-                f"{piece.path.name}: {len(other)} rows of {layers} were computed from other images "
-                f"than the layers before them, such as {key}. refresh=true with the command of the "
-                "run computes them anew."
+                f"{piece.path.name}: {counted(len(other), 'row was', 'rows were')} computed for "
+                f"{layers} from other images than the layers before them, such as {key}. "
+                "refresh=true with the command of the run computes them anew."
             )
         images[:] = np.where(found == UNKNOWN_IMAGE, images, found)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx.errors import StoreError
+from featx.errors import StoreError, counted
 from featx.store import layout
 from featx.store.heartbeat import Sign, signs_of_life
 from featx.store.manifest import Run, load_manifest
@@ -134,7 +134,8 @@ def _stuck(workers: Sequence[Sign], parts_left: int, per_part: float | None) -> 
     alive = [sign for sign in workers if sign.alive]
     if parts_left and not alive:
         found.append(
-            f"{parts_left} parts are missing and nobody is at work; the command that began the "
+            f"{counted(parts_left, 'part is', 'parts are')} missing and nobody is at work; the "
+            "command that began the "
             "store goes on with it"
         )
     computing = sum(sign.values.get("part") is not None for sign in alive)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import ReduceError
+from featx.errors import ReduceError, counted
 from featx.options import ReduceConfig
 from featx.progress import complain
 from featx.store import layout
@@ -194,7 +194,8 @@ def sprite_sheet(
         else:
             places[place] = sprite
     if missing:
-        complain(f"tensorboard: {missing} pictures cannot be read now; their sprites are grey")
+        what = counted(missing, "image")
+        complain(f"tensorboard: {what} cannot be read now; the sprites are grey")
     sheet = places.reshape(side, side, h, w, 3).transpose(0, 2, 1, 3, 4)
     return sheet.reshape(side * h, side * w, 3), (w, h)
 

@@ -9,7 +9,8 @@ import pytest
 
 from featx.config import Config
 from featx.executors import harvest as module
-from featx.executors.harvest import Done, Harvest
+from featx.executors.harvest import Done, Harvest, Labour
+from featx.progress import seconds_text
 from featx.types import Part
 
 ORDER: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
@@ -66,4 +67,17 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
     found.begin()
     now[0] = 20.0
     found.add(Done(Part(0, 0, 100), [], {}, 0.0, 0.0))
-    assert (found.outcome(1, ORDER).figures.bottleneck is not None) == is_complete
+    found.labour.add(Labour({"read": 1.0, "model": 5.0}, 1000, 20))
+    figures = found.outcome(1, ORDER).figures
+    assert (figures.bottleneck is not None) == is_complete
+    told = figures.as_dict()
+    expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}
+    assert told["seconds"] == (expected if is_complete else dict.fromkeys(expected))
+    assert told["bytes_read"] == (1000 if is_complete else None)
+
+
+def test_the_end_table_shows_the_seconds_that_are_known() -> None:
+    known = {"read": 1.0, "model": 2.0}
+    assert seconds_text(known) == "read 1.0, model 2.0"
+    text = seconds_text({"read": None, "model": None, "pack": 0.25})
+    assert text == "pack 0.2, others not known, as workers ended before they could tell them"

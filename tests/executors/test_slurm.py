@@ -332,6 +332,11 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
     assert [len(task._parts) for task in cluster.tasks] == [6, 5, 4, 3, 2, 1]
     told = capfd.readouterr().err
     assert "job 7_1 reached its time limit (ready after 1 s); its 5 missing parts are" in told
+    assert "its missing part is submitted again" in told
+    summary = json.loads(Path("store/summary.json").read_text())
+    assert set(summary["seconds"]) >= {"read", "model", "pack"}
+    assert [stage for stage, value in summary["seconds"].items() if value is not None] == ["pack"]
+    assert summary["bytes_read"] is None
 
 
 def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:

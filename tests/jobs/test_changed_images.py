@@ -278,7 +278,9 @@ def test_layers_from_another_image_are_refused_at_the_end(
         patch.setattr(extraction, "image_changes", changed_later)
         with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/006\.png"):
             extract(photos, layers=["conv", "deep"])
-    with pytest.raises(FeatxError, match=r"1 rows of deep .* other images .* cat/006\.png"):
+    with pytest.raises(
+        FeatxError, match=r"1 row was computed for deep from other images .* cat/006\.png"
+    ):
         run_job("pack", store="store")
     with pytest.raises(StoreMismatchError, match=r"\(layers=\[conv\]\)"):
         extract(photos, layers=["conv", "deep"])

@@ -210,7 +210,7 @@ def test_pictures_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> N
     (photos / "cat" / "000.png").unlink()
     write_picture(photos / "cat" / "001.png", 50)
     for grow in (False, True):
-        with pytest.raises(StoreMismatchError, match=r"1 rows whose images.*such as cat/000\.png"):
+        with pytest.raises(StoreMismatchError, match=r"1 row whose image.*such as cat/000\.png"):
             extract(photos, grow=grow)
     assert PACKED.read_bytes() == before
 
@@ -218,7 +218,7 @@ def test_pictures_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> N
 def test_a_picture_in_another_class_folder_is_another_picture(photos: Path) -> None:
     extract(photos)
     shutil.move(photos / "cat" / "000.png", photos / "dog" / "000.png")
-    with pytest.raises(StoreMismatchError, match=r"1 rows whose images.*cat/000\.png"):
+    with pytest.raises(StoreMismatchError, match=r"1 row whose image.*cat/000\.png"):
         extract(photos, grow=True)
 
 

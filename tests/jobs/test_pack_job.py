@@ -64,7 +64,7 @@ def test_layers_that_came_later_join_the_packed_file(photos: Path) -> None:
 def test_an_unfinished_store_is_refused_and_keeps_its_parts(photos: Path) -> None:
     extract(photos, pack=False)
     Path("store/parts/part-000003.h5").unlink()
-    with pytest.raises(StoreError, match=r"1 parts are missing, part-000003\.h5 first") as refused:
+    with pytest.raises(StoreError, match=r"1 part is missing, part-000003\.h5 first") as refused:
         run_job("pack", out="store")
     assert refused.value.exit_code == 2
     assert len(list(Path("store/parts").iterdir())) == 5

@@ -163,8 +163,8 @@ def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["split"]["validation_rows"] == [50]
     assert found["rows"] == 90
     assert found["notes_on_rows"] == [
-        "1 keys of splits.csv are not among the labelled rows of the store",
-        "10 labelled rows that splits.csv does not name are left out",
+        "1 key of splits.csv is not among the labelled rows of the store",
+        "10 labelled rows that splits.csv does not name: left out",
     ]
     assert head()["mean"] == pytest.approx(X[:200].mean(0), rel=1e-4)
     Path("splits.csv").write_text("key,split\n00000.jpg,train\n")
@@ -175,7 +175,7 @@ def test_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
         + "\n".join(f"{i:05d}.jpg,{'test' if Y[i] == 2 else 'train'}" for i in range(300))
         + "\n"
     )
-    with pytest.raises(DataError, match="1 classes are tested and not trained on, such as c2"):
+    with pytest.raises(DataError, match="1 class is tested and not trained on, such as c2"):
         probe(capsys, split="column", split_file="splits.csv")
 
 

@@ -316,7 +316,7 @@ def test_repair_without_the_picture_names_it_and_the_good_rows_stay(
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
     key = str(featx.open("store").keys[17])
     (photos / key).rename("elsewhere.png")
-    with pytest.raises(StoreMismatchError, match=f"1 rows whose images are no longer.*{key}"):
+    with pytest.raises(StoreMismatchError, match=f"1 row whose image is no longer.*{key}"):
         look(capsys, verify={"repair": True})
     rest = featx.open("store")
     present = rest.status == 0

@@ -187,7 +187,7 @@ def test_a_report_is_finished_without_the_thumbnails_that_crash_and_hang(
     assert "Traceback" not in done.stderr
     crashing = [name for name in BAD if BAD[name][0] in (CRASH, ABORT)]
     assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= len(crashing)
-    assert f"{len(BAD)} pictures cannot be decoded now, such as" in done.stderr
+    assert f"{len(BAD)} images cannot be decoded now, such as" in done.stderr
     assert f"; {len(BAD)} cannot be decoded now" in done.stdout
     text = Path("store/report.html").read_text("utf-8")
     data = json.loads(text.split('<script type="application/json" id="data">')[1].split("<")[0])

@@ -28,8 +28,8 @@ def test_failed_and_unlabelled_rows_are_left_out_and_said(tmp_path: Path) -> Non
     assert found.classes == ("a", "c")
     assert found.y.tolist() == [0, 0, 1, 0, 1, 0, 1, 0]
     assert found.notes == (
-        "1 failed rows are left out",
-        "1 rows without a label are left out",
+        "1 failed row is left out",
+        "1 row without a label is left out",
         "classes without a row, left out: 1",
     )
 
@@ -135,8 +135,6 @@ def test_classes_of_another_store_are_matched_by_name(tmp_path: Path) -> None:
     )
     assert found.rows.tolist() == [0, 2, 3, 5]
     assert found.y.tolist() == [1, 0, 1, 0]
-    assert found.notes == (
-        "probe.test_store: 2 rows of classes that are not trained on are left out",
-    )
+    assert found.notes == ("probe.test_store: 2 rows of classes not trained on: left out",)
     with pytest.raises(DataError, match="matched by name"):
         matched_by_name(labelled_rows(FeatureStore(tmp_path / "other")), ("x", "y"))

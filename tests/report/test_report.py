@@ -167,7 +167,7 @@ def test_pictures_that_went_are_counted(photos: Path) -> None:
     (photos / "cat" / "006.png").write_bytes(b"no picture any more")
     words = report(report={"pictures": 40}).words
     assert "1 pictures could not be read now" in words
-    assert "1 pictures cannot be decoded now: cat/006.png." in words
+    assert "1 picture cannot be decoded now: cat/006.png." in words
     data = data_of()
     gone, damaged = (str(data["keys"].index(f"cat/{name}.png")) for name in ("000", "006"))
     assert data["unread"] == {gone: "cannot be read", damaged: "cannot be decoded"}

@@ -91,7 +91,7 @@ def test_rows_that_are_gone_or_have_another_label_are_refused(
             in_stored_order(HERE, stored, replace(found, labels=labels))
     if len(found) > 1:
         fewer = Listing(np.delete(found.keys, at), np.delete(found.labels, at), found.classes)
-        with pytest.raises(StoreMismatchError, match="1 rows whose images are no longer"):
+        with pytest.raises(StoreMismatchError, match="1 row whose image is no longer"):
             in_stored_order(HERE, stored, fewer)
 
 

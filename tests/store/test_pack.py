@@ -159,7 +159,7 @@ def test_packing_reserves_enough_for_many_tiny_chunks(tmp_path: Path) -> None:
 
 def test_a_missing_part_is_refused(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0, 1, 3])
-    with pytest.raises(StoreError, match=r"1 parts are missing, part-000002\.h5 first"):
+    with pytest.raises(StoreError, match=r"1 part is missing, part-000002\.h5 first"):
         pack(tmp_path)
     with pytest.raises(StoreError, match="holds no store"):
         pack(tmp_path / "parts")

@@ -346,7 +346,7 @@ class TestRefused:
         stored = read_listing(tmp_path, 29)
         assert stored is not None
         fewer = Listing(stored.keys[1:], stored.labels[1:], stored.classes)
-        with pytest.raises(StoreMismatchError, match=r"1 rows whose images .* cat/0000.jpg"):
+        with pytest.raises(StoreMismatchError, match=r"1 row whose image .* cat/0000.jpg"):
             in_stored_order(tmp_path, stored, fewer)
         labels = stored.labels.copy()
         labels[4] = 1 - labels[4]

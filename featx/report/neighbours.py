@@ -75,7 +75,7 @@ def nearest_strips(
     if len(ok) > room:
         chosen = np.random.default_rng(seed).choice(ok, room, replace=False)
         among = np.union1d(chosen, np.array(queries))
-    vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True)
+    vectors = Vectors(store, layer, choose_device(device), rows=among, unit=True, centre=True)
     found = nearest_among(vectors, np.searchsorted(among, queries), NEAREST)
     strips = []
     for row, nearest, scores in zip(queries, found.neighbours, found.scores, strict=True):

@@ -82,7 +82,7 @@ class RowIndex:
             raise ConfigError(f"recall={recall}: expected a share above 0, up to 1.")
         self._cosine = metric == "cosine"
         device_ = choose_device(device)
-        self._vectors = Vectors(store, layer, device_, unit=self._cosine, centre=not self._cosine)
+        self._vectors = Vectors(store, layer, device_, unit=self._cosine, centre=True)
         if len(self._vectors) < 2:
             raise ConfigError(f"{store.root} has one ok row only: it has no neighbours.")
         self._k = min(k, len(self._vectors) - 1)
@@ -144,7 +144,7 @@ class RowIndex:
         """An index of faiss that holds all vectors: IndexFlat for one list, else IndexIVFFlat."""
         vectors, faiss = self._vectors, self._faiss
         faiss.omp_set_num_threads(torch.get_num_threads())
-        kind = faiss.METRIC_INNER_PRODUCT if self._cosine else faiss.METRIC_L2
+        kind = faiss.METRIC_L2  # of unit vectors, too: cosines are told by their distances
         if self.lists == 1:
             index = faiss.index_factory(vectors.width, "Flat", kind)
         else:
@@ -164,17 +164,15 @@ class RowIndex:
         vectors, k = self._vectors, self._k
         queries = torch.from_numpy(places).to(vectors.device)
         x = vectors.at(queries)
-        values, at = self._index.search(x.cpu().numpy(), k + 1)
+        _, at = self._index.search(x.cpu().numpy(), k + 1)
         # The row itself goes last; where it was not found, the worst one goes.
         own = at == places[:, None]
         order = np.argsort(own, axis=1, kind="stable")[:, :k]
-        at, values = np.take_along_axis(at, order, 1), np.take_along_axis(values, order, 1)
+        at = np.take_along_axis(at, order, 1)
         short = np.flatnonzero((at < 0).any(1))
         at[short] = 0  # any place will do; they are searched again below
-        scores = torch.from_numpy(values).to(vectors.device)
-        ordered, given = in_order(
-            vectors, x, torch.from_numpy(at).to(vectors.device), scores, self._cosine
-        )
+        found_at = torch.from_numpy(at).to(vectors.device)
+        ordered, given = in_order(vectors, x, found_at, self._cosine)
         rows, found = vectors.rows[ordered.cpu().numpy()], given.cpu().numpy()
         if len(short):
             # The lists that were looked at hold fewer than k other rows.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ from featx.similarity import vectors as sizes
 from featx.similarity.vectors import Vectors
 from featx.store.reader import FeatureStore
 from featx.types import Status
+
+_FAR_SQUARE = (sizes.FAR / 2) ** 2
 
 QUERIES = 8192
 """Rows whose neighbours are looked for at a time, at the most."""
@@ -49,8 +52,9 @@ def nearest_rows(
 ) -> Neighbours:
     """The k nearest ok rows of every ok row, or of one picture.
 
-    Products are taken in float32; distances of the k that were found are then taken from the
-    differences, so that those of rows which are nearly the same are right as well. Rows of the same
+    Products are taken in float32, of vectors around their mean; distances and cosines of the k that
+    were found are then taken from the differences, so that those of rows which are nearly the same
+    are right as well. Rows of the same
     score come in the order of the store; which of them are among the k is not defined.
 
     Args:
@@ -69,7 +73,7 @@ def nearest_rows(
     check_choice("metric", metric, METRICS)
     cosine = metric == "cosine"
     asked = None if key is None else row_of(store, key)
-    vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=not cosine)
+    vectors = Vectors(store, layer, choose_device(device), unit=cosine, centre=True)
     every = np.arange(len(vectors))
     places = every if asked is None else np.searchsorted(vectors.rows, [asked])
     return nearest_among(vectors, places, k, metric, tell)
@@ -85,7 +89,7 @@ def nearest_among(
     """The k nearest of some vectors for a part of them; see `nearest_rows`.
 
     Args:
-        vectors: of length 1 for cosine, centred for euclidean.
+        vectors: centred; of length 1 before that for cosine.
         places: (q,) of those whose neighbours are wanted.
         k, metric, tell: as for `nearest_rows`.
 
@@ -161,18 +165,20 @@ def _nearest(
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for start, block in vectors.blocks(at_once):
-            scores = x @ block.T
-            if not cosine:
-                # |x - y|^2 without |x|^2, the same for all y; the nearest has the largest.
-                scores = 2 * scores - (block * block).sum(1)
+            # |x - y|^2 without |x|^2, the same for all y; the nearest has the largest.
+            squares = (block * block).sum(1)
+            scores = torch.addmm(-squares, x, block.T, alpha=2)
+            if cosine and (squares > _FAR_SQUARE).any():  # zeros: at a cosine of 0 from all
+                of_zeros = (x * x).sum(1, keepdim=True) - 2
+                scores = torch.where(squares > _FAR_SQUARE, of_zeros, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
 
-    scores, places = best_of_blocks(scored(), queries, k)
-    return in_order(vectors, x, places, scores, cosine)
+    _, places = best_of_blocks(scored(), queries, k)
+    return in_order(vectors, x, places, cosine)
 
 
 def in_order(
-    vectors: Vectors, x: torch.Tensor, places: torch.Tensor, scores: torch.Tensor, cosine: bool
+    vectors: Vectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, k) places and scores as they are given out: the nearest first, equals as in the store.
 
@@ -180,14 +186,18 @@ def in_order(
         vectors: in which they were found.
         x: (q, D) the vectors asked for.
         places: (q, k) that were found.
-        scores: (q, k) cosines; not looked at for Euclidean distances, which are taken anew.
         cosine: else euclidean.
     """
-    if not cosine:
-        scores = -_distances(vectors, x, places)
+    scores = distances = _distances(vectors, x, places)
+    if cosine:
+        is_zero = (distances > sizes.FAR / 2) | ((x * x).sum(1, keepdim=True) > _FAR_SQUARE)
+        distances[is_zero] = math.sqrt(2)  # a cosine of 0
+        scores = (1 - distances * distances / 2).clamp(-1, 1).masked_fill(is_zero, 0)
     places, order = places.sort(dim=1)
-    scores, order = scores.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return places.gather(1, order), scores.clamp(-1, 1) if cosine else -scores
+    distances, scores = distances.gather(1, order), scores.gather(1, order)
+    # By distances, which tell cosines apart that are all 1 in float32.
+    order = distances.sort(dim=1, stable=True).indices
+    return places.gather(1, order), scores.gather(1, order)
 
 
 def _distances(vectors: Vectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

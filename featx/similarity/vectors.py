@@ -20,6 +20,13 @@ KEEP_BYTES = 2 << 30
 """A layer of up to this size, as float32, is read once; on CUDA half of the free memory counts."""
 
 
+_DOUBLES_BYTES = 8 << 20
+"""Of float32 vectors that are float64 at a time."""
+
+FAR = 8.0
+"""Length of what stands for zeros among centred unit vectors, which are 2 long at the most."""
+
+
 class Vectors:
     """Rows of a layer, flattened, as float32; for one question.
 
@@ -29,7 +36,9 @@ class Vectors:
         device: where they are wanted.
         rows: (n,) rows of the store, all of them ok; all ok rows when not given.
         unit: of length 1; a vector of zeros stays as it is.
-        centre: minus the mean of the first ones: distances stay the same, and are more exact.
+        centre: minus the mean of the first ones: distances stay the same, and are more exact. Of
+            unit vectors cosines are told by the distances, 1 - |u - v|^2 / 2; a vector of zeros,
+            which has none, becomes one that is FAR from all others.
 
     Attributes:
         root: of the store.
@@ -54,10 +63,15 @@ class Vectors:
             raise ConfigError(f"{store.root} has no row of {layer} that is ok.")
         self.width = int(np.prod(self._features.shape[1:], dtype=np.int64))
         self._unit, self._centre = unit, None
+        self._unit_centre: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         if centre:
-            first = self._read(0, min(len(self), 1024, self.rows_of(BLOCK_BYTES)))
-            self._centre = first.mean(dim=0)
+            count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
+            first = self._read(0, count)
+            if unit:
+                self._unit_centre = first.mean(dim=0).to(float64_home(device), torch.float64)
+            else:
+                self._centre = first.mean(dim=0)
         if 4 * self.width * len(self) <= _room(device):
             kept = torch.empty((len(self), self.width), device=device)
             for start, block in self.blocks(self.rows_of(BLOCK_BYTES)):
@@ -98,11 +112,28 @@ class Vectors:
         vectors = vectors.reshape(len(rows), self.width)
         if self._centre is not None:
             vectors = vectors - self._centre
-        if self._unit:
+        if self._unit_centre is not None:
+            parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
+            vectors = torch.cat([self._off_centre(part) for part in parts])
+        elif self._unit:
             # Two divisions: the squares of large numbers would overflow.
             vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
             vectors = vectors / _lengths(vectors).clamp_min(1e-30)
         return vectors
+
+    def _off_centre(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Of length 1 and minus the centre, in float64.
+
+        What remains of features with a large common offset is small, and a unit vector in float32
+        has lost it.
+        """
+        assert self._unit_centre is not None
+        there = vectors.to(self._unit_centre.device).to(torch.float64)
+        lengths = torch.linalg.vector_norm(there, dim=1, keepdim=True)
+        found = there / lengths.clamp_min(torch.finfo(torch.float64).tiny) - self._unit_centre
+        far = torch.zeros_like(self._unit_centre)
+        far[0] = FAR
+        return torch.where(lengths > 0, found, far).to(torch.float32).to(vectors.device)
 
 
 def _lengths(vectors: torch.Tensor) -> torch.Tensor:

@@ -108,6 +108,21 @@ class TestNeighbours:
         stored = run.features["flat"].astype(np.float64)
         assert found.scores[3, 0] == pytest.approx(np.linalg.norm(stored[7] - stored[3]), rel=1e-3)
 
+    @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+    def test_neighbours_behind_a_large_offset(self, metric: str) -> None:
+        """The offset makes all cosines 1 - 1e-11; what the rows differ by is exact in float32."""
+        rng = np.random.default_rng(0)
+        run = make_run(48, 16)
+        name = next(n for n, v in run.features.items() if v.dtype == np.float32)
+        shape = run.features[name].shape
+        x = 1e6 + 16 * rng.integers(-50, 50, shape)
+        store = write(with_features(run, **{name: x}))
+        found = nearest_rows(store, name, k=3, metric=metric)
+        flat = x.reshape(len(x), -1)
+        exact = scipy.spatial.distance.cdist(flat, flat, metric)
+        np.fill_diagonal(exact, np.inf)
+        assert found.neighbours.tolist() == np.argsort(exact, axis=1)[:, :3].tolist()
+
     def test_large_numbers_and_zeros_have_cosines(self) -> None:
         run = make_run(6, 8)
         flat = run.features["flat"].copy()

@@ -57,23 +57,29 @@ def test_a_path_is_a_path(text: str) -> None:
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 
 
-@given(TEXT)
-@example("2024_01")
-@settings(max_examples=60, deadline=None)
-def test_every_text_that_a_shell_passes_arrives(text: str) -> None:
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if text == "null" or "${" in text or "???" in text or quoted:
-        return
-    found = typed("data=folder", f"data.root={text}")
-    assert found.data.root == text
+TEXT_OPTIONS = [name for name, kind in option_types().items() if kind.kind is Kind.TEXT]
 
 
-@pytest.mark.parametrize("name", [n for n, t in option_types().items() if t.kind is Kind.TEXT])
+# Many texts in one command: composing it is what takes the time.
+@given(st.lists(TEXT, min_size=6, max_size=6))
+@example(["2024_01"])
+@settings(max_examples=12, deadline=None)
+def test_every_text_that_a_shell_passes_arrives(texts: list[str]) -> None:
+    expected = {}
+    for name, text in zip(TEXT_OPTIONS, texts, strict=False):
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        if not (text == "null" or "${" in text or "???" in text or quoted):
+            expected[name] = text
+    node = composed(*(f"{name}={text}" for name, text in expected.items()))
+    assert {name: OmegaConf.select(node, name) for name in expected} == expected
+
+
 @pytest.mark.parametrize("text", ["2024_01", "1e5", "off"])
-def test_every_option_that_is_text_keeps_it(name: str, text: str) -> None:
+def test_every_option_that_is_text_keeps_it(text: str) -> None:
     """Before any check of its own: by the type of the field, for options that come later too."""
-    node = composed(f"{name}={text}")
-    assert OmegaConf.select(node, name) == text
+    node = composed(*(f"{name}={text}" for name in TEXT_OPTIONS))
+    found = {name: OmegaConf.select(node, name) for name in TEXT_OPTIONS}
+    assert found == dict.fromkeys(TEXT_OPTIONS, text)
 
 
 def test_null_is_null_and_quotes_make_it_text() -> None:

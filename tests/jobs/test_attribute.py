@@ -216,6 +216,25 @@ def test_the_command(
 
 
 @pytest.mark.usefixtures("in_tmp_path")
+def test_the_last_lines_open_what_was_made(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(photos) == 0
+    printed = capsys.readouterr().out
+    *lines, sheets = printed[printed.index("import featx") :].strip().splitlines()
+    found: dict[str, Any] = {"featx": featx}
+    for line in lines[:-2]:
+        exec(line, found)
+    heat_map, score = (eval(line, found) for line in lines[-2:])
+    store = featx.open("store")
+    assert heat_map.tobytes() == store["gradcam"][0].tobytes()
+    assert heat_map.shape == (4, 4)
+    assert score == store["score"][0]
+    folder, _, names = sheets.removeprefix("# the sheets: ").rpartition("/")
+    assert list(Path(folder).glob(names))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
 def test_heat_maps_below_data_root_are_no_images_of_the_data_set(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,7 +74,7 @@ def test_exit_codes_and_json_of_sound_incomplete_and_damaged(
     assert run_job("verify", out="store") == verify.EXIT_DAMAGED
     text = capsys.readouterr().out
     assert "part-000003.h5: /features/conv differs from its checksum at row 12" in text
-    assert "1 parts: part-000002.h5" in text
+    assert "1 part: part-000002.h5" in text
     assert "verify.repair=true" in text
 
 

@@ -8,20 +8,19 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from featx.base.version import __version__
 from featx.errors import FeatxError
 
 if TYPE_CHECKING:
+    from featx.analysis.prediction import predict
+    from featx.analysis.statistics.frechet_distance import frechet_distance
+    from featx.analysis.statistics.stats_file import Statistics, open_stats
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
     from featx.jobs.report import write_report
     from featx.jobs.stats import stats
-    from featx.prediction import predict
-    from featx.statistics.distance import frechet_distance
-    from featx.statistics.file import Statistics, open_stats
+    from featx.layers.capture import capture
     from featx.store.reader import FeatureStore, open
-    from featx.taps.captured import capture
-
-__version__ = "0.1.0"
 
 __all__ = [
     "FeatureStore",
@@ -42,15 +41,15 @@ __all__ = [
 _HOME = {
     "FeatureStore": "featx.store.reader",
     "open": "featx.store.reader",
-    "capture": "featx.taps.captured",
+    "capture": "featx.layers.capture",
     "extract": "featx.jobs.extract",
-    "predict": "featx.prediction",
+    "predict": "featx.analysis.prediction",
     "stats": "featx.jobs.stats",
     "export_store": "featx.jobs.export",
     "write_report": "featx.jobs.report",
-    "open_stats": "featx.statistics.file",
-    "Statistics": "featx.statistics.file",
-    "frechet_distance": "featx.statistics.distance",
+    "open_stats": "featx.analysis.statistics.stats_file",
+    "Statistics": "featx.analysis.statistics.stats_file",
+    "frechet_distance": "featx.analysis.statistics.frechet_distance",
 }
 
 

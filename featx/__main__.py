@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.supervisor import end_process, is_echo, supervised
+from featx.base.supervisor import end_process, is_echo, supervised
 
 if TYPE_CHECKING:
-    from featx.overrides import CommandLine
+    from featx.cli.overrides import CommandLine
 
 
 def main() -> None:
@@ -31,11 +31,12 @@ def run_command() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx import __version__, compose
-    from featx.config import shipped
+    from featx.base.console import complain, say, stop_saying
+    from featx.base.paths import shipped
+    from featx.base.version import __version__
+    from featx.cli import hydra_config
+    from featx.cli.overrides import read_command_line
     from featx.errors import FeatxError
-    from featx.overrides import read_command_line
-    from featx.progress import complain, say, stop_saying
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
     # Hydra prints errors and exits by itself unless it is told to raise them.
@@ -54,7 +55,7 @@ def run_command() -> int:
         if line.wants_version:
             say(f"featx {__version__}")
             return 0
-        compose.register(line.config_dirs)
+        hydra_config.register(line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
             one_job
@@ -66,7 +67,7 @@ def run_command() -> int:
     except (HydraException, OmegaConfBaseException, FeatxError) as error:
         if debug:
             raise
-        complain(str(error) if isinstance(error, FeatxError) else str(compose.explain(error)))
+        complain(str(error) if isinstance(error, FeatxError) else str(hydra_config.explain(error)))
         return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
@@ -79,25 +80,26 @@ def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
     """One job of the command; in a multirun, one that fails does not take the others with it."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx import compose, keys
-    from featx.effects import given_by_value, unread
+    from featx.base.console import complain, log_as_json
+    from featx.cli import hydra_config
+    from featx.config import saved_config, schema
+    from featx.config.job_rules import given_by_value, unread
     from featx.errors import FeatxError, StorageError
-    from featx.progress import complain, log_as_json
 
     try:
-        checked = keys.from_omegaconf(node, line.given)
+        checked = schema.from_omegaconf(node, line.given)
         if checked.log.json:
             log_as_json()
         of_files = given_by_value(checked) - line.given if line.config_dirs else ()
         if unused := unread(checked, of_files):
             complain(f"job={checked.job.name} does not use {', '.join(unused)} of the config file")
         job = importlib.import_module(f"featx.jobs.{checked.job.name}")
-        code: int = job.run(checked, keys.saved_yaml(node))
+        code: int = job.run(checked, saved_config.saved_yaml(node))
         return code
     except OmegaConfBaseException as error:
         if debug:
             raise
-        complain(str(compose.explain(error)), "error")
+        complain(str(hydra_config.explain(error)), "error")
         return 2
     except FeatxError as error:
         if debug:
@@ -130,14 +132,14 @@ def _interrupted(signum: int, frame: object) -> None:
 
 
 def _terminated(signum: int, frame: object) -> None:
-    from featx.run.stopping import Interrupted
+    from featx.pipeline.stop_signals import Interrupted
 
     if not is_echo(signum):
         raise Interrupted(signum)
 
 
 def _was_decoding(folder: Path, pid: int) -> bool:
-    from featx.loading.suspects import was_decoding
+    from featx.images.crash_journal import was_decoding
 
     return was_decoding(folder, pid)
 

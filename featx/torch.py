@@ -15,10 +15,9 @@ import torch
 from torch.utils.data import Dataset, Sampler, Subset
 
 from featx.errors import StoreError
-from featx.store.array import LayerArray
 from featx.store.chunk_check import Verify
-from featx.store.lost import refuse_lost_rows
-from featx.store.reader import FeatureStore
+from featx.store.layer_array import LayerArray
+from featx.store.reader import FeatureStore, refuse_lost_rows
 
 BLOCK_BYTES = 256 << 10
 """Bytes of a block where the sampler is not told how many rows.

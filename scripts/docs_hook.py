@@ -6,7 +6,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import featx
-from featx.keys import described_keys
+from featx.config.schema import described_keys
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:

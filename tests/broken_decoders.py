@@ -29,7 +29,7 @@ def _spoil():
             os.abort()
         elif comment == b"!hang!":
             libc.sleep(10 ** 6)
-        elif comment == b"!slow!" and not sys.argv[0].endswith("alone.py"):
+        elif comment == b"!slow!" and not sys.argv[0].endswith("subprocess_decode.py"):
             libc.sleep(10 ** 6)
         elif comment == b"!kill!":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -39,7 +39,7 @@ def _spoil():
 
 class _Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "featx.loading.decode":
+        if name == "featx.images.decode":
             sys.meta_path.remove(self)
             _spoil()
 

@@ -96,26 +96,26 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]]:
     """(layers, first row) of every batch that a run computes."""
-    from featx.run import features
+    from featx.pipeline import feature_sink
 
     seen: list[tuple[frozenset[str], int]] = []
-    compute = features.compute_rows
+    compute = feature_sink.compute_rows
 
     def noted(prepared: Any, engine: Any, batch: Any) -> Any:
         rows = compute(prepared, engine, batch)
         seen.append((frozenset(rows.features), batch.start))
         return rows
 
-    monkeypatch.setattr(features, "compute_rows", noted)
-    monkeypatch.setattr("featx.run.retry.compute_rows", noted)
+    monkeypatch.setattr(feature_sink, "compute_rows", noted)
+    monkeypatch.setattr("featx.pipeline.retry.compute_rows", noted)
     return seen
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk or a server that a test lets fail is asked again without waiting."""
-    monkeypatch.setattr("featx.store.commit.RETRY_WAITS_S", ())
-    monkeypatch.setattr("featx.s3.PATIENCE_S", 0.0)
+    monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", ())
+    monkeypatch.setattr("featx.storage.s3_client.PATIENCE_S", 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,9 @@ def _packed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from featx.store import pack
 
-    monkeypatch.setattr("featx.run.extraction.pack_in_child", lambda root, lock: pack.pack(root))
+    monkeypatch.setattr(
+        "featx.pipeline.extraction.pack_in_child", lambda root, lock: pack.pack(root)
+    )
 
 
 @pytest.fixture(autouse=True)

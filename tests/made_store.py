@@ -12,14 +12,14 @@ from typing import Any
 import h5py
 import numpy as np
 
+from featx.storage.local_folder import exclusive_lock
 from featx.store import layout
-from featx.store.commit import exclusive_lock
+from featx.store.attribute_checksums import seal_texts
 from featx.store.listing import in_stored_order, listing_identity
 from featx.store.manifest import Run
 from featx.store.pack import pack, pack_in_child
+from featx.store.part_builder import PartBuilder
 from featx.store.session import StoreSession
-from featx.store.texts import seal_texts
-from featx.store.writer import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part, Status, StoreHeader
 
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from featx import s3
-from featx.object_path import ObjectPath, place_of
+from featx.storage import s3_client
+from featx.storage.s3_path import ObjectPath, place_of
 from featx.store import layout
 from featx.store.reader import FeatureStore
 
@@ -98,7 +98,9 @@ def upload(folder: Path, where: str) -> ObjectPath:
     root = place(where)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            s3.write(root.bucket, f"{root.key}/{path.relative_to(folder)}", path.read_bytes())
+            s3_client.write(
+                root.bucket, f"{root.key}/{path.relative_to(folder)}", path.read_bytes()
+            )
     return root
 
 
@@ -118,7 +120,7 @@ class MemoryServer:
         if (bucket, key) not in self._objects:
             raise FileNotFoundError(errno.ENOENT, "no such object", key)
         if etag not in (None, self._objects[bucket, key][1]):
-            raise s3.TakenError(errno.EEXIST, "another one", key)
+            raise s3_client.TakenError(errno.EEXIST, "another one", key)
         return self._objects[bucket, key]
 
     def _put_object(
@@ -132,7 +134,7 @@ class MemoryServer:
         if IfMatch is not None:
             self._found(Bucket, Key, IfMatch)
         if IfNoneMatch == "*" and (Bucket, Key) in self._objects:
-            raise s3.TakenError(errno.EEXIST, "it is there", Key)
+            raise s3_client.TakenError(errno.EEXIST, "it is there", Key)
         etag = f'"{hashlib.md5(Body).hexdigest()}"'
         self._objects[Bucket, Key] = Body, etag, time.time()
         return {"ETag": etag}
@@ -145,7 +147,7 @@ class MemoryServer:
         if Range:
             first, last = map(int, Range.removeprefix("bytes=").split("-"))
             if first >= len(data):
-                raise s3.EmptyError(errno.EINVAL, "no such range", Key)
+                raise s3_client.EmptyError(errno.EINVAL, "no such range", Key)
             found["ContentRange"] = f"{Range}/{len(data)}"
             data = data[first : last + 1]
         return {**found, "Body": data, "ContentLength": len(data)}
@@ -207,10 +209,10 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The name of a bucket that is empty at first; the environment leads to its server."""
     for name, value in environment(s3_server).items():
         monkeypatch.setenv(name, value)
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     name = f"bucket-{time.monotonic_ns()}"
-    s3.request("create_bucket", Bucket=name)
-    client = s3.client
+    s3_client.request("create_bucket", Bucket=name)
+    client = s3_client.client
     yield name
     client.cache_clear()
 
@@ -218,7 +220,7 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Sees every request of this process."""
-    seen, request = Watch(), s3.request
+    seen, request = Watch(), s3_client.request
 
     def watched(operation: str, **parameters: Any) -> dict[str, Any]:
         seen.requests.append((operation, parameters))
@@ -226,5 +228,5 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
         seen.bytes_read += len(answer.get("Body", b""))
         return answer
 
-    monkeypatch.setattr(s3, "request", watched)
+    monkeypatch.setattr(s3_client, "request", watched)
     return seen

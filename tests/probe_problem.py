@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from made_store import make_labelled
 
-from featx.options import ProbeConfig
-from featx.probe.data import Features, labelled_rows, layer_rows
-from featx.probe.methods import Problem
+from featx.analysis.probe.labelled_rows import Features, labelled_rows, layer_rows
+from featx.analysis.probe.methods import Problem
+from featx.config import ProbeConfig
 from featx.store.reader import FeatureStore
 
 

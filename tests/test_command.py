@@ -418,7 +418,7 @@ def test_the_wheel_carries_conf_and_pictures(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (empty / "runs" / "sample" / "resnet18" / "features.h5").is_file()
     for name in ("template.html", "report.css", "report.js"):
-        assert (site / "featx" / "report" / "page" / name).is_file()
+        assert (site / "featx" / "export" / "report" / "page" / name).is_file()
     where = "import featx; print(featx.__file__)"
     printed = subprocess.run(
         [tmp_path / "env" / "bin" / "python", "-c", where],

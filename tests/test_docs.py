@@ -23,9 +23,9 @@ from conftest import make_picture
 from tiny_model import write_pictures
 
 from featx import __main__ as command
-from featx import compose as featx_compose
-from featx.config import shipped
-from featx.keys import described_keys, from_omegaconf
+from featx.base.paths import shipped
+from featx.cli import hydra_config as featx_compose
+from featx.config.schema import described_keys, from_omegaconf
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -36,11 +36,11 @@ NOT_RUN = {
     "s3://": "a bucket",
     "/mnt/photos": "a disk of somebody's",
     "CIFAR10": "a data set that torchvision has to download",
-    "data=huggingface": "a data set of the Hub; tests/data/test_huggingface_source.py makes one",
-    "data=video": "FFmpeg; tests/data/test_video_source.py makes videos",
+    "data=huggingface": "a data set of the Hub; tests/sources/test_huggingface_source.py makes one",
+    "data=video": "FFmpeg; tests/sources/test_video_source.py makes videos",
     "name: pca, stats: runs/x": "a fragment, for whichever model has layer4",
-    " devices=": "GPUs, or four processes; tests/executors has them",
-    "executor=": "a cluster; tests/executors runs the same path on this machine",
+    " devices=": "GPUs, or four processes; tests/pipeline has them",
+    "executor=": "a cluster; tests/pipeline runs the same path on this machine",
     "runs/textile ": "the tutorial, which has a test of its own",
     "=runs/textile": "the tutorial, which has a test of its own",
 }

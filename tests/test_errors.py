@@ -32,7 +32,7 @@ def test_a_notebook_shows_the_message_and_the_users_own_line(
     monkeypatch.setenv("FEATX_DEBUG", "1")
     whole = error._render_traceback_()
     assert whole[0] == lines[0]
-    assert "keys.py" in "\n".join(whole)
+    assert "schema.py" in "\n".join(whole)
 
 
 def test_errors_without_a_traceback_and_of_other_modules() -> None:
@@ -63,7 +63,7 @@ def test_ipython_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.lstrip().startswith("ConfigError: ")
     assert "Traceback" not in shown
-    assert "featx/keys.py" not in shown
+    assert "featx/config/schema.py" not in shown
 
 
 def test_a_number_and_its_noun() -> None:

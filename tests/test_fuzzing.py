@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
-from featx.loading.decode import ImagePolicy
-from featx.loading.decoding import Decoding
-from featx.loading.loader import Loader
-from featx.loading.preprocess import Preprocess
+from featx.images.decode import ImagePolicy
+from featx.images.decode_settings import Decoding
+from featx.images.loader import Loader
+from featx.images.preprocess import Preprocess
 from featx.types import ImageFault, Listing, Part, Status
 
 SIDE = 16

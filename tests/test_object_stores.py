@@ -20,12 +20,12 @@ from object_server import Watch, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_picture, write_pictures
 
 import featx as package
-from featx import s3
+from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
-from featx.keys import from_keywords, from_omegaconf
-from featx.store import commit, layout
-from featx.store.check import check_store
+from featx.storage import durability, s3_client
+from featx.store import layout
 from featx.store.heartbeat import signs_of_life
+from featx.store.verification import check_store
 from featx.torch import FeatureDataset
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -274,7 +274,7 @@ def test_without_the_extra_the_command_names_it(
 def test_a_server_that_goes_away_stops_the_run_which_goes_on_later(
     pictures: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, parts = s3.request, []
+    request, parts = s3_client.request, []
 
     def failing(operation: str, **parameters: Any) -> dict[str, Any]:
         parts.extend([1] if "/parts/" in parameters.get("Key", "") else [])
@@ -282,12 +282,12 @@ def test_a_server_that_goes_away_stops_the_run_which_goes_on_later(
             raise ObjectStoreError(13, "the server refuses it (ExpiredToken)", "s3://there")
         return request(operation, **parameters)
 
-    monkeypatch.setattr(commit, "RETRY_WAITS_S", (0, 0))
-    monkeypatch.setattr(s3, "request", failing)
+    monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
+    monkeypatch.setattr(s3_client, "request", failing)
     with pytest.raises(RunError, match=r"ExpiredToken.*When the object store accepts it") as told:
         extract(str(pictures), out=out)
     assert told.value.exit_code == 1
-    monkeypatch.setattr(s3, "request", request)
+    monkeypatch.setattr(s3_client, "request", request)
     assert num_parts(out) == 3
     assert rows_of(extract(str(pictures), out=out)) == rows_of(extract(str(pictures)))
 
@@ -306,7 +306,7 @@ def test_damage_is_repaired_there(pictures: Path, bucket: str, packed: bool) -> 
     data = bytearray(path.read_bytes())
     data[data.index(near["conv"][9].tobytes())] ^= 1
     root = upload(Path("store"), f"s3://{bucket}/run")
-    s3.write(bucket, f"run/{path.relative_to('store')}", bytes(data))
+    s3_client.write(bucket, f"run/{path.relative_to('store')}", bytes(data))
     assert run_job("verify", store=str(root)) == 2
     assert run_job("verify", store=str(root), verify={"repair": True}) == 0
     assert rows_of(package.open(root)) == rows_of(near)

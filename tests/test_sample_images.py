@@ -12,8 +12,8 @@ import PIL
 import pytest
 from PIL import Image
 
-from featx.loading.decode import ImagePolicy, decode
-from featx.options import DataConfig
+from featx.config import DataConfig
+from featx.images.decode import ImagePolicy, decode
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SAMPLE = REPOSITORY / "data" / "sample"

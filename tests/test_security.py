@@ -17,10 +17,11 @@ from conftest import REPOSITORY
 from tiny_model import KEYS, MODEL, extract, run_job
 
 import featx
+from featx.config import ModelConfig
+from featx.config.saved_config import from_saved, saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf, known_keys
 from featx.errors import ConfigError
-from featx.keys import from_keywords, from_omegaconf, from_saved, known_keys, saved_yaml
 from featx.models.custom import _args_of_values
-from featx.options import ModelConfig
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack
 

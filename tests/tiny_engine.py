@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from featx.engine import Compute, Engine
-from featx.loading.preprocess import Preprocess
+from featx.config import ReduceConfig
+from featx.engine.engine import Compute, Engine
+from featx.images.preprocess import Preprocess
+from featx.layers.capture_hooks import Copies, TapHooks
+from featx.layers.selection import select
+from featx.layers.trace import Tap
 from featx.models.base import Backbone
-from featx.options import ReduceConfig
-from featx.taps.hooks import Copies, TapHooks
-from featx.taps.select import select
-from featx.taps.traces import Tap
 
 CPU = torch.device("cpu")
 FP32 = Compute("fp32", False, False, 4)
@@ -110,4 +110,6 @@ class Clamped(nn.Module):
 
 
 def of_speed(monkeypatch: pytest.MonkeyPatch, seconds_per_image: float) -> None:
-    monkeypatch.setattr("featx.engine.Engine.seconds_per_image", lambda *_, **__: seconds_per_image)
+    monkeypatch.setattr(
+        "featx.engine.engine.Engine.seconds_per_image", lambda *_, **__: seconds_per_image
+    )

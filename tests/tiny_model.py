@@ -13,7 +13,8 @@ from PIL import Image
 from torch import nn
 
 import featx
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf
 
 MODEL = {
     "name": "tiny",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.config import Config
+from featx.config.run_config import Config
 from featx.export.selection import Selection
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from featx.base.fingerprint import digest
 from featx.errors import MissingExtraError
 from featx.export.base import File, Format, literal, missing_extra
-from featx.fingerprint import digest
 
 _COLUMNS = ("key", "row", "label", "status")
 _OTHER_ROW_BYTES = 128

@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 
 from featx.errors import ConfigError
 from featx.export.base import File, Format
-from featx.tensorboard.projector import metadata_text, vectors_text
+from featx.export.tensorboard.projector import metadata_text, vectors_text
 from featx.types import Status
 
 _TEXT_BYTES = 12

@@ -14,15 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from featx.config import Config
+from featx.base.console import complain
+from featx.base.fingerprint import differences
+from featx.base.progress import CountProgress
+from featx.base.text import facts, size_text
+from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import File, Format
 from featx.export.selection import Selection
-from featx.fingerprint import differences
-from featx.progress import CountProgress, complain, facts, size_text
+from featx.storage.local_folder import TEMPORARY, Disk, exclusive_lock
 from featx.store import layout
-from featx.store.commit import TEMPORARY, Disk, exclusive_lock
-from featx.store.matching import matching_layers
+from featx.store.layer_selection import matching_layers
 from featx.store.reader import FeatureStore
 from featx.types import Status
 

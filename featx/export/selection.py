@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError
-from featx.store.lost import refuse_lost_rows
-from featx.store.reader import FeatureStore
+from featx.store.reader import FeatureStore, refuse_lost_rows
 from featx.types import Status
 
 BLOCK_BYTES = 32 << 20

@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.data import open_source
 from featx.errors import ConfigError, DataError
 from featx.export.base import File, Format, literal
-from featx.export.pictures import data_of_store
 from featx.export.selection import Selection, as_utf8
+from featx.export.source_images import data_of_store
+from featx.sources import open_source
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
 
 _SAMPLED = 64

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from featx.attribution.pictures import Tile, contact_sheet, feature_map_grid
-from featx.config import Config
-from featx.object_path import place_of
-from featx.options import METHODS, OF_A_LAYER
-from featx.progress import complain, describe_end, say
-from featx.run.extraction import run_extraction, store_exit_code
-from featx.run.prepare import Prepared
+from featx.analysis.attribution.contact_sheets import Tile, contact_sheet, feature_map_grid
+from featx.base.console import complain, say
+from featx.config import METHODS, OF_A_LAYER
+from featx.config.run_config import Config
+from featx.pipeline.extraction import run_extraction, store_exit_code
+from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_summary import describe_end
+from featx.storage.s3_path import place_of
 from featx.store import layout
 from featx.store.reader import FeatureStore
 from featx.store.session import StoreSession
 
 if TYPE_CHECKING:
-    from featx.loading.loader import Loader
+    from featx.images.loader import Loader
 
 
 MAX_SHEETS = 50

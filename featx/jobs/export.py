@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from featx.config import Config
+from featx.base.console import say
+from featx.config.run_config import Config
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.export.run import describe_export, run_export
-from featx.keys import from_keywords, from_omegaconf, given_keywords
-from featx.progress import say
 
 
 def export_store(**keys: Any) -> Path:

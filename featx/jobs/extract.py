@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from featx.config import Config
-from featx.data import source_of
-from featx.keys import from_keywords, from_omegaconf, given_keywords, saved_yaml, without_object
-from featx.progress import describe_end, say
-from featx.run.extraction import run_extraction, store_exit_code
+from featx.base.console import say
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords, without_object
+from featx.pipeline.extraction import run_extraction, store_exit_code
+from featx.pipeline.run_summary import describe_end
+from featx.sources import source_of
 from featx.store.reader import FeatureStore
 
 

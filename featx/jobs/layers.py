@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.config import Config, captures
+from featx.base.console import complain, say
+from featx.base.text import facts
+from featx.cli.layer_table import WIDTH, layer_rows, layer_table, remarks
+from featx.config import DataConfig
+from featx.config.layer_requests import captures
+from featx.config.run_config import Config
 from featx.errors import DataError, MissingExtraError, ModelError
-from featx.layer_table import WIDTH, layer_rows, layer_table, remarks
-from featx.loading.suspects import Suspects
+from featx.images.crash_journal import Suspects
+from featx.layers.trace import Trace
 from featx.models import build_backbone, resolve_library
-from featx.options import DataConfig
-from featx.progress import complain, facts, say
-from featx.run.purpose import list_images
-from featx.taps.traces import Trace
+from featx.pipeline.run_target import list_images
 from featx.types import Listing, Source
 
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine import Engine
+    from featx.engine.engine import Engine
     from featx.models.base import Backbone
 
 _TRIED_PICTURES = 16
@@ -40,8 +42,8 @@ def run(config: Config, config_yaml: str) -> int:
     """Print a table, JSON, or every call of a pass while it goes on; returns the exit code."""
     resolve_library(config.model)
     source, listing, config, missing = _pictures(config)
-    from featx.devices import choose_device
-    from featx.engine import Compute, Engine
+    from featx.base.devices import choose_device
+    from featx.engine.engine import Compute, Engine
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
@@ -63,7 +65,7 @@ def run(config: Config, config_yaml: str) -> int:
             say(heading)
             _watch(engine, images)
             return 0
-        from featx.taps.profiling import profile
+        from featx.layers.profiling import profile
 
         with engine.as_computed(images) as (module, x):
             profiled = profile(module, x, _MEASURED[show])
@@ -100,8 +102,8 @@ def _first_picture(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
     """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
-    from featx.loading.decoding import Decoding
-    from featx.loading.loader import Loader
+    from featx.images.decode_settings import Decoding
+    from featx.images.loader import Loader
 
     decoding = Decoding.of_run(config, backbone.preprocess, listing, Suspects(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:
@@ -145,7 +147,7 @@ def _trace(engine: Engine) -> Trace:
 
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
-    from featx.taps.watching import watch
+    from featx.layers.forward_log import watch
 
     say("shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it")
     say()

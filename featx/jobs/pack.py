@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from featx.config import Config
+from featx.base.console import say
+from featx.base.text import facts, size_text
+from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreError
-from featx.object_path import is_url
-from featx.progress import facts, say, size_text
+from featx.storage.s3_path import is_url
 from featx.store import layout
 from featx.store.pack import pack_store
 

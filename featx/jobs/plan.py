@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from featx.config import Config
-from featx.machine import num_cpus
-from featx.object_path import is_url, place_of
-from featx.progress import describe_run, facts, say, size_text, time_text
-from featx.run.prepare import Prepared, prepare
-from featx.store.commit import Disk
+from featx.base.console import say
+from featx.base.machine import num_cpus
+from featx.base.text import facts, size_text, time_text
+from featx.config.run_config import Config
+from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_summary import describe_run
+from featx.storage.local_folder import Disk
+from featx.storage.s3_path import is_url, place_of
 from featx.store.leftovers import leftover_bytes
 from featx.store.pack import packed_size_bound
 from featx.types import Part

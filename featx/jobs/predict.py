@@ -9,15 +9,17 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import Config
+from featx.base.console import complain, say
+from featx.base.text import facts
+from featx.config.run_config import Config
 from featx.errors import ConfigError
-from featx.object_path import place_of
-from featx.progress import complain, facts, say, trial_rows
-from featx.run.failed_rows import exit_code
-from featx.store.commit import Disk
+from featx.pipeline.row_failures import exit_code
+from featx.pipeline.run_summary import trial_rows
+from featx.storage.local_folder import Disk
+from featx.storage.s3_path import place_of
 
 if TYPE_CHECKING:
-    from featx.prediction import Predictions
+    from featx.analysis.prediction import Predictions
 
 PREDICTIONS_CSV = "predictions.csv"
 COLUMNS = ("key", "class", "probability", "status", "reason")
@@ -25,7 +27,7 @@ COLUMNS = ("key", "class", "probability", "status", "reason")
 
 def run(config: Config, config_yaml: str) -> int:
     """Classify the pictures, write the file, say what came out; returns the exit code."""
-    from featx.prediction import head_of_store, run_prediction  # which import torch
+    from featx.analysis.prediction import head_of_store, run_prediction  # which import torch
 
     assert config.store is not None, "the config was checked"
     if not isinstance(config.layer, str | None):

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from featx.config import Config
+from featx.base.console import complain, say
+from featx.base.text import facts, table
+from featx.config.run_config import Config
 from featx.errors import counted
-from featx.object_path import place_of
-from featx.progress import complain, facts, say
+from featx.storage.s3_path import place_of
 from featx.store import layout
-from featx.text_table import table
 
 
 def run(config: Config, config_yaml: str) -> int:
     """Probe the store, say which layer is best and how sure that is; returns the exit code."""
     config.place_of_store()  # that there is none is told before torch loads
-    from featx.probe.run import run_probe  # which imports torch
+    from featx.analysis.probe.run import run_probe  # which imports torch
 
     result = run_probe(config, complain)
     if config.job.json:

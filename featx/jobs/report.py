@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from featx.config import Config
-from featx.keys import from_keywords, from_omegaconf, given_keywords
-from featx.progress import complain, facts, say, size_text
+from featx.base.console import complain, say
+from featx.base.text import facts, size_text
+from featx.config.run_config import Config
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 
 
 def write_report(**keys: Any) -> Path:
@@ -26,7 +27,7 @@ def write_report(**keys: Any) -> Path:
     Raises:
         FeatxError: whatever the command would report with exit code 1 or 2.
     """
-    from featx.report.run import run_report  # which imports torch
+    from featx.export.report.run import run_report  # which imports torch
 
     node = from_keywords(keys)
     node.job.name = "report"
@@ -35,7 +36,7 @@ def write_report(**keys: Any) -> Path:
 
 def run(config: Config, config_yaml: str) -> int:
     """The command's job: write the page and say where it is; returns the exit code."""
-    from featx.report.run import run_report  # which imports torch
+    from featx.export.report.run import run_report  # which imports torch
 
     summary = run_report(config, complain)
     say(json.dumps(summary, indent=2) if config.job.json else _text(summary))

@@ -11,17 +11,18 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import Config
+from featx.analysis.similarity.duplicates import cosines_to_first, duplicate_groups
+from featx.analysis.similarity.faiss_index import RowIndex
+from featx.analysis.similarity.layer_similarity import ROWS, LayerLikeness, layer_likeness
+from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
+from featx.base.console import complain, say
+from featx.base.progress import CountProgress
+from featx.base.text import facts, table
+from featx.config.run_config import Config
 from featx.errors import ConfigError, counted
-from featx.progress import CountProgress, complain, facts, say
-from featx.similarity.duplicates import cosines_to_first, duplicate_groups
-from featx.similarity.index import RowIndex
-from featx.similarity.neighbours import Neighbours, nearest_rows
-from featx.similarity.representation import ROWS, LayerLikeness, layer_likeness
-from featx.store.commit import Disk
-from featx.store.matching import matching_layers
+from featx.storage.local_folder import Disk
+from featx.store.layer_selection import matching_layers
 from featx.store.reader import FeatureStore
-from featx.text_table import table
 
 CSV_PAIRS = 1_000_000
 """More pairs than this are in neighbours.npz only."""

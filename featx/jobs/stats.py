@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from featx.config import Config
-from featx.data import source_of
-from featx.keys import from_keywords, from_omegaconf, given_keywords, saved_yaml, without_object
-from featx.progress import facts, say, seconds_text, trial_rows
-from featx.run.failed_rows import exit_code
-from featx.statistics.file import Statistics
-from featx.statistics.run import FAILURES_CSV, run_stats
-from featx.text_table import table
+from featx.analysis.statistics.run import run_stats
+from featx.analysis.statistics.session import FAILURES_CSV
+from featx.analysis.statistics.stats_file import Statistics
+from featx.base.console import say
+from featx.base.text import facts, table
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords, without_object
+from featx.pipeline.row_failures import exit_code
+from featx.pipeline.run_summary import seconds_text, trial_rows
+from featx.sources import source_of
 
 
 def stats(**keys: Any) -> Statistics:

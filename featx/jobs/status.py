@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from featx.config import Config
+from featx.base.console import say
+from featx.base.text import facts, time_text
+from featx.config.run_config import Config
 from featx.errors import StoreError, counted
-from featx.progress import facts, say, time_text
 from featx.store.heartbeat import Sign
 from featx.store.status import StoreStatus, store_status
 

@@ -6,19 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
-from featx.config import Config
+from featx.analysis.reproducibility import (
+    ImagesReport,
+    Recheck,
+    check_images,
+    config_of_run,
+    recheck_rows,
+)
+from featx.base.console import complain, say
+from featx.base.text import facts, size_text
+from featx.config.run_config import Config
 from featx.errors import ConfigError, counted
-from featx.object_path import is_url
-from featx.progress import complain, facts, say, size_text
-from featx.recheck import ImagesReport, Recheck, check_images, config_of_run, recheck_rows
-from featx.run.extraction import run_extraction
-from featx.run.image_changes import unknown_images_text
+from featx.pipeline.extraction import run_extraction
+from featx.pipeline.image_changes import unknown_images_text
+from featx.storage.s3_path import is_url
 from featx.store import layout
-from featx.store.check import Report, check_store
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack_store
 from featx.store.repair import set_damage_aside
 from featx.store.session import missing_parts
+from featx.store.verification import Report, check_store
 
 EXIT_DAMAGED = 2
 EXIT_INCOMPLETE = 1

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from featx.config import ModelConfig
 from featx.errors import ModelError, nearest
-from featx.options import ModelConfig
 
 if TYPE_CHECKING:
     from featx.models.base import Backbone

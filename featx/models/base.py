@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from featx.base.torchscript import refuse_scripted
 from featx.errors import ModelError, WeightsError, counted
-from featx.loading.preprocess import Preprocess
-from featx.torchscript import refuse_scripted
+from featx.images.preprocess import Preprocess
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 

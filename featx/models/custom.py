@@ -16,11 +16,11 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
+from featx.config import ModelConfig, TransformConfig
+from featx.config.saved_config import is_secret
 from featx.errors import ModelError, WeightsError, nearest
-from featx.keys import is_secret
-from featx.loading.preprocess import Preprocess
+from featx.images.preprocess import Preprocess
 from featx.models.base import Backbone, load_weights, random_id, read_weights, seeded
-from featx.options import ModelConfig, TransformConfig
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
+from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
-from featx.loading.preprocess import Preprocess
+from featx.images.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
     is_weights_file,
@@ -24,7 +25,6 @@ from featx.models.base import (
     timm_classes,
     timm_stages,
 )
-from featx.options import ModelConfig
 
 _REPEATS = (1, 2, 2, 3, 3, 4, 1)
 _FIRST_BLOCK = {

@@ -14,8 +14,9 @@ from urllib.parse import urlparse
 
 import torch
 
+from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.loading.preprocess import Preprocess
+from featx.images.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
     LibraryEmbedding,
@@ -27,7 +28,6 @@ from featx.models.base import (
     timm_classes,
     timm_stages,
 )
-from featx.options import ModelConfig
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

@@ -17,8 +17,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 from torchvision.transforms._presets import ImageClassification, SemanticSegmentation
 
+from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.loading.preprocess import Preprocess
+from featx.images.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
     is_weights_file,
@@ -27,7 +28,6 @@ from featx.models.base import (
     read_weights,
     seeded,
 )
-from featx.options import ModelConfig
 
 _patch_lock = threading.Lock()
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.dtypes import read_raw
-from featx.store.files import check_plain
+from featx.store.hdf5_files import check_plain
 
 
 def row_datasets(file: h5py.File) -> list[str]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.pipeline import Pipeline
+from featx.store.filter_pipeline import Pipeline
 
 _FEW_LOOK_UPS = 32
 _MANY_CHUNKS = 20_000

@@ -12,14 +12,8 @@ import numpy as np
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.dtypes import memory_dtype
-from featx.store.files import Handles, OpenFile, check_hard
-from featx.store.manifest import (
-    DamagedManifestError,
-    Manifest,
-    Run,
-    load_manifest,
-    num_runs_of,
-)
+from featx.store.hdf5_files import Handles, OpenFile, check_hard
+from featx.store.manifest import DamagedManifestError, Manifest, Run, load_manifest, num_runs_of
 from featx.store.part_files import part_path
 from featx.store.pieces import Pieces, piece_path
 from featx.types import Part

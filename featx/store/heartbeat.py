@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import StoreLockedError
+from featx.storage.local_folder import Disk
 from featx.store import layout
-from featx.store.commit import Disk
 from featx.types import Part
 
 BEAT_S = 10.0

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from featx.storage.local_folder import TEMPORARY, Disk
 from featx.store import layout
-from featx.store.commit import TEMPORARY, Disk
 
 _FOLDERS = (
     "",

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreMismatchError, counted
 from featx.store import layout
-from featx.store.files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_for_a_look
 from featx.types import Listing
 
 _COMPARED_ROWS = 1 << 18

@@ -16,10 +16,10 @@ from typing import Any
 
 import h5py
 
+from featx.base.fingerprint import digest
 from featx.errors import StoreError
-from featx.fingerprint import digest
 from featx.store import layout
-from featx.store.files import open_for_a_look
+from featx.store.hdf5_files import open_for_a_look
 from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader
 
 _NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")

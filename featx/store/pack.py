@@ -20,28 +20,28 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, RunError, StoreError, counted
+from featx.storage.local_folder import Disk, exclusive_lock
 from featx.store import codecs, layout
+from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
-from featx.store.commit import Disk, exclusive_lock
+from featx.store.chunk_table import write_chunk_table
 from featx.store.dtypes import write_raw
 from featx.store.failures import read_failures, write_failures
-from featx.store.files import damage_text, open_hdf5
+from featx.store.hdf5_files import damage_text, open_hdf5
 from featx.store.heartbeat import refuse_other_writers
-from featx.store.images import image_checksums_in
+from featx.store.image_states import image_checksums_in
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import make_groups, read_listing, row_values, same_values, write_classes
 from featx.store.manifest import Manifest, load_manifest, num_runs_of
-from featx.store.recovery import write_chunk_table
-from featx.store.repair import keep_good_rows, parts_from
-from featx.store.session import remove_parts
-from featx.store.texts import check_texts, seal_texts
-from featx.store.writer import (
+from featx.store.part_builder import (
     Extent,
     create_columns,
     create_layer,
     make_feature_groups,
     write_columns,
 )
+from featx.store.repair import keep_good_rows, parts_from
+from featx.store.session import remove_parts
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 HEADROOM_BYTES = 16 << 20

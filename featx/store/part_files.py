@@ -10,15 +10,15 @@ import h5py
 import numpy as np
 
 from featx.errors import RunError, StoreError
+from featx.storage.local_folder import Disk
+from featx.storage.s3_file import ObjectFile, fetched_ahead
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.commit import Disk
 from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
-from featx.store.files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_for_a_look
 from featx.store.manifest import Manifest, Run
-from featx.store.object_file import ObjectFile, fetched_ahead
-from featx.store.writer import PartBuilder
+from featx.store.part_builder import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part
 
 

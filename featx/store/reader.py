@@ -1,8 +1,4 @@
-"""A store read as one array per layer, from its parts or from the packed file.
-
-Needs numpy and h5py only. A FeatureStore holds paths, not handles: files are opened on first use in
-each process, so the object may cross fork and spawn.
-"""
+"""Rows that a store had when it was opened and has no more."""
 
 from __future__ import annotations
 
@@ -18,14 +14,39 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import LayerError, StoreError, nearest
-from featx.object_path import place_of
+from featx.storage.s3_path import place_of
 from featx.store import layout
-from featx.store.array import LayerArray
 from featx.store.chunk_check import Verify, check_verify
-from featx.store.chunks import ChunkRows
+from featx.store.chunk_reader import ChunkRows
 from featx.store.contents import Segment, find_contents
-from featx.store.files import Handles, OpenFile
+from featx.store.hdf5_files import Handles, OpenFile
+from featx.store.layer_array import LayerArray
 from featx.types import UNKNOWN_IMAGE, Status
+
+
+def refuse_lost_rows(
+    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]
+) -> None:
+    """Raise StoreError where rows that were ok have no values any more.
+
+    A store whose files went looks for them anew, and what is not there then reads as NaN; a row
+    that is ok never holds one.
+
+    Args:
+        store: the rows were read from.
+        layer: of these values.
+        rows: (n,) of the store, ok when it was opened.
+        values: (n, ...) what was read of them.
+    """
+    if not values.size:
+        return
+    gone = np.isnan(values.reshape(len(rows), -1)[:, 0])
+    if gone.any():
+        raise StoreError(
+            f"{store.root} has lost row {int(rows[gone][0])} of {layer} since it was opened. The "
+            "command that made the store computes it again."
+        )
+
 
 T = TypeVar("T")
 

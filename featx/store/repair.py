@@ -16,20 +16,20 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
+from featx.storage.local_folder import Disk
+from featx.storage.s3_folder import disk_at
 from featx.store import layout
-from featx.store.check import Report
 from featx.store.checksums import check_chunks
-from featx.store.commit import Disk
+from featx.store.chunk_table import LOST_TEXT, DamagedFile
 from featx.store.dtypes import from_raw, raw_dtype
-from featx.store.files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_for_a_look
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
-from featx.store.object_disk import disk_at
+from featx.store.part_builder import PartBuilder
 from featx.store.part_files import part_path
 from featx.store.pieces import piece_path
-from featx.store.recovery import LOST_TEXT, DamagedFile
-from featx.store.writer import PartBuilder
+from featx.store.verification import Report
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 
 

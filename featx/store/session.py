@@ -18,19 +18,20 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, StoreLockedError
+from featx.storage.local_folder import TEMPORARY, Disk
+from featx.storage.s3_folder import disk_at
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.commit import TEMPORARY, Disk
+from featx.store.compatibility import joined
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
-from featx.store.files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_for_a_look
 from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
-from featx.store.images import image_checksums_in, keep_image_states
-from featx.store.joining import joined
+from featx.store.image_states import image_checksums_in, keep_image_states
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing, listing_file
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of, read_manifest
-from featx.store.object_disk import disk_at
+from featx.store.part_builder import PartBuilder
 from featx.store.part_files import (
     arrived_parts,
     look_at_part,
@@ -42,7 +43,6 @@ from featx.store.part_files import (
 )
 from featx.store.pieces import Pieces, piece_path
 from featx.store.repair import is_of, keep_good_rows, parts_from, take_apart
-from featx.store.writer import PartBuilder
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
 logger = logging.getLogger(__name__)

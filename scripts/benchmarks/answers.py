@@ -21,7 +21,7 @@ def probe(arguments: argparse.Namespace) -> None:
     import torch
     from sklearn.linear_model import LogisticRegression
 
-    from featx.probe.linear import TOLERANCE, fit_logistic
+    from featx.analysis.probe.logistic_regression import TOLERANCE, fit_logistic
 
     rng = np.random.default_rng(0)
     total = arguments.rows + arguments.rows // 5
@@ -95,8 +95,8 @@ def exact_search(store: Any, asked: np.ndarray, runs: int) -> list[float]:
     import faiss
     import torch
 
-    from featx.similarity.neighbours import nearest_among
-    from featx.similarity.vectors import Vectors
+    from featx.analysis.similarity.nearest_neighbours import nearest_among
+    from featx.analysis.similarity.row_vectors import Vectors
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     vectors = Vectors(store, "layer", torch.device("cpu"), unit=True)

@@ -43,9 +43,9 @@ def served(log: Path) -> Iterator[None]:
                     urllib.request.urlopen(url, timeout=10).close()
                     break
                 time.sleep(0.1)
-            from featx import s3
+            from featx.storage import s3_client
 
-            s3.request("create_bucket", Bucket=BUCKET)
+            s3_client.request("create_bucket", Bucket=BUCKET)
             yield
         finally:
             running.terminate()
@@ -54,12 +54,11 @@ def served(log: Path) -> Iterator[None]:
 
 def bucket(arguments: argparse.Namespace) -> None:
     """Seconds of a resume that finds all parts: looked at one by one, and fetched ahead."""
-    from featx import s3
-    from featx.object_path import place_of
-    from featx.store import object_file
+    from featx.storage import s3_client, s3_file
+    from featx.storage.s3_path import place_of
     from featx.store.session import StoreSession
 
-    ahead, request = object_file._FILES_AHEAD, s3.request
+    ahead, request = s3_file._FILES_AHEAD, s3_client.request
     run, listing = make_run(arguments.parts * 64, (1280,), part_rows=64)
     with tempfile.TemporaryDirectory() as name, served(Path(name) / "log"):
         root = place_of(f"s3://{BUCKET}/run")
@@ -75,10 +74,10 @@ def bucket(arguments: argparse.Namespace) -> None:
                 time.sleep(_s)
                 return request(operation, **rest)
 
-            s3.request = asked
+            s3_client.request = asked
             took: dict[int, list[float]] = {1: [], ahead: []}
             for _ in range(arguments.runs):
-                for object_file._FILES_AHEAD, seconds in took.items():
+                for s3_file._FILES_AHEAD, seconds in took.items():
                     made.clear()
                     begun = time.perf_counter()
                     with (session := StoreSession(root, run, listing)).hold():

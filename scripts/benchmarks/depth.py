@@ -9,8 +9,8 @@ from pathlib import Path
 
 from benchmarks.commands import Add
 from benchmarks.random_weights import run_of
-from featx.bench import contenders
-from featx.bench.photos import make_photos
+from featx.jobs.bench import contenders
+from featx.jobs.bench.photos import make_photos
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.commands import Add
-from featx.bench.photos import make_photos
+from featx.jobs.bench.photos import make_photos
 
 LOOK_S = 0.02
 GIVE_UP_S = 600.0

@@ -59,7 +59,7 @@ def make_run(
 
 def write_parts(session: StoreSession, rows: Rows = made_rows) -> None:
     """Commit what a session lacks of its one layer, part by part."""
-    from featx.store.writer import PartBuilder
+    from featx.store.part_builder import PartBuilder
 
     [run] = session.manifest.runs
     [spec] = run.layers

@@ -18,7 +18,7 @@ def measure_model(model: str, batch_size: int, kept: bool, seconds: float) -> fl
     import timm
     import torch
 
-    from featx.allocator import keep_freed_memory
+    from featx.base.allocator import keep_freed_memory
 
     if kept:
         keep_freed_memory()
@@ -57,11 +57,11 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     """One line: the engine as it is, and with a copy of every tensor that a hook sees."""
     import torch
 
-    from featx.engine import Compute, Engine
+    from featx.config import ModelConfig, ReduceConfig
+    from featx.engine.engine import Compute, Engine
+    from featx.layers.selection import select
+    from featx.layers.trace import Tap
     from featx.models import build_backbone
-    from featx.options import ModelConfig, ReduceConfig
-    from featx.taps.select import select
-    from featx.taps.traces import Tap
 
     backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
     images = torch.randn(arguments.batch_size, 3, *backbone.preprocess.crop)
@@ -115,8 +115,8 @@ def fold(arguments: argparse.Namespace) -> None:
     import timm
     import torch
 
-    from featx.allocator import keep_freed_memory
-    from featx.folding import foldable_pairs, folded
+    from featx.base.allocator import keep_freed_memory
+    from featx.models.batchnorm_folding import foldable_pairs, folded
 
     keep_freed_memory()
     for name in arguments.models:

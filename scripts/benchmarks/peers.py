@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.commands import Add
 from benchmarks.random_weights import run_of
-from featx.bench import contenders
-from featx.bench.photos import make_photos
-from featx.config import Config
+from featx.config.run_config import Config
+from featx.jobs.bench import contenders
+from featx.jobs.bench.photos import make_photos
 
 SCRIPT = "the user's script"
 FEATX, FEATX_FP32 = "featx", "featx precision=fp32"

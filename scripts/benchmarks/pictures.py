@@ -27,9 +27,9 @@ def decode(arguments: argparse.Namespace) -> None:
     from PIL import Image
     from torchvision.transforms import v2
 
-    from featx.bench.photos import make_photos
-    from featx.loading.decode import SIMPLEJPEG, ImagePolicy, coded_jpeg, decode_pixels
-    from featx.loading.preprocess import Preprocess
+    from featx.images.decode import SIMPLEJPEG, ImagePolicy, coded_jpeg, decode_pixels
+    from featx.images.preprocess import Preprocess
+    from featx.jobs.bench.photos import make_photos
 
     torch.set_num_threads(1)
     usual = v2.Compose(
@@ -91,8 +91,8 @@ def tell_listing(command: list[str]) -> None:
 def table(arguments: argparse.Namespace) -> None:
     """Seconds (and those of the CPU) and peak memory of a process that lists a CSV of paths."""
     if arguments.one:
-        from featx.data import open_source
-        from featx.options import DataConfig
+        from featx.config import DataConfig
+        from featx.sources import open_source
 
         columns = ["patient", "magnification"]
         measure_listing(open_source(DataConfig("table", arguments.one, columns=columns)))
@@ -114,7 +114,7 @@ def table(arguments: argparse.Namespace) -> None:
 def listing(arguments: argparse.Namespace) -> None:
     """Seconds (and those of the CPU) and peak memory of a process that lists a folder."""
     if arguments.one:
-        from featx.data.base import FolderSource
+        from featx.sources.base import FolderSource
 
         measure_listing(FolderSource(Path(arguments.one)))
         return

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from featx.config import Config
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf
 
 
 def run_of(model: str, layer: str, photos: Path, **keys: object) -> tuple[Config, str]:

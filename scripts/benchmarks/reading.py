@@ -245,7 +245,7 @@ def write_codec(path: Path, values: np.ndarray, codec: str, threads: int) -> Non
     import h5py
 
     from featx.store import codecs, layout
-    from featx.store.pipeline import Pipeline
+    from featx.store.filter_pipeline import Pipeline
 
     row_bytes = values[0].nbytes
     chunk_rows = layout.Grid(len(values), 1 << 30).chunk_rows(row_bytes, codec != "none")
@@ -283,7 +283,7 @@ def read_codec(path: Path, values: np.ndarray) -> None:
     """Read all rows of /x back, and compare them."""
     import h5py
 
-    from featx.store.chunks import ChunkRows
+    from featx.store.chunk_reader import ChunkRows
 
     with h5py.File(path, "r") as file:
         rows = ChunkRows(file["x"], path)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.commands import Add
-from featx.bench.photos import make_photos
+from featx.jobs.bench.photos import make_photos
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODELS = ("resnet50", "vit_b_16", "vit_small_patch16_224", "convnext_tiny", "efficientnet_lite0")

@@ -30,7 +30,7 @@ def parts(arguments: argparse.Namespace) -> None:
         with h5py.File(folder / "images.h5", "w") as file:
             file["x"] = pixels
         keys = [
-            "model=custom", "model.target=featx.bench.nothing:Nothing",
+            "model=custom", "model.target=featx.jobs.bench.null_model:Nothing",
             "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
             "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
             "part_rows=1", "pack=false", "data=hdf5",
@@ -75,7 +75,7 @@ def compare_workers(
 
 def made_names(root: Path, count: int) -> Any:
     """A folder as a source, whose names are made up as they are asked for."""
-    from featx.data.base import FolderSource
+    from featx.sources.base import FolderSource
 
     class Names(FolderSource):
         def _walk(self) -> Iterator[bytes]:
@@ -142,8 +142,8 @@ def scale_writing(stages: Stages, root: Path, num_rows: int) -> tuple[str, bytes
     from featx.store.layout import Grid
     from featx.store.listing import listing_identity
     from featx.store.manifest import Run
+    from featx.store.part_builder import PartBuilder
     from featx.store.session import StoreSession
-    from featx.store.writer import PartBuilder
     from featx.types import LayerSpec, StoreHeader
 
     rows = stages.timed("list", made_names(root, num_rows).listing)

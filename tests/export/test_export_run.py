@@ -21,7 +21,7 @@ import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
 from featx.export import selection
 from featx.export.parquet import Parquet
-from featx.store.commit import Disk, exclusive_lock
+from featx.storage.local_folder import Disk, exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -323,7 +323,7 @@ def test_keys_without_effect_are_refused(store: Path) -> None:
 _MEASURED = """
 import importlib, sys, threading, time
 from featx.export.run import run_export
-from featx.keys import from_keywords, from_omegaconf
+from featx.config.schema import from_keywords, from_omegaconf
 from featx.export import selection
 selection.BLOCK_BYTES = 4 << 20
 

@@ -16,13 +16,7 @@ from reading_back import READERS
 from tiny_model import extract, run_job, write_picture
 
 import featx
-from featx.errors import (
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    StoreError,
-    StoreMismatchError,
-)
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
 from featx.export import selection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")

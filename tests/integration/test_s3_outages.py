@@ -15,8 +15,8 @@ from slurm_cluster import running_cluster
 from tiny_model import extract
 
 import featx
-from featx import s3
-from featx.store.check import check_store
+from featx.storage import s3_client
+from featx.store.verification import check_store
 
 pytestmark = [
     pytest.mark.integration,
@@ -26,7 +26,8 @@ pytestmark = [
 
 IMPATIENT = (
     "-c",
-    "from featx import __main__, s3; s3.PATIENCE_S = 15; __main__.main()",
+    "from featx import __main__; from featx.storage import s3_client; s3_client.PATIENCE_S = 15; "
+    "__main__.main()",
 )
 """featx's command that waits for 15 s only."""
 
@@ -37,11 +38,11 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedS
     with running_seaweed(tmp_path / "seaweed") as running:
         for name, value in environment(running.url).items():
             monkeypatch.setenv(name, value)
-        s3.client.cache_clear()
-        with s3.patience(60):
-            s3.request("create_bucket", Bucket="bucket")
+        s3_client.client.cache_clear()
+        with s3_client.patience(60):
+            s3_client.request("create_bucket", Bucket="bucket")
         yield running
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
 
 
 OUT = "s3://bucket/run"

@@ -12,14 +12,15 @@ import pytest
 from PIL import Image
 from tiny_model import COMMAND, KEYS
 
-from featx.bench import contenders
-from featx.bench.contenders import Measurement
-from featx.bench.photos import make_photos
-from featx.config import Config
+from featx.config import BenchConfig, JobConfig
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError
 from featx.jobs import bench
-from featx.keys import from_keywords, from_omegaconf, saved_yaml
-from featx.options import BenchConfig, JobConfig
+from featx.jobs.bench import contenders
+from featx.jobs.bench.contenders import Measurement
+from featx.jobs.bench.photos import make_photos
 
 
 def test_the_photos_are_ordinary_and_always_the_same(tmp_path: Path) -> None:

@@ -24,12 +24,12 @@ from tiny_model import COMMAND, extract, run_job, write_picture
 
 from featx import FeatureStore
 from featx import open as open_store
-from featx.data.base import EXTENSIONS
-from featx.data.pixels import encode_array
-from featx.data.webdataset import ShardSource
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
-from featx.run import extraction, image_changes
-from featx.run.stopping import Interrupted
+from featx.pipeline import extraction, image_changes
+from featx.pipeline.stop_signals import Interrupted
+from featx.sources.base import EXTENSIONS
+from featx.sources.pixel_encoding import encode_array
+from featx.sources.webdataset import ShardSource
 from featx.store import session as session_module
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 

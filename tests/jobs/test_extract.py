@@ -16,7 +16,7 @@ import pytest
 
 import featx
 from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
-from featx.run.stopping import Interrupted
+from featx.pipeline.stop_signals import Interrupted
 
 MODELS = '''
 import torch
@@ -187,8 +187,8 @@ def test_rows_too_small_for_float16_are_told(
 
 
 def test_every_picture_failing_is_not_success(tmp_path: Path) -> None:
+    from featx.config.schema import from_keywords, from_omegaconf
     from featx.jobs import extract as job
-    from featx.keys import from_keywords, from_omegaconf
 
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.jpg").write_bytes(b"no")
@@ -242,7 +242,7 @@ def test_an_interrupted_run_keeps_its_parts(
 
 
 def test_a_second_writer_is_refused(photo_folder: Path, tmp_path: Path) -> None:
-    from featx.store.commit import exclusive_lock
+    from featx.storage.local_folder import exclusive_lock
 
     (tmp_path / "store").mkdir()
     with (

@@ -16,13 +16,13 @@ import torch
 from tiny_model import MODEL, Tiny, write_picture
 from torch import nn
 
+from featx.base.console import say
+from featx.cli.layer_table import layer_rows, layer_table
+from featx.config import VIEWS_OF_LAYERS, ReduceConfig
+from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, MissingExtraError, ModelError
-from featx.keys import from_keywords, from_omegaconf
-from featx.layer_table import layer_rows, layer_table
-from featx.options import VIEWS_OF_LAYERS, ReduceConfig
-from featx.progress import say
-from featx.taps.select import select
-from featx.taps.tracing import trace
+from featx.layers.selection import select
+from featx.layers.tracer import trace
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -65,7 +65,7 @@ Layers = Callable[..., str]
 @pytest.fixture
 def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Layers:
     """What the job prints on stdout."""
-    monkeypatch.setattr("featx.taps.profiling.MAX_RUNS", 3)
+    monkeypatch.setattr("featx.layers.profiling.MAX_RUNS", 3)
 
     def run(show: str = "shapes", as_json: bool = False, **keys: Any) -> str:
         node = from_keywords({"model": MODEL, "data": "sample", **keys})

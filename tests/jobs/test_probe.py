@@ -70,7 +70,7 @@ def test_the_best_layer_is_not_chosen_by_its_test_accuracy(
     """One layer knows the labels of test rows only, the other those of training rows only."""
     write_store(Path("store"), Y, x=X)
     probe(capsys)
-    from featx.probe.splits import holdout
+    from featx.analysis.probe.splits import holdout
 
     split = holdout(Y, 0.2, 0.2, 0)
     rng = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def test_shuffled_labels_give_chance(capsys: pytest.CaptureFixture[str]) -> None
 def test_test_rows_change_neither_head_nor_scaler_nor_choice(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from featx.probe.splits import holdout
+    from featx.analysis.probe.splits import holdout
 
     test = holdout(Y, 0.2, 0.2, 0).test
     changed = X.copy()
@@ -147,7 +147,7 @@ def test_kfold_tests_every_row_and_keeps_a_head_of_all(
 def test_a_note_on_one_fold_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("featx.probe.linear.L2_GRID", (10.0, 1.0))
+    monkeypatch.setattr("featx.analysis.probe.logistic_regression.L2_GRID", (10.0, 1.0))
     write_store(Path("store"), Y, x=X)
     notes = probe(capsys, split="kfold", folds=3)["notes"]
     assert [note[:25] for note in notes] == [f"fold {i} of 3: the best l2," for i in (1, 2, 3)]

@@ -11,8 +11,8 @@ import pytest
 from probe_problem import blobs, write_store
 from tiny_model import run_job
 
-from featx.probe.layer_choice import LayerChoice, best_layer
-from featx.probe.metrics import Predictions
+from featx.analysis.probe.layer_choice import LayerChoice, best_layer
+from featx.analysis.probe.metrics import Predictions
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 

@@ -13,8 +13,8 @@ from made_store import MadeRun, make_labelled
 from PIL import Image
 from tiny_model import extract, run_job
 
-from featx.data.key_forms import box_key, frame_key
 from featx.errors import DataError
+from featx.sources.key_forms import box_key, frame_key
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -124,7 +124,7 @@ def test_what_is_not_checked_is_said(
 ) -> None:
     run_with().write(Path("store"), packed=True)
     assert "is streamed" in probe(memory_gib=0.0)["near_duplicates"]["not_checked"]
-    monkeypatch.setattr("featx.probe.leakage.MAX_PRODUCTS", 1000)
+    monkeypatch.setattr("featx.analysis.probe.leakage.MAX_PRODUCTS", 1000)
     assert probe()["near_duplicates"]["rows"] is None
     capsys.readouterr()
     run_job("probe", store="store", device="cpu")

@@ -17,8 +17,8 @@ from tiny_model import KEYS, extract, run_job
 
 import featx
 from featx.errors import ConfigError, StoreError, TooManyFailuresError
-from featx.run import failed_rows
-from featx.run.stopping import Interrupted
+from featx.pipeline import row_failures
+from featx.pipeline.stop_signals import Interrupted
 from featx.store import session as session_module
 from featx.types import Status
 
@@ -216,7 +216,7 @@ def test_too_many_failures_stop_a_long_run_early_and_resumably(
     whole = extract(photos, out="whole", **LENIENT)
     sound = spoil(photos, [0, 1, 2])
     strict = {**LENIENT, "max_failures": 2}
-    monkeypatch.setattr(failed_rows, "EARLY_STOP_S", 0.0)
+    monkeypatch.setattr(row_failures, "EARLY_STOP_S", 0.0)
     with pytest.raises(TooManyFailuresError, match=r"3 of the first \d+ images failed") as stopped:
         extract(photos, **strict)
     assert stopped.value.exit_code == 1

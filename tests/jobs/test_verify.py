@@ -211,7 +211,7 @@ def test_of_a_part_with_a_damaged_chunk_only_its_rows_are_extracted_again(
         file["features/conv"][9] = 0
     computed.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("featx.run.retry.compute_rows", raises_runtime_error)
+        patch.setattr("featx.pipeline.retry.compute_rows", raises_runtime_error)
         with pytest.raises(RuntimeError):
             look(capsys, verify={"repair": True})
     store = featx.open("store")
@@ -360,7 +360,7 @@ def test_a_running_writer_keeps_repair_out(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from featx.errors import StoreLockedError
-    from featx.store.commit import exclusive_lock
+    from featx.storage.local_folder import exclusive_lock
 
     extract(photos)
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)

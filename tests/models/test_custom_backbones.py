@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from torchvision.transforms import v2
 
 import featx
+from featx.config import ModelConfig, TransformConfig
 from featx.errors import ModelError, WeightsError
-from featx.loading.preprocess import check_reference
+from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone
-from featx.options import ModelConfig, TransformConfig
 
 TINY = """
 import torch

@@ -11,7 +11,7 @@ import torch
 from tiny_model import MODEL, extract, run_job
 from torch import nn
 
-from featx.engine import Compute, Engine
+from featx.engine.engine import Compute, Engine
 from featx.errors import RunError
 from featx.models.base import Backbone, state_sha256
 from featx.models.custom import preprocess_of
@@ -121,7 +121,7 @@ def test_batch_statistics_do_not_move_and_whole_numbers_stay_whole() -> None:
 
 
 def preprocess_of_tiny() -> Any:
-    from featx.options import TransformConfig
+    from featx.config import TransformConfig
 
     return preprocess_of(TransformConfig(resize=32, crop=32))
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import featx
+from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.loading.preprocess import check_reference
+from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.models.packaged import rename_keys
-from featx.options import ModelConfig
 
 
 def build(weights: str | None = "default", seed: int = 0) -> Backbone:

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from featx.config import ModelConfig
 from featx.errors import ModelError
 from featx.models import registered_names, resolve_library
-from featx.options import ModelConfig
 
 
 def test_torchvision_names_are_those_it_registers() -> None:
@@ -74,7 +74,7 @@ def test_a_name_of_another_library_is_unknown_to_this_one() -> None:
 def test_an_unknown_name_is_told_without_importing_torch() -> None:
     program = (
         "import sys\n"
-        "from featx.config import ModelConfig\n"
+        "from featx.config.run_config import ModelConfig\n"
         "from featx.errors import ModelError\n"
         "from featx.models import resolve_library\n"
         "try:\n"

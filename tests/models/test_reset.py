@@ -10,10 +10,10 @@ import torch
 from tiny_model import MODEL, Tiny, extract
 from torch import nn
 
+from featx.config import ModelConfig
 from featx.errors import ConfigError, ModelError, StoreMismatchError
 from featx.models import build_backbone
 from featx.models.base import Backbone, random_id, reset_weights
-from featx.options import ModelConfig
 from featx.store.manifest import load_manifest
 
 

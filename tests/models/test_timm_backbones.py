@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 
+from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.loading.preprocess import check_reference
+from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded, state_sha256
-from featx.options import ModelConfig
 
 
 def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone:
@@ -41,7 +41,7 @@ def test_default_weights_come_from_the_hubs_cache(tmp_path: Path) -> None:
     (folder / "refs" / "main").write_text("0" * 40)
     save_file(module.state_dict(), snapshot / "model.safetensors")
     program = (
-        "from featx.config import ModelConfig\n"
+        "from featx.config.run_config import ModelConfig\n"
         "from featx.models import build_backbone\n"
         "backbone = build_backbone(ModelConfig(name='test_vit', library='timm'), 0)\n"
         "print(backbone.weights, backbone.weights_sha256)\n"

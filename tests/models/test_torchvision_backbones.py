@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torchvision import models
 from torchvision.models import ResNet18_Weights
 
+from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.loading.preprocess import check_reference
+from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded
-from featx.options import ModelConfig
 
 State = dict[str, torch.Tensor]
 

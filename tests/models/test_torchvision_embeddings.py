@@ -11,13 +11,13 @@ from tiny_engine import backbone_of, noise
 from torch import nn
 from torchvision import models
 
-from featx.engine import Compute, Engine
+from featx.config import ModelConfig, ReduceConfig
+from featx.engine.engine import Compute, Engine
 from featx.errors import LayerError
+from featx.layers.selection import select
 from featx.models import build_backbone
 from featx.models.base import Backbone, seeded
 from featx.models.torchvision import classifier_of
-from featx.options import ModelConfig, ReduceConfig
-from featx.taps.select import select
 
 LAST = {
     "alexnet": ("classifier.6", 64),

@@ -21,13 +21,13 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from featx.engine import Compute, Engine
+from featx.config import ReduceConfig
+from featx.engine.engine import Compute, Engine
 from featx.errors import FeatxError, LayerError, ReduceError
+from featx.layers.selection import select
+from featx.layers.trace import Tap
 from featx.models.base import Backbone
 from featx.models.timm import wrap
-from featx.options import ReduceConfig
-from featx.taps.select import select
-from featx.taps.traces import Tap
 
 DOCS = Path(__file__).parents[2] / "docs" / "layers.md"
 BEGIN, END = "<!-- survey of timm: begin -->", "<!-- survey of timm: end -->"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from featx.store.commit import Disk
+from featx.storage.local_folder import Disk
 
 SYSTEM_CALLS = ("open", "pwrite", "fsync", "close", "link", "unlink", "replace", "rename",
                 "posix_fallocate", "ftruncate", "mkdir")  # fmt: skip

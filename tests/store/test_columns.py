@@ -11,7 +11,6 @@ import pytest
 from made_store import MadeRun, dataset_digests, edited, make_added, make_grown, make_run
 
 from featx.errors import StoreError, StoreMismatchError
-from featx.store.check import check_store
 from featx.store.listing import (
     compare_listing,
     in_stored_order,
@@ -23,6 +22,7 @@ from featx.store.listing import (
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside, take_apart
+from featx.store.verification import check_store
 from featx.types import Listing
 
 COLUMNS = ("age", "good", "patient", "slide")

@@ -19,7 +19,9 @@ from processes import killed_at_sync
 from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError
-from featx.store.commit import Disk, ReservedFile, exclusive_lock, write_all
+from featx.storage.durability import write_all
+from featx.storage.local_folder import Disk, exclusive_lock
+from featx.storage.reserved_file import ReservedFile
 
 CONTENT = bytes(range(256)) * 40
 
@@ -282,7 +284,7 @@ class TestReservedFile:
 
 HOLD = """
 import sys, pathlib
-from featx.store.commit import exclusive_lock
+from featx.storage.local_folder import exclusive_lock
 with exclusive_lock(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -381,7 +383,7 @@ def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
 ) -> None:
     """Jobs that lock no folder tell the two apart by a lock on the temporary file itself."""
     path, disk = tmp_path / "report [1].html", Disk(tmp_path)
-    code = "from pathlib import Path; from featx.store.commit import Disk; "
+    code = "from pathlib import Path; from featx.storage.local_folder import Disk; "
     code += f"path = Path({str(path)!r}); disk = Disk(path.parent)\n{KILLED[how]}"
     killed_at_sync(code, path.name)
     [dead] = temporary_files(tmp_path)

@@ -27,7 +27,7 @@ from made_store import MadeRun, dataset_digests, make_grown, make_run, temporary
 from system_calls import Calls, watched
 
 from featx.errors import FeatxError, RunError, StoreError, StoreLockedError
-from featx.store import files
+from featx.store import hdf5_files
 from featx.store.manifest import read_manifest
 from featx.store.pack import pack, pack_in_child
 from featx.store.reader import FeatureStore
@@ -378,8 +378,8 @@ import fcntl, sys
 from pathlib import Path
 from featx.errors import FeatxError, StoreLockedError
 from made_store import make_run
-import featx.store.commit
-featx.store.commit.RETRY_WAITS_S = ()
+import featx.storage.durability
+featx.storage.durability.RETRY_WAITS_S = ()
 if sys.argv[1] == "no locks":
     fcntl.flock = lambda *_: None
 made = make_run(num_rows=13, part_rows=2, failed=[2, 7])
@@ -639,7 +639,7 @@ def test_a_packed_file_of_another_run_is_not_opened_as_this_store(quick: Path) -
 FAILING_READ = """
 import errno, io, os, sys
 from pathlib import Path
-import featx.store.files as files
+import featx.store.hdf5_files as files
 from featx.errors import StoreError
 from made_store import make_run
 
@@ -671,13 +671,13 @@ def test_a_part_that_goes_between_the_look_and_the_open_is_read_from_the_packed_
 ) -> None:
     root = FIRST.finish(quick / "store")
     store = FeatureStore(root)
-    real = files.open_hdf5
+    real = hdf5_files.open_hdf5
 
     def packed_meanwhile(path: Path, **options: Any) -> h5py.File:
         if path.parent.name == "parts" and path.exists():
-            monkeypatch.setattr(files, "open_hdf5", real)
+            monkeypatch.setattr(hdf5_files, "open_hdf5", real)
             FIRST.finish(root, packed=True)
         return real(path, **options)
 
-    monkeypatch.setattr(files, "open_hdf5", packed_meanwhile)
+    monkeypatch.setattr(hdf5_files, "open_hdf5", packed_meanwhile)
     assert np.array_equal(store["flat"][:], FIRST.expected("flat"), equal_nan=True)

@@ -13,12 +13,12 @@ import pytest
 from made_store import MadeRun, make_added, make_run
 from object_server import Watch, upload
 
-from featx import s3
 from featx.errors import ConfigError, MissingExtraError, ObjectStoreError, StoreError
-from featx.object_path import ObjectPath, place_of
-from featx.store.check import check_store
+from featx.storage import s3_client
+from featx.storage.s3_path import ObjectPath, place_of
 from featx.store.reader import FeatureStore
 from featx.store.status import store_status
+from featx.store.verification import check_store
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of botocore's own
 
@@ -144,7 +144,7 @@ def test_an_object_that_was_replaced_is_refused(tmp_path: Path, bucket: str) -> 
     store["wide"][0]
     other = make_run(8192, 1024, {"wide": (128,)}, seed=5).identified()
     other.write(tmp_path / "other", packed=True)
-    s3.write(bucket, "run/features.h5", (tmp_path / "other" / "features.h5").read_bytes())
+    s3_client.write(bucket, "run/features.h5", (tmp_path / "other" / "features.h5").read_bytes())
     with pytest.raises(StoreError, match=r"features\.h5: it was replaced|cannot read .*replaced"):
         store["wide"][4000]
 
@@ -158,7 +158,7 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
     root = upload(tmp_path / "run", f"s3://{bucket}/run")
     assert check_store(root).complete
     # Answers that fail are no damage, whichever of them it is.
-    request, made, last = s3.request, [0], [10**6]
+    request, made, last = s3_client.request, [0], [10**6]
 
     def failing(operation: str, **parameters: Any) -> dict[str, Any]:
         made[0] += 1
@@ -166,7 +166,7 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
             raise OSError(5, "the server fails", "s3://there")
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3, "request", failing)
+    monkeypatch.setattr(s3_client, "request", failing)
     assert check_store(root).complete
     count, made[0] = made[0], 0
     for last[0] in [*range(20), *range(20, count, 7)]:
@@ -177,10 +177,10 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
     path = tmp_path / "run" / "parts" / "part-000003.h5"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
-    s3.write(bucket, "run/parts/part-000003.h5", bytes(data))
+    s3_client.write(bucket, "run/parts/part-000003.h5", bytes(data))
     found = check_store(root)
     assert [damage.path.name for damage in found.damages] == ["part-000003.h5"]
-    s3.delete(bucket, "run/parts/part-000005.h5")
+    s3_client.delete(bucket, "run/parts/part-000005.h5")
     assert check_store(root).missing == ["part-000005.h5"]
 
 
@@ -202,7 +202,7 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
     run = make_run(400, 8).identified()
     run.write(tmp_path / "run")
     root = upload(tmp_path / "run", f"s3://{bucket}/rün 1 + 2%41")
-    request, pages = s3.request, []
+    request, pages = s3_client.request, []
 
     def short(operation: str, **parameters: Any) -> dict[str, Any]:
         if operation == "list_objects_v2":
@@ -210,7 +210,7 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
             parameters.setdefault("MaxKeys", 7)
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3, "request", short)
+    monkeypatch.setattr(s3_client, "request", short)
     check_rows(FeatureStore(str(root)), run)
     assert len(pages) >= 8
     assert len(list(root.entries())) == 50 + 4
@@ -219,18 +219,18 @@ def test_long_lists_come_in_pieces_and_names_may_be_odd(
 def test_what_is_no_store_is_told(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StoreError, match=rf"there is no store at s3://{bucket}/nothing"):
         FeatureStore(f"s3://{bucket}/nothing")
-    s3.write(bucket, "some/file.txt", b"text")
+    s3_client.write(bucket, "some/file.txt", b"text")
     with pytest.raises(StoreError, match="holds no store"):
         FeatureStore(f"s3://{bucket}/some")
-    s3.write(bucket, "some/empty.h5", b"")
+    s3_client.write(bucket, "some/empty.h5", b"")
     for name in ("empty.h5", "file.txt"):
         with pytest.raises(StoreError, match=name):
             FeatureStore(f"s3://{bucket}/some/{name}")
     with pytest.raises(StoreError, match="no such bucket"):
         FeatureStore("s3://no-such-bucket/run")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(s3, "ATTEMPTS", 1)
-    s3.client.cache_clear()
+    monkeypatch.setattr(s3_client, "ATTEMPTS", 1)
+    s3_client.client.cache_clear()
     with pytest.raises(StoreError, match=r"EndpointConnectionError.*127\.0\.0\.1:9"):
         FeatureStore(f"s3://{bucket}/run")
 
@@ -246,16 +246,16 @@ def test_without_credentials_it_says_so(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     with pytest.raises(StoreError, match=r"NoCredentialsError.*set AWS_ACCESS_KEY_ID and"):
         FeatureStore("s3://bucket/run")
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
 
 
 def test_without_botocore_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    s3.client.cache_clear()
+    s3_client.client.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] == "botocore"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "botocore", None)
@@ -268,8 +268,8 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
 ) -> None:
     from botocore.exceptions import ReadTimeoutError
 
-    s3.write(bucket, "some/key", b"content")
-    client, broken = s3.client, []
+    s3_client.write(bucket, "some/key", b"content")
+    client, broken = s3_client.client, []
 
     class Body:
         def __init__(self, real: Any) -> None:
@@ -287,20 +287,20 @@ def test_an_answer_that_breaks_off_is_asked_for_again(
             answer = client(0).get_object(**parameters)
             return {**answer, "Body": Body(answer["Body"])}
 
-    monkeypatch.setattr(s3, "client", lambda process: BreakingOff())
+    monkeypatch.setattr(s3_client, "client", lambda process: BreakingOff())
     most = 2
-    assert s3.read(bucket, "some/key")[0] == b"content"
+    assert s3_client.read(bucket, "some/key")[0] == b"content"
     most = 99
     with pytest.raises(ObjectStoreError, match=r"s3://.*/some/key: ReadTimeoutError"):
-        s3.read(bucket, "some/key")
-    assert len(broken) == 2 + s3.ATTEMPTS
+        s3_client.read(bucket, "some/key")
+    assert len(broken) == 2 + s3_client.ATTEMPTS
 
 
 @pytest.mark.parametrize(
     ("code", "kind", "said"),
     [
         ("NoSuchKey", FileNotFoundError, "No such file"),
-        ("PreconditionFailed", s3.TakenError, "PreconditionFailed"),
+        ("PreconditionFailed", s3_client.TakenError, "PreconditionFailed"),
         ("AccessDenied", ObjectStoreError, r"the server refuses it \(AccessDenied: why\)"),
         ("ExpiredToken", ObjectStoreError, r"the server refuses it \(ExpiredToken: why\)"),
         ("NoSuchBucket", ObjectStoreError, r"there is no such bucket \(NoSuchBucket: why\)"),
@@ -317,9 +317,9 @@ def test_what_a_server_answers_is_told(
             error = {"Code": code, "Message": "why.", "AWSAccessKeyId": "the-id-of-somebody"}
             raise exceptions.ClientError({"Error": error}, "HeadObject")
 
-    monkeypatch.setattr(s3, "client", lambda process: Refusing())
+    monkeypatch.setattr(s3_client, "client", lambda process: Refusing())
     with pytest.raises(kind, match=said) as told:
-        s3.look("bucket", "some/key")
+        s3_client.look("bucket", "some/key")
     assert told.value.errno is not None, "it would count as damage of a file"
     assert "the-id-of-somebody" not in str(told.value)
 

@@ -16,18 +16,18 @@ import pytest
 from made_store import MadeRun, make_added, make_run
 from object_server import MemoryServer, Watch, upload
 
-from featx import s3
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
-from featx.object_path import ObjectPath, place_of
-from featx.store import commit, layout, object_file
-from featx.store.check import check_store
+from featx.storage import durability, s3_client, s3_file
+from featx.storage.s3_file import fetched_ahead
+from featx.storage.s3_folder import ObjectDisk
+from featx.storage.s3_path import ObjectPath, place_of
+from featx.store import layout
 from featx.store.heartbeat import Heartbeat, signs_of_life
-from featx.store.object_disk import ObjectDisk
-from featx.store.object_file import fetched_ahead
 from featx.store.part_files import look_at_parts
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
 from featx.store.session import StoreSession
+from featx.store.verification import check_store
 
 RUN = make_run(21, 8, failed=(4, 17)).identified()
 
@@ -67,7 +67,7 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "RETRY_WAITS_S", (0, 0))
+    monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
 
 
 def check_store_of(run: MadeRun, root: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_store_is_written_found_again_and_read(
 
 
 def test_what_stands_for_a_server_answers_as_one(bucket: str) -> None:
-    servers = s3.request, MemoryServer()
+    servers = s3_client.request, MemoryServer()
 
     def both(operation: str, **parameters: Any) -> None:
         answers = []
@@ -190,14 +190,14 @@ def test_whatever_fails_at_any_request_the_same_command_goes_on(
     for at in range(1, 200):
         root, request = place_of("s3://memory/run"), MemoryServer()
         faulty = Faulty(request, at, kind)
-        monkeypatch.setattr(s3, "request", faulty)
+        monkeypatch.setattr(s3_client, "request", faulty)
         ended = False
         try:
             finish(RUN, root)
             ended = True
         except (KilledError, StoreError, RunError):
             pass
-        monkeypatch.setattr(s3, "request", request)  # the same objects, and nothing fails
+        monkeypatch.setattr(s3_client, "request", request)  # the same objects, and nothing fails
         if ended:
             check_store_of(RUN, root)
         elif root.is_dir():
@@ -248,14 +248,14 @@ def test_a_resume_fetches_parts_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     # Each part has several blocks, and its metadata at both ends.
     run = make_run(256, 4, failed=(9, 200), shapes={"flat": (9000,)}).identified()
     root, memory = place_of("s3://memory/run"), MemoryServer()
-    monkeypatch.setattr(s3, "request", memory)
+    monkeypatch.setattr(s3_client, "request", memory)
     finish(run, root)
     counted = Counted(memory)
-    monkeypatch.setattr(s3, "request", counted)
+    monkeypatch.setattr(s3_client, "request", counted)
     with run.session(root).hold() as session:
         assert session.whole
         assert session.failures == list(run.failures)
-    assert 4 < counted.most <= s3.CONNECTIONS
+    assert 4 < counted.most <= s3_client.CONNECTIONS
     parts = [key for key in counted.keys if "/parts/part-" in key]
     assert {parts.count(key) for key in parts} == {2}  # no block twice
     found = [(part.index, problem) for part, problem, _ in look_at_parts(
@@ -269,7 +269,7 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
     for number in range(200):
         memory("put_object", Bucket="memory", Key=f"run/{number:03d}", Body=b"x" * 100)
     counted = Counted(memory)
-    monkeypatch.setattr(s3, "request", counted)
+    monkeypatch.setattr(s3_client, "request", counted)
     paths = [place_of(f"s3://memory/run/{number:03d}") for number in range(200)]
     files = fetched_ahead(paths)
     for number in range(3):
@@ -277,11 +277,11 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
         assert opened is not None
         assert opened().pread(3, 0) == b"xxx"
         time.sleep(0.2)
-        assert len(counted.keys) <= 1 + number + object_file._FILES_AHEAD
+        assert len(counted.keys) <= 1 + number + s3_file._FILES_AHEAD
     files.close()
     before = len(counted.keys)
     time.sleep(0.2)
-    assert len(counted.keys) <= before + s3.CONNECTIONS
+    assert len(counted.keys) <= before + s3_client.CONNECTIONS
     assert list(fetched_ahead([Path("a"), Path("b")])) == [None, None]
 
 
@@ -291,7 +291,7 @@ def test_what_cannot_be_fetched_now_is_no_damage(
 ) -> None:
     run = make_run(160, 4, shapes={"flat": (9000,)}).identified()
     root, memory = place_of("s3://memory/run"), MemoryServer()
-    monkeypatch.setattr(s3, "request", memory)
+    monkeypatch.setattr(s3_client, "request", memory)
     finish(run, root)
 
     def failing(operation: str, **parameters: Any) -> dict[str, Any]:
@@ -299,10 +299,10 @@ def test_what_cannot_be_fetched_now_is_no_damage(
             raise ObjectStoreError(error, "the server fails", "s3://there")
         return memory(operation, **parameters)
 
-    monkeypatch.setattr(s3, "request", failing)
+    monkeypatch.setattr(s3_client, "request", failing)
     with pytest.raises(StoreError, match=r"part-000020.h5: s3://there: the server fails"):
         finish(run, root)
-    monkeypatch.setattr(s3, "request", memory)
+    monkeypatch.setattr(s3_client, "request", memory)
     assert not list((root / layout.QUARANTINE).glob("*"))
     finish(run, root)
     check_store_of(run, root)
@@ -355,7 +355,7 @@ def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replac
 ) -> None:
     part = finished / layout.PARTS / layout.part_name(1)
     data = part.read_bytes()
-    s3.write(part.bucket, part.key, data[: len(data) // 2])
+    s3_client.write(part.bucket, part.key, data[: len(data) // 2])
     with caplog.at_level(logging.WARNING):
         finish(RUN, finished)
     assert "part-000001.h5 does not count" in caplog.text
@@ -364,19 +364,19 @@ def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replac
     [kept] = (finished / layout.QUARANTINE).glob("*")
     assert kept.read_bytes() == data[: len(data) // 2]
     # Another writer looked at the damaged part, and acts on that only now.
-    s3.write(part.bucket, part.key, data[: len(data) // 2])
-    look = s3.look
+    s3_client.write(part.bucket, part.key, data[: len(data) // 2])
+    look = s3_client.look
 
-    def replaced_after(bucket: str, key: str) -> s3.Entry:
+    def replaced_after(bucket: str, key: str) -> s3_client.Entry:
         found = look(bucket, key)
-        s3.write(part.bucket, part.key, data)
+        s3_client.write(part.bucket, part.key, data)
         return found
 
-    s3.look = replaced_after
+    s3_client.look = replaced_after
     try:
         ObjectDisk(finished).set_aside(part, finished / layout.QUARANTINE)
     finally:
-        s3.look = look
+        s3_client.look = look
     assert part.read_bytes() == data
 
 
@@ -384,7 +384,7 @@ def test_damage_that_verify_finds_is_repaired(finished: ObjectPath) -> None:
     part = finished / layout.PARTS / layout.part_name(2)
     data = bytearray(part.read_bytes())
     data[data.index(RUN.features["flat"][18].tobytes())] ^= 1
-    s3.write(part.bucket, part.key, bytes(data))
+    s3_client.write(part.bucket, part.key, bytes(data))
     report = check_store(finished)
     assert [damage.path for damage in report.damages] == [part]
     set_damage_aside(report)
@@ -397,13 +397,13 @@ def test_damage_that_verify_finds_is_repaired(finished: ObjectPath) -> None:
 def test_a_server_that_ignores_a_condition_is_refused(
     places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch, condition: str
 ) -> None:
-    request = s3.request
+    request = s3_client.request
 
     def careless(operation: str, **parameters: Any) -> dict[str, Any]:
         parameters.pop(condition, None)
         return request(operation, **parameters)
 
-    monkeypatch.setattr(s3, "request", careless)
+    monkeypatch.setattr(s3_client, "request", careless)
     root = next(places)
     with pytest.raises(StoreError, match=f"does not keep to {condition} of a PUT"):
         finish(RUN, root)
@@ -416,7 +416,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
     from botocore.exceptions import ClientError
 
     root, made, slept = next(places), [], []
-    client = s3.client
+    client = s3_client.client
 
     class Conflicting:
         def __init__(self, real: Any) -> None:
@@ -432,8 +432,8 @@ def test_a_server_that_asks_for_patience_is_asked_again(
 
             return call
 
-    monkeypatch.setattr(s3, "client", lambda process: Conflicting(client(process)))
-    monkeypatch.setattr(s3.time, "sleep", slept.append)
+    monkeypatch.setattr(s3_client, "client", lambda process: Conflicting(client(process)))
+    monkeypatch.setattr(s3_client.time, "sleep", slept.append)
     finish(RUN, root)
     check_store_of(RUN, root)
     assert len(slept) == 2 * made.count("put_object") / 3

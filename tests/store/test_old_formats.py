@@ -11,10 +11,10 @@ import pytest
 from made_store import MadeRun, dataset_digests, make_added, make_run
 
 from featx.errors import StoreError
-from featx.store.check import check_store
 from featx.store.manifest import read_manifest
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
+from featx.store.verification import check_store
 
 FORMAT_1 = Path(__file__).parent / "format_1"
 

@@ -18,10 +18,10 @@ from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, pack_alone, temporary_files
 from processes import killed_at_sync
 
+from featx.base.fingerprint import digest
 from featx.errors import RunError, StoreError
-from featx.fingerprint import digest
+from featx.storage.local_folder import Disk
 from featx.store import layout
-from featx.store.commit import Disk
 from featx.store.leftovers import leftover_bytes
 from featx.store.manifest import Manifest
 from featx.store.pack import check_chunks, pack, pack_store, packed_size_bound

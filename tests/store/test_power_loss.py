@@ -26,12 +26,14 @@ from made_store import MadeRun, dataset_digests, make_run
 from system_calls import DiskModel, File, Op, Recording, Tree
 
 from featx.errors import FeatxError, StoreError
-from featx.store.check import check_store
-from featx.store.commit import TEMPORARY, Disk, ReservedFile, write_all
+from featx.storage.durability import write_all
+from featx.storage.local_folder import TEMPORARY, Disk
+from featx.storage.reserved_file import ReservedFile
 from featx.store.listing import listing_identity
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
+from featx.store.verification import check_store
 
 STORE = "runs/store"
 

@@ -15,13 +15,13 @@ import pytest
 from made_store import MadeRun, dataset_digests, joined, make_added, make_run, temporary_files
 
 from featx.errors import RunError, StoreError, StoreLockedError
+from featx.storage.local_folder import Disk
 from featx.store import layout
-from featx.store.check import check_store
-from featx.store.commit import Disk
 from featx.store.manifest import read_manifest
 from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
 from featx.store.session import missing_parts
+from featx.store.verification import check_store
 from featx.types import Status
 
 pytestmark = pytest.mark.usefixtures("without_sync")
@@ -341,7 +341,7 @@ def test_a_packed_file_that_cannot_be_read_now_is_left_where_it_is(
     def failing(path: Path) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("featx.store.recovery.open_for_a_look", failing)
+    monkeypatch.setattr("featx.store.chunk_table.open_for_a_look", failing)
     with pytest.raises(StoreError, match="When it can be read"):
         set_damage_aside(report)
     assert (tmp_path / "features.h5").exists()

@@ -21,12 +21,12 @@ from made_store import (
 )
 
 from featx.errors import StoreError, StoreMismatchError
-from featx.store.check import check_store
-from featx.store.commit import Disk
+from featx.storage.local_folder import Disk
 from featx.store.listing import in_stored_order, read_listing
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 from featx.store.session import remove_parts
+from featx.store.verification import check_store
 from featx.types import Listing, Status
 
 ONE = {"flat": (5,), "map": (3, 2, 2)}

@@ -17,8 +17,8 @@ from made_store import MadeRun, make_run
 from tiny_model import run_job
 
 from featx.errors import StoreError
+from featx.storage.local_folder import Disk
 from featx.store import heartbeat
-from featx.store.commit import Disk
 from featx.store.heartbeat import Heartbeat, pid_namespace, signs_of_life
 from featx.store.pack import pack
 from featx.store.status import store_status

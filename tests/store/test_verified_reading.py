@@ -16,7 +16,7 @@ from object_server import Watch, upload
 
 import featx
 from featx.errors import ConfigError, StoreError
-from featx.store.pipeline import Pipeline
+from featx.store.filter_pipeline import Pipeline
 from featx.store.reader import FeatureStore
 
 pytestmark = pytest.mark.usefixtures("without_sync")

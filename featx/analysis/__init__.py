@@ -1,0 +1,1 @@
+"""What features tell: statistics, attributions, probes, predictions, neighbours, similarity."""

@@ -1,0 +1,381 @@
+"""Why did the model say so: heat maps of one number of the model over the pixels of each picture.
+
+    saliency               largest |d number / d pixel| of the three channels
+    input_x_gradient       gradient times normalised input, summed over channels
+    gradcam                activations of a layer, weighted by their mean gradients
+    guided_gradcam         the same over the input, times the gradient of guided backpropagation
+    integrated_gradients   gradients between a baseline and the picture, by Captum
+    occlusion              what the number loses where a square is hidden, by Captum
+
+The first three share one pass: Captum, asked for each, makes one for the classes and one more for
+each method. tests/analysis/test_attribution.py compares them with Captum's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from featx.analysis.attribution.captum_methods import (
+    Explained,
+    baseline,
+    captum_version,
+    integrated_gradients,
+    occlusion,
+)
+from featx.analysis.attribution.gradcam import grad_cam, kept_output, map_view
+from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
+from featx.config import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
+from featx.engine.batch_independence import Buffers, check_row
+from featx.engine.engine import COMPUTE_DTYPES, Compute, Engine, Formats, spec_of
+from featx.errors import ConfigError, LayerError
+from featx.layers.gradient_target import logits_of, target_classes, values_of_classes
+from featx.layers.position_checks import check_positions
+from featx.layers.projection import StoredReduce
+from featx.layers.reductions import has_known_positions
+from featx.layers.selection import Selection, named_tap
+from featx.layers.stages import find_stages
+from featx.layers.trace import Tap, Trace
+from featx.models.base import Backbone
+from featx.types import LayerSpec
+
+NUMBERS = ("target", "score", "probability")
+"""Datasets beside the heat maps, one number a row: the class explained, its number, its softmax."""
+
+DELTA = "integrated_gradients_delta"
+"""The sum of a row's integrated gradients less what it should be."""
+
+_OF_THE_INPUT = ("saliency", "input_x_gradient")
+
+
+class Attributor(Engine):
+    """An Engine whose taps are attributions: one heat map a method, and the numbers explained.
+
+    Args:
+        backbone, device, store_dtype, target: as of an Engine.
+        options: the methods and their settings.
+    """
+
+    settles_for_fp32 = True
+    replicable = False
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        device: torch.device,
+        store_dtype: str,
+        target: str | int,
+        options: AttributeConfig,
+    ) -> None:
+        super().__init__(backbone, device, store_dtype, target)
+        height, width = backbone.preprocess.crop
+        window = options.window or max(1, min(height, width) // 7)
+        if window > min(height, width):
+            raise ConfigError(
+                f"attribute.window={window} does not fit into the {height} x {width} pixels that "
+                f"{backbone.name} sees."
+            )
+        if "occlusion" in options.methods:
+            stride = options.stride or max(1, window // 2)
+            if stride > window:
+                raise ConfigError(
+                    f"attribute.stride={stride} is larger than the window of {window} pixels: "
+                    "pixels between two squares would never be hidden."
+                )
+            options = replace(options, window=window, stride=stride)
+        self._captum = captum_version() if set(BY_CAPTUM) & set(options.methods) else ""
+        self._options = options
+        self._layer: Tap | None = None
+        self._maps: Tap | None = None
+        self._to_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Attributions are never compiled."""
+        return True
+
+    def select(self, traced: Trace) -> Selection:
+        """One tap a method and one a number; their names are those of the datasets.
+
+        Raises:
+            LayerError: attribute.layer or attribute.maps is not there, or no stage was found.
+        """
+        methods = self._options.methods
+        if set(OF_A_LAYER) & set(methods):
+            layer = self._options.layer or self._last_stage(traced)
+            self._layer = _module_tap("attribute.layer", layer, traced)
+        if self._options.maps is not None:
+            self._maps = _module_tap("attribute.maps", self._options.maps, traced)
+        taps = [self._tap(method) for method in methods]
+        if "integrated_gradients" in methods:
+            integrated = self._tap("integrated_gradients")
+            taps.append(replace(integrated, name=DELTA, dtype="float32"))
+        of_no_class = self._target in ("entropy", "logsumexp")
+        numbers = ("score",) if of_no_class else NUMBERS
+        about = f"number (target {self._target})"
+        taps += [Tap(name, "", about, dtype="float32") for name in numbers]
+        return Selection([(tap, ReduceConfig()) for tap in taps], [])
+
+    def _tap(self, method: str) -> Tap:
+        """The attribute `capture` of a method says everything that changes its values."""
+        settings = [f"target {self._target}"]
+        settings += [f"{key} {value}" for key, value in self._options.settings(method).items()]
+        settings += [f"captum {self._captum}"] if method in BY_CAPTUM else []
+        layer = self._layer.name if self._layer and method in OF_A_LAYER else ""
+        return Tap(method, layer, f"attribution ({', '.join(settings)})")
+
+    def _last_stage(self, traced: Trace) -> str:
+        """The last stage; of a transformer with a class token the one before.
+
+        Behind its last block only the class token counts, and the patches' gradients are zero.
+        """
+        try:
+            named = self.backbone.stages or ()
+            are_called = bool(named) and all(stage in traced.by_module for stage in named)
+            stages = list(named) if are_called else find_stages(traced)
+        except LayerError as error:
+            raise LayerError(
+                "no stages were found in this model; give attribute.layer, the last layer that "
+                "still is a map. job=layers lists the layers."
+            ) from error
+        shapes = list(traced.by_module[traced.names[stages[-1]]][0].outputs.values())
+        tokens = len(shapes) == 1 and len(shapes[0]) == 3 and self.backbone.num_prefix_tokens
+        return stages[-2] if tokens and len(stages) > 1 else stages[-1]
+
+    def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
+        """Fix what is computed, and prove that a row depends on its own picture only.
+
+        Raises:
+            LayerError: the layer is no map, or no gradient arrives there.
+            ModelError: the model gives no logits, has no rectifiers to guide, or mixes rows.
+        """
+        self._taps = [tap for tap, _ in chosen]
+        x = self._trial = self._trial_batch()
+        if "guided_gradcam" in self._options.methods:
+            check_rectifiers(self._module, x)
+        if self._maps is not None:
+            with (
+                self._named_failure(x),
+                torch.no_grad(),
+                kept_output(self._module, self._maps) as kept,
+            ):
+                self._module(x.clone())
+            row_shape = tuple(kept[0].shape[1:])
+            to_map = map_view(self._maps.name, row_shape, self.backbone)
+            self._check_positions_of(self._maps, row_shape, to_map)
+        with self._cheaply():
+            if self._layer is not None:
+                self._to_map = self._map_of_layer(x)
+            self.settle(Compute("fp32", False, False, len(x)))
+            values = self._pass(x)
+            buffers = Buffers(self._module)
+            again = self._pass(self._regrouped(x)[-1])
+            buffers.check()
+            # Occlusion is a small difference of large logits.
+            with self._named_failure(x), torch.no_grad():
+                logits = logits_of(self._module(x.clone()))
+            finite = logits[torch.isfinite(logits)].abs()
+            rounding = 1e-5 * float(finite.max()) if len(finite) else 0.0
+        for name in set(self._options.methods) & set(values):
+            check_row(name, values[name][0], again[name][-1], rounding)
+
+    def settle(self, compute: Compute, cast_once: bool = True) -> None:
+        """Fix how attributions are computed; may be called again with another choice."""
+        self._take(compute, cast_once)
+        self._forward = self._attributions
+
+    def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
+        """Nothing is folded: comparing heat maps takes hundreds of passes."""
+        with self._cheaply():
+            return replace(super().formats(images[:2], fold=False), values=None)
+
+    def seconds_per_image(
+        self,
+        images: torch.Tensor,
+        repeats: int = 3,
+        enough_s: float = float("inf"),
+        known: Mapping[str, torch.Tensor] | None = None,
+    ) -> float:
+        # Some methods take hundreds of passes, and the size of a part need not be known exactly.
+        return super().seconds_per_image(images[:2], repeats=1)
+
+    def specs(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> list[LayerSpec]:
+        """What a row of each dataset looks like."""
+        with self._cheaply():
+            values = self._pass(self._noise(3))
+        compute_dtype = COMPUTE_DTYPES[self.compute.precision]
+        return [spec_of(tap, config, values[tap.name], compute_dtype) for tap, config in chosen]
+
+    @contextlib.contextmanager
+    def _cheaply(self) -> Iterator[None]:
+        """For noise: few steps, few squares and no labels show the shapes, and whether rows mix."""
+        thorough, options = self._options, self._options
+        self._labels = None
+        if "integrated_gradients" in options.methods:
+            options = replace(options, steps=2)
+        if "occlusion" in options.methods:
+            side = min(self.backbone.preprocess.crop)
+            options = replace(options, window=(side + 1) // 2, stride=(side + 1) // 2)
+        self._options = options
+        try:
+            yield
+        finally:
+            self._options = thorough
+
+    def _attributions(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One batch (B, 3, H, W), normalised -> dataset name -> (B, ...) in the store's dtype."""
+        maps, output = self._plain_gradients(x)
+        classes = target_classes(output, self._target, self._labels)
+        score = values_of_classes(output, self._target, classes)
+        explain = Explained(self._module, self._target)
+        numbers = {"score": score}
+        if classes is not None:
+            numbers["target"] = classes
+            of_class = output.float().softmax(1).gather(1, classes[:, None])
+            numbers["probability"] = of_class[:, 0]
+        if "guided_gradcam" in self._options.methods:
+            with guided_rectifiers(self._module):
+                gradient = _input_gradient(explain, x, classes)
+            cam = F.interpolate(
+                maps["gradcam"][:, None], size=x.shape[2:], mode="bilinear", align_corners=False
+            )
+            maps["guided_gradcam"] = (gradient * cam).sum(1)
+        if "integrated_gradients" in self._options.methods:
+            steps = self._options.settings("integrated_gradients")["steps"]
+            maps["integrated_gradients"], numbers[DELTA] = integrated_gradients(
+                explain, x, classes, self._baseline(x), steps
+            )
+        if "occlusion" in self._options.methods:
+            given = self._options.settings("occlusion")
+            maps["occlusion"] = occlusion(
+                explain, x, classes, self._baseline(x), given["window"], given["stride"]
+            )
+        wanted = {tap.name for tap in self._taps}
+        kept = {
+            name: self._keeper.stored(name, value) for name, value in maps.items() if name in wanted
+        }
+        return kept | {n: value.float() for n, value in numbers.items() if n in wanted}
+
+    def _plain_gradients(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The methods that one backward pass serves, and the logits.
+
+        Where nobody asks for the input's gradient, the graph begins at the layer. Saliency: K.
+        Simonyan, A. Vedaldi, A. Zisserman, Deep Inside Convolutional Networks, 2014.
+        """
+        methods = self._options.methods
+        at_input = bool(set(_OF_THE_INPUT) & set(methods))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            kept = stack.enter_context(kept_output(self._module, self._layer))
+            leaf = x.detach().requires_grad_(at_input)
+            output = logits_of(self._module(leaf.clone()))  # a model may write to its input
+            score = values_of_classes(
+                output, self._target, target_classes(output, self._target, self._labels)
+            )
+            sources = [leaf] * at_input + kept
+            gradients = list(torch.autograd.grad(score.sum(), sources)) if sources else []
+        output, maps = output.detach(), {}
+        if at_input:
+            gradient = gradients.pop(0)
+            maps["saliency"] = gradient.abs().amax(1)
+            maps["input_x_gradient"] = (gradient * x).sum(1)
+        if kept:
+            maps["gradcam"] = grad_cam(
+                self._to_map(kept[0].detach()), self._to_map(gradients.pop(0))
+            )
+        return maps, output
+
+    def _map_of_layer(self, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The layer's tensor -> (B, C, h, w); of tokens the patches alone.
+
+        Raises:
+            LayerError: it is no map, or no gradient arrives at its positions.
+        """
+        tap = self._layer
+        assert tap is not None
+        with self._named_failure(x), torch.enable_grad(), kept_output(self._module, tap) as kept:
+            output = logits_of(self._module(x.clone()))
+            classes = target_classes(output, self._target, None)
+            score = values_of_classes(output, self._target, classes).sum()
+            reached = kept and score.requires_grad
+            gradient = torch.autograd.grad(score, kept, allow_unused=True)[0] if reached else None
+        if not kept:
+            raise LayerError(f"{tap.name} did not fire in a second pass; choose another layer.")
+        to_map = map_view(tap.name, tuple(kept[0].shape[1:]), self.backbone)
+        if to_map(kept[0]).shape[2:].numel() == 1:
+            raise LayerError(
+                f"{tap.name} has one position only, so it can say nothing of where. Give "
+                "attribute.layer in front of the pooling; job=layers lists the layers."
+            )
+        if gradient is None or not to_map(gradient).any():
+            raise LayerError(
+                f"no gradient of target={self._target} arrives at the positions of {tap.name}: "
+                "what the model says does not depend on them (behind a transformer's last block "
+                "only the class token counts). Give attribute.layer before that."
+            )
+        self._check_positions_of(tap, tuple(kept[0].shape[1:]), to_map)
+        return to_map
+
+    def _check_positions_of(
+        self, tap: Tap, row_shape: tuple[int, ...], to_map: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Where the shape leaves it open, positions lie as the image does; else ReduceError."""
+        if not has_known_positions(tap.name, row_shape, self.backbone.preprocess.crop):
+            x = self._noise(1)
+            with self._named_failure(x):
+                check_positions(self._module, [(tap, to_map)], x)
+
+    def _baseline(self, x: torch.Tensor) -> torch.Tensor:
+        return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)
+
+    def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
+        """What the layer that attribute.maps names gives for some images.
+
+        Args:
+            images: (B, 3, H, W), uint8 or normalised.
+
+        Returns:
+            (B, C, h, w) float32 on the CPU; of tokens the patches.
+
+        Raises:
+            LayerError: it is no map.
+        """
+        tap = self._maps
+        assert tap is not None
+        x = self._memory_format(self._normalised(images))
+        with (
+            self._named_failure(x),
+            torch.no_grad(),
+            self._autocast(),
+            kept_output(self._module, tap) as kept,
+        ):
+            self._module(x)
+        to_map = map_view(tap.name, tuple(kept[0].shape[1:]), self.backbone)
+        return to_map(kept[0]).float().cpu()
+
+
+def _module_tap(key: str, layer: str, traced: Trace) -> Tap:
+    """The tap of what a module gives.
+
+    Raises:
+        LayerError: there is no such module; an operation has no hooks to take a gradient by.
+    """
+    tap = named_tap(layer, traced)
+    if tap.operation or tap.capture != "output":
+        raise LayerError(
+            f"{key}={layer}: expected the name of a module, whose output is taken. job=layers "
+            "lists them."
+        )
+    return tap
+
+
+def _input_gradient(
+    explain: Explained, x: torch.Tensor, classes: torch.Tensor | None
+) -> torch.Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        return torch.autograd.grad(explain(leaf, classes).sum(), leaf)[0]

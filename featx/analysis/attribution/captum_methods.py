@@ -1,0 +1,131 @@
+"""The heat maps that Captum computes, integrated gradients and occlusion, and what it is given."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from featx.config import BY_CAPTUM
+from featx.errors import MissingExtraError
+from featx.layers.gradient_target import logits_of, values_of_classes
+
+_BLUR_SHARE = 1 / 16
+"""Standard deviation of baseline=blur, as a share of the picture's side."""
+
+
+def captum_version() -> str:
+    """Captum's version.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import captum.attr  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"attribute.method={' and '.join(BY_CAPTUM)} come with the extra attribution: "
+            'pip install "featx[attribution]". The other methods need no more than featx.'
+        ) from error
+    return importlib.metadata.version("captum")
+
+
+class Explained(nn.Module):
+    """The model as Captum wants it: one number per image, of classes that stay the same.
+
+    A class that were predicted anew would be another one where the picture is hidden or dark.
+    """
+
+    def __init__(self, module: nn.Module, target: str | int) -> None:
+        super().__init__()
+        self._module = module
+        self._target = target
+
+    def forward(self, x: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
+        # A model may write to its input, and Captum uses it again.
+        return values_of_classes(logits_of(self._module(x.clone())), self._target, classes)
+
+
+def integrated_gradients(
+    explain: Explained,
+    x: torch.Tensor,
+    classes: torch.Tensor | None,
+    baselines: torch.Tensor,
+    steps: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, W) summed over channels, and (B,) by how much their sum misses f(x) - f(baseline).
+
+    M. Sundararajan, A. Taly, Q. Yan, Axiomatic Attribution for Deep Networks, ICML 2017, by
+    Gauss-Legendre quadrature.
+
+    Args:
+        explain: f.
+        x: (B, 3, H, W), normalised.
+        classes: (B,) whose numbers are taken; None for a number of no class.
+        baselines: as x.
+        steps: of the quadrature.
+    """
+    from captum.attr import IntegratedGradients
+
+    integrated, delta = IntegratedGradients(explain).attribute(
+        x.detach(),
+        baselines=baselines,
+        additional_forward_args=classes,
+        n_steps=steps,
+        internal_batch_size=len(x),  # else all steps of all images are one batch
+        return_convergence_delta=True,
+    )
+    return integrated.sum(1).to(x.dtype), delta
+
+
+def occlusion(
+    explain: Explained,
+    x: torch.Tensor,
+    classes: torch.Tensor | None,
+    baselines: torch.Tensor,
+    window: int,
+    stride: int,
+) -> torch.Tensor:
+    """(B, H, W): by how much the number falls, mean of the squares that hide the pixel.
+
+    M. D. Zeiler, R. Fergus, Visualizing and Understanding Convolutional Networks, ECCV 2014.
+
+    Args:
+        explain, x, classes, baselines: as of `integrated_gradients`.
+        window: side of a square, in pixels; they lie `stride` apart.
+    """
+    from captum.attr import Occlusion
+
+    occluded: torch.Tensor = Occlusion(explain).attribute(
+        x,
+        sliding_window_shapes=(3, window, window),
+        strides=(3, stride, stride),
+        baselines=baselines,
+        additional_forward_args=classes,
+    )
+    return occluded[:, 0].to(x.dtype)  # the three channels are hidden together
+
+
+def baseline(
+    name: str, x: torch.Tensor, normalise: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What stands for no picture, (B, 3, H, W), normalised.
+
+    Args:
+        name: 'mean', 'black' or 'blur'.
+        x: the pictures, (B, 3, H, W), normalised.
+        normalise: (B, 3, H, W) uint8 -> normalised.
+    """
+    if name == "mean":
+        return torch.zeros_like(x)
+    if name == "black":
+        black = torch.zeros(1, 3, 1, 1, dtype=torch.uint8, device=x.device)
+        return normalise(black).expand_as(x).contiguous()
+    from torchvision.transforms.v2.functional import gaussian_blur
+
+    sigma = max(1.0, _BLUR_SHARE * min(x.shape[2:]))
+    radius = min(int(3 * sigma), min(x.shape[2:]) - 1)
+    blurred: torch.Tensor = gaussian_blur(x, [2 * radius + 1] * 2, [sigma] * 2)
+    return blurred

@@ -1,0 +1,77 @@
+"""Grad-CAM: a layer's channels weighted by their mean gradients, and how both are got hold of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.errors import LayerError, ReduceError
+from featx.layers import reductions
+from featx.layers.output_elements import path_to, pick, with_element
+from featx.layers.trace import Tap
+from featx.models.base import Backbone
+
+
+def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
+    """Grad-CAM of (B, C, h, w) activations and their gradients: (B, h, w) float32, at least 0.
+
+    relu(sum_c w_c A_c), w_c the mean gradient of channel c over positions: R. R. Selvaraju et al.,
+    Grad-CAM: Visual Explanations from Deep Networks via Gradient-based Localization, ICCV 2017.
+    """
+    weights = gradients.float().mean((2, 3))
+    return torch.einsum("bc,bchw->bhw", weights, activations.float()).relu()
+
+
+@contextlib.contextmanager
+def kept_output(module: nn.Module, tap: Tap | None) -> Iterator[list[torch.Tensor]]:
+    """Keep what a layer gives in the passes of the block, where its gradient can be asked for.
+
+    The model goes on with a copy: an in-place activation may follow. Where nothing before the layer
+    wants a gradient, the graph begins here.
+    """
+    kept: list[torch.Tensor] = []
+    if tap is None:
+        yield kept
+        return
+    calls = 0
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if tap.call not in (None, calls):
+            return output
+        tensor = pick(output, tap)
+        if torch.is_grad_enabled() and not tensor.requires_grad:
+            tensor = tensor.detach().requires_grad_()
+        kept.append(tensor)
+        return with_element(output, path_to(output, tap), tensor.clone())
+
+    layers = dict(module.named_modules(remove_duplicate=False))
+    handle = layers[tap.module].register_forward_hook(hook)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+def map_view(
+    name: str, row_shape: tuple[int, ...], backbone: Backbone
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes (B, C, h, w) of a layer's tensor.
+
+    Raises:
+        LayerError: its rows are neither a map nor patch tokens.
+    """
+    try:
+        return reductions.map_view(
+            "grid", name, row_shape, backbone.preprocess.crop, backbone.num_prefix_tokens
+        )
+    except ReduceError as error:
+        raise LayerError(
+            f"{name} gives rows of shape {row_shape}, expected a map (C, h, w) or (h, w, C) of the "
+            "picture's proportions, or patch tokens (T, C). job=layers lists every layer."
+        ) from error

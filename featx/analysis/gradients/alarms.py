@@ -1,0 +1,192 @@
+"""Alarms: which gradient is alarming, judged on the norms of one step."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from featx.analysis.gradients.flow import Flow
+from featx.analysis.gradients.norms import by_module
+from featx.errors import ConfigError, RunError
+
+MEDIAN_STEPS = 10
+"""Steps of an optimizer before `exploding_ratio` is looked at."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a gradient is alarming; NaN and Inf always are. None switches a limit off."""
+
+    exploding_norm: float | None = 1e6
+    """Norm of all the gradients of a step."""
+    exploding_ratio: float | None = 100.0
+    """The same norm, as a multiple of its median over the steps kept (from the 11th step on)."""
+    vanishing_ratio: float | None = 1e-8
+    """Norm of a module's own parameters, as a share of the largest such norm in the step."""
+    vanishing_steps: int = 10
+    """Consecutive steps a module must stay below that share."""
+
+    def __post_init__(self) -> None:
+        for name in ("exploding_norm", "exploding_ratio", "vanishing_ratio"):
+            check_positive(f"limits.{name}", getattr(self, name))
+        if self.vanishing_ratio is not None and self.vanishing_ratio >= 1:
+            raise ConfigError(
+                f"limits.vanishing_ratio={self.vanishing_ratio}: expected a share below 1."
+            )
+        if self.vanishing_steps < 1:
+            raise ConfigError(f"limits.vanishing_steps={self.vanishing_steps}: expected 1 or more.")
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One finding. `str(alarm)` is a sentence that says all of it."""
+
+    kind: str
+    """nan, inf, exploding or vanishing."""
+    step: int
+    """Counted from 1 in the block."""
+    layers: tuple[str, ...]
+    """Where it arose: usually one module; '' is the watched model itself. Empty: outside it."""
+    parameters: tuple[str, ...]
+    """The parameters whose gradients show it, in the model's order."""
+    norm: float
+    """Of the first of `parameters`, or of all gradients (exploding)."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} gradient in step {self.step}: {self.reason}"
+
+
+class GradientAlarm(RunError):  # noqa: N818, an alarm is what it is
+    """A gradient vanishes, explodes, is NaN or Inf; the optimizer's step was not done."""
+
+    def __init__(self, alarm: Alarm) -> None:
+        super().__init__(alarm)
+        self.alarm = alarm
+
+
+@dataclass(frozen=True)
+class Step:
+    """The gradients of one optimizer step, before clipping, free of a scaler's factor."""
+
+    number: int
+    norm: float
+    """L2 norm over all of `parameters`."""
+    parameters: dict[str, float]
+    """L2 norm of each parameter that has a gradient. With clip_value, of what arrived before it
+    was clamped: the largest of the step's backward passes."""
+    layers: dict[str, float]
+    """L2 norm of the gradient at each module's output, over its calls and backward passes. Only
+    modules that a gradient reached; '' is the model."""
+
+
+class Judge:
+    """Finds the alarms of one step after another.
+
+    Args:
+        limits: when a gradient is alarming.
+        types: module name -> the name of its class, for messages.
+        keep_steps: over how many steps a median is taken.
+    """
+
+    def __init__(self, limits: Limits, types: Mapping[str, str], keep_steps: int) -> None:
+        self._limits = limits
+        self._types = types
+        self._keep_steps = keep_steps
+        self._totals: WeakKeyDictionary[Any, deque[float]] = WeakKeyDictionary()
+        self._quiet_steps: dict[str, int] = {}
+
+    def alarms(self, step: Step, flow: Flow, owner: object) -> list[Alarm]:
+        """What is alarming in a step; the worst first.
+
+        Args:
+            step: its norms.
+            flow: settled, for the place where a NaN arose.
+            owner: the optimizer; each has a median of its own.
+        """
+        found = self._not_finite(step, flow) or self._exploding(step, owner)
+        if math.isfinite(step.norm):
+            self._totals.setdefault(owner, deque(maxlen=self._keep_steps)).append(step.norm)
+            found += self._vanishing(step)
+        return found
+
+    def _not_finite(self, step: Step, flow: Flow) -> list[Alarm]:
+        bad = {n: x for n, x in step.parameters.items() if not math.isfinite(x)}
+        passed = [x for x in step.layers.values() if not math.isfinite(x)]
+        if not bad and not passed:
+            return []
+        layers, where = self._origin(step, bad, flow)
+        # What was seen where it arose comes first: an Inf becomes NaN further down.
+        own = [x for n, x in bad.items() if n.rpartition(".")[0] in layers]
+        norm = [*flow.inside(layers), *own, *bad.values(), *passed][0]
+        kind = "nan" if math.isnan(norm) else "inf"
+        shown = ", ".join(list(bad)[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        reason = f"it {where}; {shown or 'no parameter'} got it."
+        return [Alarm(kind, step.number, layers, tuple(bad), norm, reason)]
+
+    def _origin(
+        self, step: Step, bad: Mapping[str, float], flow: Flow
+    ) -> tuple[tuple[str, ...], str]:
+        modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
+        found = flow.origins(modules)
+        if found:
+            names = " or ".join(f"{n or '(model)'} ({self._types[n]})" for n in found)
+            return tuple(found), f"arose in {names}, whose output got a finite gradient"
+        if not math.isfinite(step.layers.get("", 0.0)):
+            return (), "was there when it reached the model's output: look at the loss"
+        return modules, "cannot be traced to one module, as no flow was seen there"
+
+    def _exploding(self, step: Step, owner: object) -> list[Alarm]:
+        limits = self._limits
+        before = self._totals.get(owner, ())
+        median = statistics.median(before) if len(before) >= MEDIAN_STEPS else 0.0
+        if limits.exploding_norm is not None and step.norm > limits.exploding_norm:
+            over = f"the limit {limits.exploding_norm:.3g}"
+        elif limits.exploding_ratio is not None and 0 < median * limits.exploding_ratio < step.norm:
+            over = f"{limits.exploding_ratio:.3g} times the median {median:.3g}"
+        else:
+            return []
+        largest = max(step.parameters, key=step.parameters.__getitem__)
+        reason = (
+            f"the norm {step.norm:.3g} of all gradients is over {over}; the largest is {largest} "
+            f"with {step.parameters[largest]:.3g}."
+        )
+        module = largest.rpartition(".")[0]
+        return [Alarm("exploding", step.number, (module,), (largest,), step.norm, reason)]
+
+    def _vanishing(self, step: Step) -> list[Alarm]:
+        modules = by_module(step.parameters)
+        largest = max(modules.values(), default=0.0)
+        if self._limits.vanishing_ratio is None or largest == 0:
+            return []
+        gone = []
+        for name, norm in modules.items():
+            quiet = norm < self._limits.vanishing_ratio * largest
+            self._quiet_steps[name] = self._quiet_steps.get(name, 0) + 1 if quiet else 0
+            if self._quiet_steps[name] == self._limits.vanishing_steps:
+                gone.append(name)
+        if not gone:
+            return []
+        parameters = tuple(n for n in step.parameters if n.rpartition(".")[0] in gone)
+        top = max(modules, key=modules.__getitem__)
+        reason = (
+            f"for {self._limits.vanishing_steps} steps, {', '.join(n or '(model)' for n in gone)} "
+            f"got less than {self._limits.vanishing_ratio:.3g} of the largest norm (now "
+            f"{modules[gone[0]]:.3g}, and {largest:.3g} in {top or '(model)'})."
+        )
+        return [Alarm("vanishing", step.number, tuple(gone), parameters, modules[gone[0]], reason)]
+
+
+def check_positive(name: str, value: float | None) -> None:
+    """An argument that is a limit: a finite number above 0, or None.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+        raise ConfigError(f"{name}={value!r}: expected a finite number above 0, or None.")

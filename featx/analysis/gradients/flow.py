@@ -1,0 +1,213 @@
+"""The flow of gradients: what comes back through the inputs and outputs of each module."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from featx.analysis.gradients.norms import norm_of_norms
+
+
+@dataclass
+class Edge:
+    """A tensor between modules, and the norms of the gradients that came back through it."""
+
+    norms: list[torch.Tensor] = field(default_factory=list)
+    norm: float | None = None
+    """Over all of `norms`, on the host, once `Flow.settle` has run; None: no gradient came."""
+    handle: Any = None
+
+    @property
+    def alive(self) -> bool:
+        """A gradient came, or may still come: the hook is on a graph that exists."""
+        return bool(self.norms) or self.handle.hooks_dict_ref() is not None
+
+    @property
+    def bad(self) -> bool:
+        return self.norm is not None and not math.isfinite(self.norm)
+
+
+@dataclass
+class ModuleCall:
+    """One forward call. Calls that ran inside this one started between `start` and `end`."""
+
+    layer: str
+    start: int
+    inputs: list[Edge]
+    outputs: list[Edge] = field(default_factory=list)
+    end: int = 0
+
+    @property
+    def edges(self) -> Iterator[Edge]:
+        yield from self.inputs
+        yield from self.outputs
+
+
+class Flow:
+    """Forward hooks that put a tensor hook on what goes into and comes out of each module.
+
+    A module's full backward hook would give the same gradients, but it makes a view of each output
+    and so refuses models that write in place (ReLU in ResNet, `+=`).
+
+    Args:
+        measure: a gradient -> its norm, on the device; runs as each gradient passes.
+        begin: runs before each forward pass of the whole model that records a graph.
+    """
+
+    def __init__(
+        self, measure: Callable[[torch.Tensor], torch.Tensor], begin: Callable[[], None]
+    ) -> None:
+        self._measure = measure
+        self._begin = begin
+        self._handles: list[Any] = []
+        self._edge_handles: list[Any] = []
+        self._edges = WeakTensorKeyDictionary()
+        self._running: dict[str, list[ModuleCall]] = {}
+        self._clock = 0
+        self._prune_at = 1024
+        self._calls: list[ModuleCall] = []
+
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            self._watch(name, module)
+
+    def detach(self) -> None:
+        """Take every hook off, also from graphs that are still alive."""
+        for handle in (*self._handles, *self._edge_handles):
+            handle.remove()
+        self._handles.clear()
+        self._edge_handles.clear()
+        self._edges.clear()
+        self._running.clear()
+        self._calls.clear()
+
+    def forget(self) -> None:
+        """Begin a new step; calls whose graph is still alive stay."""
+        for call in self._calls:
+            for edge in call.edges:
+                edge.norms, edge.norm = [], None
+        self._running.clear()
+        self._prune()
+
+    def edges(self) -> list[Edge]:
+        """Each edge once."""
+        return list({id(edge): edge for call in self._calls for edge in call.edges}.values())
+
+    def layer_norms(self) -> dict[str, float]:
+        """Norm at the outputs of each module that a gradient reached, over its calls."""
+        norms: dict[str, list[float]] = {}
+        for call in self._calls:
+            came = [edge.norm for edge in call.outputs if edge.norm is not None]
+            if came:
+                norms.setdefault(call.layer, []).extend(came)
+        return {name: norm_of_norms(parts) for name, parts in norms.items()}
+
+    def origins(self, bad_modules: Collection[str]) -> list[str]:
+        """The innermost modules that were given finite gradients and made others of them.
+
+        Args:
+            bad_modules: those with a parameter whose gradient is not finite.
+        """
+        # A module called twice may only have passed on, in one call, what it was given.
+        given = {call.layer for call in self._calls if any(e.bad for e in call.outputs)}
+        made = set(bad_modules) - given
+        bad = [c for c in self._calls if c.layer in made or any(e.bad for e in c.edges)]
+        bad_starts = sorted(call.start for call in bad)
+        found = []
+        for call in self._calls:
+            came = [edge for edge in call.outputs if edge.norm is not None]
+            turned = call.layer in made or any(e.bad for e in call.inputs)
+            if came and not any(e.bad for e in came) and (turned or _holds(call, bad_starts)):
+                found.append(call)
+        found_starts = sorted(call.start for call in found)
+        return list(dict.fromkeys(c.layer for c in found if not _holds(c, found_starts)))
+
+    def inside(self, layers: Iterable[str]) -> list[float]:
+        """Norms that are not finite at the inputs of these modules."""
+        wanted = set(layers)
+        calls = [call for call in self._calls if call.layer in wanted]
+        return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.bad]
+
+    def _watch(self, name: str, target: nn.Module) -> None:
+        # Closures, which a deep copy of the model (an average of weights) shares: the copy's
+        # modules are others than `target` and count for nothing.
+        def off(module: nn.Module) -> bool:
+            compiling = torch.compiler.is_compiling()
+            return compiling or module is not target or not torch.is_grad_enabled()
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if off(module):
+                return
+            if name == "":
+                self._begin()
+            self._clock += 1
+            call = ModuleCall(name, self._clock, self._edges_of([args, kwargs]))
+            self._running.setdefault(name, []).append(call)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            running = self._running.get(name)
+            if off(module) or not running:
+                return
+            call = running.pop()
+            call.outputs = self._edges_of(output)
+            call.end = self._clock
+            self._calls.append(call)
+            if len(self._calls) >= self._prune_at:
+                self._prune()
+
+        self._handles.append(target.register_forward_pre_hook(before, with_kwargs=True))
+        self._handles.append(target.register_forward_hook(after, with_kwargs=True))
+
+    def _edges_of(self, value: Any) -> list[Edge]:
+        """The edges of all tensors in a nested value; one that is hooked already is not again."""
+        edges = []
+        for tensor in _tensors(value):
+            if not tensor.requires_grad:
+                continue
+            # A tensor that was written in place is another one to autograd.
+            version, edge = self._edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
+            if edge is None or version != tensor._version:
+                edge = Edge()
+                edge.handle = tensor.register_hook(self._receiver(edge))  # type: ignore[no-untyped-call]
+                self._edge_handles.append(edge.handle)
+                self._edges[tensor] = (tensor._version, edge)
+            edges.append(edge)
+        return edges
+
+    def _receiver(self, edge: Edge) -> Callable[[torch.Tensor], None]:
+        def receive(grad: torch.Tensor) -> None:
+            edge.norms.append(self._measure(grad))
+
+        return receive
+
+    def _prune(self) -> None:
+        """Drop what no gradient can reach any more, such as a pass that nobody went back through.
+
+        Outputs decide: an input may be a leaf, which lives on.
+        """
+        self._calls = [call for call in self._calls if any(e.alive for e in call.outputs)]
+        self._edge_handles = [h for h in self._edge_handles if h.hooks_dict_ref() is not None]
+        self._prune_at = 2 * len(self._calls) + 1024
+
+
+def _holds(call: ModuleCall, starts: list[int]) -> bool:
+    """Whether one of the sorted starts lies inside this call."""
+    return bisect_right(starts, call.end) > bisect_right(starts, call.start)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)

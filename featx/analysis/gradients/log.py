@@ -1,0 +1,387 @@
+"""`watch`: the hooks around a training loop, and the log of what they saw."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from featx.analysis.gradients.alarms import (
+    MEDIAN_STEPS,
+    Alarm,
+    GradientAlarm,
+    Judge,
+    Limits,
+    Step,
+    check_positive,
+)
+from featx.analysis.gradients.flow import Flow
+from featx.analysis.gradients.norms import by_module, norm_of_norms, norms_of, to_host
+from featx.base.text import table
+from featx.base.torchscript import refuse_scripted
+from featx.errors import ConfigError, LayerError, RunError, nearest
+
+
+@contextlib.contextmanager
+def watch(
+    model: nn.Module,
+    *,
+    clip_value: float | None = None,
+    clip_norm: float | None = None,
+    limits: Limits | None = None,
+    on_alarm: str | Callable[[Alarm], None] = "raise",
+    layers: Sequence[str] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    keep_steps: int = 100,
+) -> Iterator[GradientLog]:
+    """Watch, and clip if asked, the gradients of a training loop inside the block.
+
+    A step is what a torch.optim optimizer does with parameters of this model; without such an
+    optimizer, call `log.step()` where your own update begins. Gradients that no step has taken
+    when the block ends without an exception make a last step. Blocks may be nested.
+
+    Args:
+        model: any module; it is left as it was found.
+        clip_value: each element that arrives at a parameter is clamped to [-clip_value,
+            clip_value], in each backward pass, as torch.nn.utils.clip_grad_value_ would.
+        clip_norm: before each step, the gradients of its parameters are scaled down to this L2
+            norm by torch.nn.utils' own functions.
+        limits: see Limits; by default its defaults.
+        on_alarm: "raise" a GradientAlarm before the optimizer changes a parameter; "record" in
+            `log.alarms` only; or a function that is given each alarm. Where gradients are
+            clipped, an explosion is recorded and not raised.
+        layers: dotted names of the modules whose flow is watched, besides the model's own; by
+            default all. An empty list is the cheapest, and a NaN is not traced to its module.
+        scaler: the loop's GradScaler, needed where there is one: limits and clipping mean the
+            unscaled gradients, and a step that the scaler skips is no alarm.
+        keep_steps: how many steps and alarms are kept, and make up the median.
+
+    Raises:
+        ConfigError: an argument is out of its range; the loop scales its loss and `scaler` is not
+            given; a gradient is sparse.
+        LayerError: `layers` names a module that is not there.
+        ModelError: the model is TorchScript.
+        GradientAlarm: with on_alarm="raise".
+        RunError: the parameters were updated and no step was seen.
+    """
+    check_positive("clip_value", clip_value)
+    check_positive("clip_norm", clip_norm)
+    if not callable(on_alarm) and on_alarm not in ("raise", "record"):
+        raise ConfigError(f"on_alarm={on_alarm!r}: expected 'raise', 'record' or a function.")
+    if keep_steps < MEDIAN_STEPS:
+        raise ConfigError(f"keep_steps={keep_steps}: expected {MEDIAN_STEPS} or more.")
+    refuse_scripted(model.named_modules())
+    names = {name: type(module).__name__ for name, module in model.named_modules()}
+    judge = Judge(limits or Limits(), names, keep_steps)
+    log = GradientLog(model, clip_value, clip_norm, judge, on_alarm, scaler, keep_steps)
+    try:
+        log._attach(layers)
+        yield log
+        log._last_step()
+    finally:
+        log._detach()
+
+
+class GradientLog:
+    """What a `watch` block saw.
+
+    Attributes:
+        steps: the last steps, oldest first.
+        alarms: the last alarms, oldest first.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clip_value: float | None,
+        clip_norm: float | None,
+        judge: Judge,
+        on_alarm: str | Callable[[Alarm], None],
+        scaler: torch.amp.GradScaler | None,
+        keep_steps: int,
+    ) -> None:
+        self.steps: deque[Step] = deque(maxlen=keep_steps)
+        self.alarms: deque[Alarm] = deque(maxlen=keep_steps)
+        self._model = model
+        self._clip_value = clip_value
+        self._clip_norm = clip_norm
+        self._judge = judge
+        self._on_alarm = on_alarm
+        self._scaler = scaler
+        self._last_scale = 0.0
+        self._num_steps = 0
+        self._types = {name: type(module).__name__ for name, module in model.named_modules()}
+        self._flow = Flow(self._norm_of_arrival, self._begin_forward)
+        self._handles: list[Any] = []
+        self._clamped: set[int] = set()
+        self._versions: list[int] = []
+        self._arrived: dict[str, list[torch.Tensor]] = {}
+        self._seen_gradients = False
+
+    def step(self) -> None:
+        """Judge and clip what has arrived; for loops that update parameters without torch.optim.
+
+        Gradients must be unscaled by then, where there is a scaler.
+
+        Raises:
+            GradientAlarm: with on_alarm="raise".
+        """
+        self._finish(dict(self._model.named_parameters()), self, 1.0)
+
+    def table(self) -> str:
+        """Each module's gradient norms over the kept steps, in the model's order.
+
+        `output` is the gradient at the module's output, with its least, median and largest value;
+        `parameters` is that of the module's own parameters, in the last step.
+        """
+        header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
+        rows = []
+        for name, kind in self._types.items():
+            flow = [step.layers[name] for step in self.steps if name in step.layers]
+            norms = [by_module(step.parameters).get(name) for step in self.steps]
+            own = [norm for norm in norms if norm is not None]
+            cells = ["-"] * 4
+            if flow:
+                ranges = (flow[-1], min(flow), statistics.median(flow), max(flow))
+                cells = [f"{x:.3g}" for x in ranges]
+            last = f"{own[-1]:.3g}" if own else "-"
+            if flow or own:
+                steps = str(max(len(flow), len(own)))
+                rows.append([name or "(model)", kind, steps, *cells, last])
+        return table(header, rows, left=2)
+
+    def _attach(self, layers: Sequence[str] | None) -> None:
+        modules = dict(self._model.named_modules())
+        for name in layers or ():
+            if name not in modules:
+                raise LayerError(f"no module {name!r} to watch.{nearest(name, modules)}")
+        if layers is not None:
+            modules = {name: modules[name] for name in ("", *layers)}
+        self._flow.attach(modules)
+        if self._clip_value is not None:
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    self._clamp_arrivals(name, parameter, self._clip_value)
+        self._handles.append(register_optimizer_step_pre_hook(self._before_optimizer))
+        self._handles.append(register_optimizer_step_post_hook(self._after_optimizer))
+        self._note_versions()
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._flow.detach()
+        self._arrived.clear()
+
+    def _last_step(self) -> None:
+        """At the end of the block; a scaler's gradients are scaled still, and its own concern."""
+        if self._seen_gradients and self._scaler is None:
+            self._check_versions()
+            self.step()
+
+    # ------------------------------------------------------- while gradients arrive
+
+    def _loss_scale(self, device: torch.device) -> torch.Tensor | None:
+        """The factor on gradients in a backward pass, on the device."""
+        if self._scaler is None:
+            return None
+        return self._scaler.scale(torch.ones((), device=device))
+
+    def _norm_of_arrival(self, grad: torch.Tensor) -> torch.Tensor:
+        self._seen_gradients = True
+        scale = self._loss_scale(grad.device)
+        norm = norms_of([grad])[0]
+        return norm if scale is None else norm / scale
+
+    def _clamp_arrivals(self, name: str, parameter: nn.Parameter, limit: float) -> None:
+        def clamp(grad: torch.Tensor) -> torch.Tensor:
+            _refuse_sparse(name, grad)
+            if parameter.grad is None:
+                self._arrived[name] = []
+            self._arrived.setdefault(name, []).append(self._norm_of_arrival(grad))
+            scale = self._loss_scale(grad.device)
+            if scale is None:
+                return grad.clamp(-limit, limit)
+            bound = limit * scale
+            # An infinity must stay one for the scaler, who skips the step and lowers its scale.
+            return torch.where(grad.isinf(), grad, grad.clamp(-bound, bound))
+
+        self._clamped.add(id(parameter))
+        self._handles.append(parameter.register_hook(clamp))  # type: ignore[no-untyped-call]
+
+    def _begin_forward(self) -> None:
+        """Before the model runs: were the gradients so far dropped, or used unseen?"""
+        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        skipped, self._last_scale = scale < self._last_scale, scale
+        if not self._seen_gradients:
+            self._note_versions()
+            return
+        self._check_versions()
+        if skipped or all(p.grad is None for p in self._model.parameters()):
+            self._forget()
+
+    def _forget(self) -> None:
+        """Nothing of what came counts any more."""
+        self._arrived.clear()
+        self._flow.forget()
+        self._seen_gradients = False
+
+    def _note_versions(self) -> None:
+        self._versions = [p._version for p in self._model.parameters()]
+
+    def _check_versions(self) -> None:
+        """Autograd counts the writes to each tensor.
+
+        Raises:
+            RunError: the parameters have changed and no step was seen.
+        """
+        if self._versions != [p._version for p in self._model.parameters()]:
+            raise RunError(
+                "the parameters were changed after a backward pass, but no step of a torch.optim "
+                "optimizer was seen, so nothing was judged or clipped by norm. Call log.step() "
+                "before your own update."
+            )
+
+    # ------------------------------------------------------------------------- a step
+
+    def _before_optimizer(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = {n: p for n, p in self._model.named_parameters() if id(p) in updated}
+        if not parameters:
+            return None
+        if self._scaler is None:
+            _refuse_hidden_scaler()
+
+        def finish() -> None:
+            # Fused optimizers unscale by themselves, and skip what overflowed by themselves.
+            found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is not None and bool(found_inf.any()):
+                self._forget()
+                return
+            held = getattr(optimizer, "grad_scale", None)
+            self._finish(parameters, optimizer, 1.0 if held is None else float(held))
+
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            finish()
+            return None
+
+        def watched_closure() -> Any:
+            """The gradients come inside the optimizer's step, perhaps several times."""
+            loss = closure()
+            with torch.no_grad():
+                finish()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched_closure}
+        return (args[0], watched_closure, *args[2:]), kwargs
+
+    def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._note_versions()
+
+    def _finish(self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float) -> None:
+        """Record, judge and clip the gradients of one step.
+
+        Args:
+            parameters: those that are about to be updated, by name.
+            owner: who updates them.
+            factor: what is still multiplied onto their gradients.
+        """
+        grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for name, grad in grads.items():
+            _refuse_sparse(name, grad)
+        self._num_steps += 1
+        step = self._measure(grads, factor)
+        alarms = self._judge.alarms(step, self._flow, owner)
+        self.steps.append(step)
+        self.alarms.extend(alarms)
+        self._flow.forget()
+        self._seen_gradients = False
+        for alarm in alarms:
+            self._tell(alarm)
+        with_grad = {name: parameters[name] for name in grads}
+        if self._clip_value is not None:
+            self._clamp_late(with_grad, self._clip_value, factor)
+        if self._clip_norm is not None and with_grad:
+            total = nn.utils.get_total_norm(list(grads.values())) / factor
+            nn.utils.clip_grads_with_norm_(with_grad.values(), self._clip_norm, total)
+
+    def _tell(self, alarm: Alarm) -> None:
+        clipped = self._clip_value is not None or self._clip_norm is not None
+        if callable(self._on_alarm):
+            self._on_alarm(alarm)
+        elif self._on_alarm == "raise" and not (clipped and alarm.kind == "exploding"):
+            raise GradientAlarm(alarm)
+
+    def _measure(self, grads: Mapping[str, torch.Tensor], factor: float) -> Step:
+        """The norms of a step, in one copy from each device; the flow's are settled on the way."""
+        arrived = {name: self._arrived.pop(name, []) for name in grads}
+        rest = [name for name in grads if not arrived[name]]
+        present = norms_of([grads[name] for name in rest])
+        edges = self._flow.edges()
+        groups = [arrived[name] for name in grads if arrived[name]]
+        groups += [[norm] for norm in present] + [edge.norms for edge in edges]
+        values = iter(to_host([norm for group in groups for norm in group]))
+        settled = iter([[next(values) for _ in group] for group in groups])
+
+        norms = {name: _largest(next(settled)) for name in grads if arrived[name]}
+        norms |= {name: next(settled)[0] / factor for name in rest}
+        for edge in edges:
+            came = next(settled)
+            edge.norm = norm_of_norms(came) if came else None
+        parameters = {name: norms[name] for name in grads}
+        flow = self._flow.layer_norms()
+        layers = {name: flow[name] for name in self._types if name in flow}
+        return Step(self._num_steps, norm_of_norms(norms.values()), parameters, layers)
+
+    def _clamp_late(
+        self, parameters: Mapping[str, nn.Parameter], limit: float, factor: float
+    ) -> None:
+        """Parameters added or unfrozen inside the block, for which nothing was clamped so far."""
+        late = {name: p for name, p in parameters.items() if id(p) not in self._clamped}
+        if late:
+            nn.utils.clip_grad_value_(late.values(), limit * factor)
+        for name, parameter in late.items():
+            if parameter.requires_grad:
+                self._clamp_arrivals(name, parameter, limit)
+
+
+def _largest(norms: Sequence[float]) -> float:
+    return math.nan if any(map(math.isnan, norms)) else max(norms)
+
+
+def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
+    if grad.layout != torch.strided:
+        raise ConfigError(
+            f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "
+            "layer with sparse=False."
+        )
+
+
+def _refuse_hidden_scaler() -> None:
+    """A GradScaler leaves no trace on a gradient but its factor; look for it among the callers."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if "grad_scaler" not in frame.f_code.co_filename:
+            continue
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+            raise ConfigError(
+                "this loop scales its loss: give watch(..., scaler=scaler) the GradScaler, or "
+                "gradients are clipped and judged with its factor on them."
+            )

@@ -1,0 +1,159 @@
+"""Groups of rows that belong together, so that a split never divides them.
+
+Boxes of one image, frames of one video and rows with one value in a column (a patient, a slide)
+are not independent: a classifier that has seen one of them recognises the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.labelled_rows import Labelled
+from featx.sources.key_forms import origin_of
+from featx.types import NO_IMAGE
+
+GroupNumbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The group of each labelled row.
+
+    Attributes:
+        of_row: (n,) int64 in [0, num_groups).
+        by: what the rows of a group share: 'image', 'video', the name of a column, or both.
+        num_missing: rows without a value in the column, which are groups of their own.
+    """
+
+    of_row: GroupNumbers
+    by: str
+    num_missing: int = 0
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups there are."""
+        return int(self.of_row.max()) + 1
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """(num_groups,) rows of each group."""
+        return np.bincount(self.of_row)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What probe.json says of the groups, in JSON types."""
+        sizes = self.sizes
+        return {
+            "by": self.by,
+            "groups": len(sizes),
+            "largest": int(sizes.max()),
+            "rows_without_value": self.num_missing,
+        }
+
+
+def row_groups(labelled: Labelled, column: str | None = None) -> Groups | None:
+    """Groups of the labelled rows: by image or video where the keys name one, and by a column.
+
+    With both, rows are in one group if a chain of shared images, videos or values links them.
+
+    Args:
+        labelled: rows of a store.
+        column: of the store (probe.group_column). A row without a value is a group of its own.
+
+    Returns:
+        None where nothing says that rows belong together.
+
+    Raises:
+        StoreError: the store has no such column.
+    """
+    origins, kind = _origins(labelled)
+    if column is None:
+        return None if kind is None else Groups(np.unique(origins, return_inverse=True)[1], kind)
+    values, missing = _column_values(labelled, column)
+    numbers = np.unique(values, return_inverse=True)[1].astype(np.int64)
+    num_missing = int(missing.sum())
+    numbers[missing] = len(values) + np.arange(num_missing)
+    numbers = np.unique(numbers, return_inverse=True)[1]
+    if kind is None:
+        return Groups(numbers, column, num_missing)
+    joined = _joined(np.unique(origins, return_inverse=True)[1], numbers)
+    return Groups(joined, f"{kind} and {column}", num_missing)
+
+
+def shared_with(training: Labelled, testing: Labelled, column: str | None) -> list[str]:
+    """Sentences on what occurs in the stores of both training and test rows.
+
+    Args:
+        training, testing: of two stores.
+        column: probe.group_column, of both stores.
+    """
+    notes = []
+    (ours, kind), (theirs, _) = _origins(training), _origins(testing)
+    sums, their_sums = (rows.store.image_checksums[rows.rows] for rows in (training, testing))
+    if kind != "video" and (sums > NO_IMAGE).all() and (their_sums > NO_IMAGE).all():
+        if count := int(np.isin(their_sums, sums).sum()):
+            notes.append(
+                f"{count} test rows of probe.test_store are of images that training rows are of, "
+                "byte for byte: the accuracy is too high"
+            )
+    elif count := int((both := np.isin(theirs, ours)).sum()):
+        # Keys are relative to data.root, so equal keys in two stores may be different images.
+        what = f"{kind or 'key'}s"
+        example = theirs[both][0].decode("utf-8", "replace")
+        notes.append(
+            f"{count} test rows of probe.test_store have {what} that the training rows have too, "
+            f"such as {example}: if they are the same images, the accuracy is too high"
+        )
+    if column is not None:
+        (ours, _), (theirs, missing) = (
+            _column_values(rows, column) for rows in (training, testing)
+        )
+        if count := int((both := np.isin(theirs, ours) & ~missing).sum()):
+            notes.append(
+                f"{count} test rows of probe.test_store have a value of {column} that training "
+                f"rows have too, such as {theirs[both][0]}: the accuracy may be too high"
+            )
+    return notes
+
+
+def divided_groups(
+    groups: Groups, some: npt.NDArray[np.int64], others: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Numbers of the groups with rows among both of two sets of places."""
+    return np.intersect1d(groups.of_row[some], groups.of_row[others])
+
+
+def _origins(labelled: Labelled) -> tuple[npt.NDArray[Any], str | None]:
+    """(n,) bytes: the key of the image or video of each row, and which of the two; None if none."""
+    found = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
+    kinds = {kind for _, kind in found if kind is not None}
+    kind = " or ".join(sorted(kinds)) or None
+    return np.array([origin for origin, _ in found], dtype=np.bytes_), kind
+
+
+def _column_values(
+    labelled: Labelled, column: str
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
+    """(n,) values of a column, and (n,) whether a row has none."""
+    values = labelled.store.column(column)[labelled.rows]
+    if values.dtype.kind == "f":
+        return values, np.isnan(values)
+    if values.dtype.kind == "U":
+        return values, values == ""
+    return values, np.zeros(len(values), dtype=bool)
+
+
+def _joined(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
+    """(n,) connected components of rows that share a number in `a` or in `b`."""
+    found = np.arange(len(a))
+    while True:
+        before = found
+        for numbers in (a, b):
+            lowest = np.full(int(numbers.max()) + 1, len(numbers))
+            np.minimum.at(lowest, numbers, found)
+            found = lowest[numbers]
+        if np.array_equal(found, before):
+            return np.unique(found, return_inverse=True)[1]

@@ -1,0 +1,116 @@
+"""k nearest neighbours by cosine, their votes weighted by similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.similarity.nearest_neighbours import best_of_blocks
+from featx.base.devices import float64_home
+
+K_GRID = (1, 5, 10, 20, 50, 100, 200)
+"""Numbers of neighbours that are tried, as far as there are so many."""
+
+TEMPERATURE = 0.07
+
+BLOCK_NUMBERS = 1 << 24
+"""Similarities that are held at once."""
+
+_OFFSET = 1e4
+"""Features whose mean is so much longer than their spread, squared, have cosines that differ from 1
+by so little that float32, which has 1e-7, loses their digits: they are taken in float64."""
+
+_LOOKED_AT = 1024
+"""Rows that say how large the offset is."""
+
+
+def vote(
+    features: Features,
+    bank: npt.NDArray[np.int64],
+    y: npt.NDArray[np.int64],
+    num_classes: int,
+    queries: npt.NDArray[np.int64],
+    ks: Sequence[int],
+    temperature: float = TEMPERATURE,
+) -> dict[int, npt.NDArray[np.float64]]:
+    """Share of the votes that each class gets from a query's k most similar rows of the bank.
+
+    A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
+    Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
+    standardised. A query that is in the bank itself is never counted. A row of zeros has cosine 0
+    to all others.
+
+    Args:
+        features: of all places.
+        bank: places that vote, increasing.
+        y: (len(features),) class of each place.
+        num_classes: C.
+        queries: places that ask.
+        ks: numbers of neighbours; more than there are means all.
+        temperature: T.
+
+    Returns:
+        k -> (len(queries), C) float64, rows sum to 1.
+    """
+    largest = min(max(ks), len(bank))
+    found: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
+    dtype = _needed_dtype(features, bank)
+    # As many queries at once as leave room for their similarities to one block of the bank.
+    step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
+    for start in range(0, len(queries), step):
+        asked = queries[start : start + step]
+        cosines, places = _nearest(features, bank, asked, largest, dtype)
+        labels = torch.from_numpy(y).to(cosines.device)[places]
+        for k, parts in found.items():
+            top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
+            # The largest is taken off before exp: shares do not change, and nothing overflows.
+            weights = ((top - top[:, :1]) / temperature).exp()
+            weights = torch.where(torch.isfinite(top), weights, 0.0)  # not a neighbour
+            votes = torch.zeros((len(asked), num_classes), dtype=weights.dtype, device=top.device)
+            votes.scatter_add_(1, labels[:, :k], weights)
+            parts.append((votes / votes.sum(1, keepdim=True)).cpu().double())
+    return {k: torch.cat(parts).numpy() for k, parts in found.items()}
+
+
+def _nearest(
+    features: Features,
+    bank: npt.NDArray[np.int64],
+    queries: npt.NDArray[np.int64],
+    count: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and places of the most similar rows, (n, count), falling; -inf beyond the last."""
+    home = features.device if dtype == torch.float32 else float64_home(features.device)
+
+    def unit(rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(rows.to(home).to(dtype), dim=1)
+
+    asked = unit(features.take(queries))
+    rows = max(1, BLOCK_NUMBERS // len(queries))
+
+    def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start in range(0, len(bank), rows):
+            for places, block in features.blocks(bank[start : start + rows]):
+                yield torch.from_numpy(places).to(home), asked @ unit(block).T
+
+    return best_of_blocks(scored(), torch.from_numpy(queries).to(home), count)
+
+
+def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:
+    """float32, or float64 where an offset makes all rows nearly parallel."""
+    some = bank[np.unique(np.linspace(0, len(bank) - 1, _LOOKED_AT).astype(np.int64))]
+    rows = features.take(some).to(float64_home(features.device)).double()
+    mean = rows.mean(dim=0)
+    spread = float((rows - mean).square().sum(dim=1).mean())
+    return torch.float64 if float(mean @ mean) > _OFFSET * spread else torch.float32
+
+
+def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:
+    """The numbers of neighbours to try: the one that is given, or those of the grid that fit."""
+    if k is not None:
+        return (k,)
+    return tuple(k for k in K_GRID if k == 1 or k <= num_bank)

@@ -1,0 +1,273 @@
+"""The three probes behind one form: choose on the validation rows, then fit on all of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.probe import knn, logistic_regression, minibatch_regression, ridge
+from featx.analysis.probe.heads import Head, Scaler, fit_scaler, scores_of
+from featx.analysis.probe.labelled_rows import Features
+from featx.analysis.probe.splits import Places, Split
+from featx.config import ProbeConfig
+
+Scores = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer and what is to be told from it.
+
+    Attributes:
+        features: (n, D), of all places.
+        y: (n,) class of each place.
+        num_classes: C.
+        options: of the command.
+        seed: of the order of mini-batches.
+    """
+
+    features: Features
+    y: npt.NDArray[np.int64]
+    num_classes: int
+    options: ProbeConfig
+    seed: int
+
+    def labels(self, places: Places) -> torch.Tensor:
+        """(n,) int64 on the device."""
+        return torch.from_numpy(self.y[places]).to(self.features.device)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A probe that was fitted.
+
+    Attributes:
+        scores: places -> (n, C); the largest is the prediction.
+        head: of linear and ridge.
+        chosen: the strength, or the number of neighbours.
+        validation: accuracy and mean loss (cross-entropy, of ridge the squared error) of that
+            choice on the validation rows, fitted without them; None where nothing was compared.
+        sweep: every choice that was tried, JSON types.
+        notes: what a user has to know.
+        details: more of the last fit, JSON types.
+    """
+
+    scores: Callable[[Places], Scores]
+    chosen: float
+    head: Head | None = None
+    validation: tuple[float, float] | None = None
+    sweep: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def fit(problem: Problem, method: str, split: Split) -> Fitted:
+    """Choose on `split.validation`, then fit on `split.train`. `split.test` is not looked at."""
+    return {"linear": _linear, "knn": _knn, "ridge": _ridge}[method](problem, split)
+
+
+def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) -> Fitted:
+    """Fit on some places with a strength, or a number of neighbours, that is known already.
+
+    It is taken into memory whatever its size where it is few-shot; all rows of a layer that is
+    streamed are streamed again.
+    """
+    if method == "knn":
+        return _voting(problem, places, int(chosen))
+    scaler = fit_scaler(problem.features, places)
+    if method == "ridge":
+        solved = ridge.solve(problem.features, places, problem.y, problem.num_classes, scaler)
+        return _with_head(problem, solved.head(chosen), chosen)
+    return _fit_linear(problem, places, scaler, chosen, None)
+
+
+def name_of_choice(method: str) -> str:
+    """What is chosen: 'l2' or 'k'."""
+    return "k" if method == "knn" else "l2"
+
+
+# ---------------------------------------------------------------------------- linear
+
+
+def _linear(problem: Problem, split: Split) -> Fitted:
+    given = problem.options.l2
+    strengths = logistic_regression.L2_GRID if given is None else (given,)
+    scaler = fit_scaler(problem.features, split.fit)
+    y = problem.y[split.validation]
+
+    def judge(found: logistic_regression.Fit) -> tuple[float, float]:
+        head = Head(scaler, found.weight, found.bias, probabilities=False)
+        logits = torch.from_numpy(scores_of(head, problem.features, split.validation))
+        return logistic_regression.accuracy_and_loss(y, logits.log_softmax(1).numpy())
+
+    notes: list[str] = []
+    if problem.features.whole is not None:
+        x = scaler(problem.features.take(split.fit))
+        labels = problem.labels(split.fit)
+        trials = logistic_regression.sweep(x, labels, problem.num_classes, strengths, judge)
+        del x
+    else:
+        streamed = _streamed(problem, split.fit, scaler, strengths)
+        notes += streamed.alarms
+        trials = [
+            logistic_regression.Trial(l2, *judge(found), found)
+            for l2, found in zip(strengths, streamed.fits, strict=True)
+        ]
+    best = logistic_regression.best_trial(trials)
+    notes += _at_the_end(best.l2, strengths)
+    again = fit_scaler(problem.features, split.train)
+    fitted = _fit_linear(problem, split.train, again, best.l2, best.fit)
+    return Fitted(
+        fitted.scores,
+        best.l2,
+        fitted.head,
+        (best.accuracy, best.loss),
+        [trial.as_dict() for trial in trials],
+        notes + fitted.notes,
+        fitted.details,
+    )
+
+
+def _fit_linear(
+    problem: Problem,
+    places: Places,
+    scaler: Scaler,
+    l2: float,
+    start: logistic_regression.Fit | None,
+) -> Fitted:
+    """One fit with a known strength."""
+    features, notes = problem.features, []
+    in_memory = features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES
+    if in_memory:
+        x = scaler(features.take(places))
+        labels = problem.labels(places)
+        found = logistic_regression.fit_logistic(
+            x, labels, problem.num_classes, l2, start, last=True
+        )
+        del x
+        solver = "lbfgs"
+    else:
+        streamed = _streamed(problem, places, scaler, (l2,))
+        found, notes, solver = streamed.fits[0], list(streamed.alarms), "adamw"
+    if found.converged is False:
+        notes.append(
+            f"l2={l2:g}: L-BFGS has not converged in {found.iterations} iterations (largest entry "
+            f"of the gradient {found.gradient:.2g}, wanted {logistic_regression.TOLERANCE:g})"
+        )
+    head = Head(scaler, found.weight, found.bias, probabilities=True)
+    details = {
+        "solver": solver,
+        "iterations": found.iterations,
+        "gradient": found.gradient,
+        "converged": found.converged,
+    }
+    return _with_head(problem, head, l2, notes, details)
+
+
+def _at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
+    """A note where a better strength may lie beyond the grid."""
+    if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
+        return []
+    return [f"the best l2, {best:g}, is the last one of the grid on that side"]
+
+
+_NO_VOTE = 1e-30
+"""What the share of a class counts that no neighbour votes for: its logarithm is finite."""
+
+_SMALL_BYTES = 64 << 20
+"""Rows of a streamed layer, few-shot ones above all, that are read whole all the same."""
+
+
+def _streamed(
+    problem: Problem, places: Places, scaler: Scaler, strengths: Sequence[float]
+) -> minibatch_regression.Streamed:
+    options = problem.options
+    schedule = minibatch_regression.Schedule(
+        options.epochs, options.learning_rate, options.clip_norm, problem.seed
+    )
+    rows = problem.features.parts[0]  # what is trained on is of the first store
+    y = problem.y[: len(rows.rows)]
+    return minibatch_regression.fit_streamed(
+        rows, places, y, problem.num_classes, scaler, strengths, schedule
+    )
+
+
+def _with_head(
+    problem: Problem,
+    head: Head,
+    chosen: float,
+    notes: Sequence[str] = (),
+    details: dict[str, Any] | None = None,
+) -> Fitted:
+    return Fitted(
+        lambda places: scores_of(head, problem.features, places),
+        chosen,
+        head,
+        notes=list(notes),
+        details=details or {},
+    )
+
+
+# ---------------------------------------------------------------------------- knn
+
+
+def _knn(problem: Problem, split: Split) -> Fitted:
+    """k is chosen by validation rows that ask the rows they are apart from, as in other methods.
+
+    Among all training rows they would find those of their own group.
+    """
+    ks = knn.candidates(len(split.fit), problem.options.k)
+    found = _votes(problem, split.fit, split.validation, ks)
+    y = problem.y[split.validation]
+    trials = [
+        {"k": k, "accuracy": accuracy, "loss": loss}
+        for k, (accuracy, loss) in (
+            (k, logistic_regression.accuracy_and_loss(y, np.log(np.maximum(scores, _NO_VOTE))))
+            for k, scores in found.items()
+        )
+    ]
+    best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
+    fitted = _voting(problem, split.train, int(best["k"]))
+    return Fitted(fitted.scores, best["k"], None, (best["accuracy"], best["loss"]), trials)
+
+
+def _voting(problem: Problem, bank: Places, k: int) -> Fitted:
+    return Fitted(lambda places: _votes(problem, bank, places, (k,))[k], k)
+
+
+def _votes(problem: Problem, bank: Places, queries: Places, ks: Sequence[int]) -> dict[int, Scores]:
+    temperature = problem.options.temperature or knn.TEMPERATURE
+    return knn.vote(
+        problem.features, bank, problem.y, problem.num_classes, queries, ks, temperature
+    )
+
+
+# ---------------------------------------------------------------------------- ridge
+
+
+def _ridge(problem: Problem, split: Split) -> Fitted:
+    given = problem.options.l2
+    strengths = ridge.STRENGTHS if given is None else (given,)
+    features, y = problem.features, problem.y[split.validation]
+
+    def solved(places: Places) -> ridge.Solved:
+        scaler = fit_scaler(features, places)
+        return ridge.solve(features, places, problem.y, problem.num_classes, scaler)
+
+    on_fit = solved(split.fit)
+    trials = []
+    for l2 in strengths:
+        scores = scores_of(on_fit.head(l2), features, split.validation)
+        error = float(np.square(scores - np.eye(problem.num_classes)[y]).sum(1).mean())
+        accuracy = float((scores.argmax(1) == y).mean())
+        trials.append({"l2": l2, "accuracy": accuracy, "loss": error})
+    best = max(trials, key=lambda trial: (trial["accuracy"], -trial["loss"]))
+    fitted = _with_head(problem, solved(split.train).head(best["l2"]), best["l2"])
+    notes = _at_the_end(best["l2"], strengths)
+    validation = best["accuracy"], best["loss"]
+    return Fitted(fitted.scores, best["l2"], fitted.head, validation, trials, notes)

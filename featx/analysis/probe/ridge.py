@@ -1,0 +1,108 @@
+"""Ridge regression onto one-hot labels: one eigendecomposition serves all strengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.analysis.probe.heads import Head, Scaler
+from featx.analysis.probe.labelled_rows import Features
+from featx.base.devices import float64_home
+from featx.errors import ConfigError
+
+STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+
+MAX_DIM = 16384
+"""Rows or features, whichever are fewer: larger matrices take minutes and gigabytes."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """X^T X / n, or X X^T / n where rows are fewer than features, taken apart.
+
+    Attributes:
+        values: (m,) eigenvalues, those below zero by rounding set to zero.
+        left: (D, m), and right: (m, C): weight = right^T diag(1 / (values + l2)) left^T.
+        mean: (D,) of the standardised features: what the rounding of the scaler to float32 left.
+        target_mean: (C,) share of each class, the bias of features of mean 0.
+    """
+
+    scaler: Scaler
+    values: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    mean: torch.Tensor
+    target_mean: torch.Tensor
+
+    def head(self, l2: float) -> Head:
+        """argmin of mean |x weight^T + bias - onehot|^2 + l2 |weight|^2."""
+        # Where nothing is penalised, directions without variance have no say.
+        inverse = 1 / (self.values + l2)
+        if l2 == 0:
+            floor = self.values.max() * 1e-12
+            inverse = torch.where(self.values > floor, inverse, 0.0)
+        weight = ((self.left * inverse) @ self.right).T
+        device = self.scaler.mean.device
+        return Head(
+            self.scaler,
+            weight.float().contiguous().to(device),
+            (self.target_mean - weight @ self.mean).float().to(device),
+            probabilities=False,
+        )
+
+
+def solve(
+    features: Features,
+    places: npt.NDArray[np.int64],
+    y: npt.NDArray[np.int64],
+    num_classes: int,
+    scaler: Scaler,
+) -> Solved:
+    """Take the normal equations of some places apart, in float64.
+
+    Args:
+        features: of all places.
+        places: to fit on.
+        y: (len(features),) class of each place.
+        num_classes: C.
+        scaler: fitted on `places`.
+
+    Raises:
+        ConfigError: both rows and features are too many.
+    """
+    count, width = len(places), features.width
+    if min(count, width) > MAX_DIM:
+        raise ConfigError(
+            f"probe.method=ridge needs a square matrix of the smaller one of {count} rows and "
+            f"{width} features; at most {MAX_DIM} are supported. Use probe.method=linear."
+        )
+    device = float64_home(features.device)
+    shares = np.bincount(y[places], minlength=num_classes) / count
+    target_mean = torch.from_numpy(shares).to(device)
+    mean = torch.zeros(width, dtype=torch.float64, device=device)
+    for _, block in features.blocks(places):
+        mean += scaler(block).to(device).double().sum(dim=0) / count
+    if width <= count:
+        gram = torch.zeros((width, width), dtype=torch.float64, device=device)
+        towards = torch.zeros((width, num_classes), dtype=torch.float64, device=device)
+        for span, block in features.blocks(places):
+            x = scaler(block).to(device).double() - mean
+            gram += x.T @ x
+            towards += x.T @ _targets(y[span], target_mean)
+        values, vectors = torch.linalg.eigh(gram / count)
+        right = vectors.T @ (towards / count)
+        return Solved(scaler, values.clamp(min=0), vectors, right, mean, target_mean)
+    x = scaler(features.take(places)).to(device).double() - mean
+    values, vectors = torch.linalg.eigh(x @ x.T / count)
+    right = vectors.T @ (_targets(y[places], target_mean) / count)
+    return Solved(scaler, values.clamp(min=0), x.T @ vectors, right, mean, target_mean)
+
+
+def _targets(y: npt.NDArray[np.int64], mean: torch.Tensor) -> torch.Tensor:
+    """(n, C) float64: one-hot, less the share of each class."""
+    targets = -mean.expand(len(y), -1).clone()
+    targets[torch.arange(len(y)), torch.from_numpy(y)] += 1
+    return targets

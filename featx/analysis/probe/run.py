@@ -1,0 +1,329 @@
+"""A probe of a store from its config to its files: layers, splits, methods, and the numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from featx.analysis.probe import methods, splits
+from featx.analysis.probe.heads import Head, head_bytes, head_path
+from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_rows, output_folder
+from featx.analysis.probe.layer_choice import LayerChoice, best_layer
+from featx.analysis.probe.leakage import near_duplicates, repeated_rows
+from featx.analysis.probe.logistic_regression import threads_for
+from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
+from featx.analysis.probe.task import Task, make_task
+from featx.base.allocator import keep_freed_memory
+from featx.base.devices import choose_device, exact_cuda
+from featx.config.run_config import Config
+from featx.errors import ConfigError, RunError
+from featx.storage.s3_folder import disk_at
+from featx.store import layout
+from featx.store.layer_selection import matching_layers
+from featx.store.manifest import load_manifest
+from featx.store.reader import FeatureStore
+
+FORMAT = 1
+
+FEW_SHOT = "1 / rows, as scikit-learn's C=1"
+
+
+def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Fit and test every probe that a config asks for, and write probe.json and the heads.
+
+    Args:
+        config: checked, with job=probe.
+        tell: is given a line when a layer is done.
+
+    Returns:
+        what probe.json holds (docs/probe.md).
+
+    Raises:
+        FeatxError: the store or the split does not allow it, or a training failed.
+    """
+    begun = time.perf_counter()
+    store = FeatureStore(config.place_of_store(), verify="rows")
+    layers = matching_layers(store, config.layer)
+    device = choose_device(config.device)
+    task = make_task(config, store, layers)
+    if device.type == "cpu":
+        keep_freed_memory()
+    found: dict[str, dict[str, Any]] = {}
+    heads: dict[str, Head] = {}
+    widest = max(layers, key=lambda layer: layer_rows(task.training, layer).width)
+    choice = LayerChoice(len(task.splits))
+    for layer in layers:
+        try:
+            with torch.no_grad(), exact_cuda:
+                found[layer], head = probe_layer(
+                    config, task, layer, device, choice, layer == widest
+                )
+        except torch.cuda.OutOfMemoryError as error:
+            raise RunError(
+                f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
+                "that it is streamed, or use device=cpu."
+            ) from error
+        if head is not None:
+            heads[layer] = head
+        tell(_line(layer, found[layer], config.probe.methods))
+    near = found[widest].pop("near_duplicates")
+    result = _result(config, task, found, choice, near, time.perf_counter() - begun)
+    _write(store, result, heads)
+    return result
+
+
+def probe_layer(
+    config: Config,
+    task: Task,
+    layer: str,
+    device: torch.device,
+    choice: LayerChoice,
+    find_near_duplicates: bool,
+) -> tuple[dict[str, Any], Head | None]:
+    """Every method on one layer: its numbers, and the head of the first method that has one.
+
+    Args:
+        config: checked, with job=probe.
+        task: the rows and the splits.
+        layer: its name.
+        device: that computes.
+        choice: is offered the layer with its first method.
+        find_near_duplicates: whether the numbers have an entry `near_duplicates`.
+    """
+    options = config.probe
+    parts = [layer_rows(task.training, layer)]
+    if task.testing is not None:
+        parts.append(layer_rows(task.testing, layer))
+    features = Features(parts, device, options.memory_gib * (1 << 30))
+    problem = methods.Problem(features, task.y, len(task.training.classes), options, config.seed)
+    about: dict[str, Any] = {
+        "features": features.width,
+        "reduction": _reduction(parts[0]),
+        "streamed": features.whole is None,
+        "repeated_rows": repeated_rows(features, task.splits),
+    }
+    head = None
+    with threads_for(len(features) * features.width, device):
+        if find_near_duplicates:
+            about["near_duplicates"] = near_duplicates(features, layer, task.splits)
+        for method in options.methods:
+            offered = choice if method == options.methods[0] else None
+            about[method], fitted = _probe_with(problem, method, task, layer, offered)
+            head = fitted if head is None else head
+    return about, head
+
+
+def _reduction(rows: LayerRows) -> dict[str, Any]:
+    """What the store keeps of the layer, and what the probe made of that."""
+    attrs = rows.store[rows.layer].attrs
+    return {
+        "layer": str(attrs.get("layer", "")),
+        "capture": str(attrs.get("capture", "")),
+        "stored": str(attrs.get("reduce", "")),
+        "shape": list(rows.store[rows.layer].shape[1:]),
+        "then": rows.reduction,
+        "axes": list(rows.pooled or ()),
+    }
+
+
+def _probe_with(
+    problem: methods.Problem, method: str, task: Task, layer: str, choice: LayerChoice | None
+) -> tuple[dict[str, Any], Head | None]:
+    """One method on one layer; `choice`, if there is one, is offered the layer."""
+    begun = time.perf_counter()
+    name = methods.name_of_choice(method)
+    fits = [methods.fit(problem, method, split) for split in task.splits]
+    tested = [
+        Predictions(
+            problem.y[split.test],
+            fitted.scores(split.test),
+            method != "ridge",
+            None if task.groups is None else task.groups[split.test],
+            int(fitted.chosen) if method == "knn" else None,
+        )
+        for split, fitted in zip(task.splits, fits, strict=True)
+    ]
+    validation = [fitted.validation for fitted in fits if fitted.validation is not None]
+    if choice is not None:
+        choice.offer(layer, validation, tested)
+    about = judged_folds(tested)
+    about |= {
+        "validation_accuracy": float(np.mean([accuracy for accuracy, _ in validation])),
+        "validation_loss": float(np.mean([loss for _, loss in validation])),
+        name: fits[0].chosen,
+        "sweep": fits[0].sweep,
+        **fits[0].details,
+    }
+    notes = [
+        note if len(fits) == 1 else f"fold {number} of {len(fits)}: {note}"
+        for number, fitted in enumerate(fits, 1)
+        for note in fitted.notes
+    ]
+    head, fitted_on = fits[0].head, "train"
+    if len(fits) > 1:
+        chosen = float(statistics.median_low([fitted.chosen for fitted in fits]))
+        about |= {
+            name: chosen,
+            f"{name}_of_folds": [fitted.chosen for fitted in fits],
+            "sweep": [fitted.sweep for fitted in fits],
+        }
+        if head is not None:
+            every = np.arange(len(task.training.rows))
+            final = methods.fit_as_chosen(problem, method, every, chosen)
+            head, fitted_on, notes = final.head, "all labelled rows", [*notes, *final.notes]
+            about |= final.details
+    if head is not None:
+        about["head_fitted_on"] = fitted_on
+    if problem.options.all_shots:
+        about["few_shot"] = _few_shot(problem, method, task)
+    about["notes"] = list(dict.fromkeys(notes))
+    about["seconds"] = round(time.perf_counter() - begun, 3)
+    return about, head
+
+
+def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
+    """Accuracy with so few rows a class, over several draws; nothing is chosen on other rows."""
+    options = problem.options
+    given = options.k if method == "knn" else options.l2
+    found = {}
+    for shots in options.all_shots:
+        accuracies, rows = [], []
+        for draw in range(options.draws or 5):
+            split = task.splits[draw % len(task.splits)]
+            places = splits.few(problem.y, split.train, shots, draw, problem.seed)
+            chosen = given if given is not None else shots if method == "knn" else 1 / len(places)
+            fitted = methods.fit_as_chosen(problem, method, places, chosen)
+            scores = fitted.scores(split.test)
+            accuracies.append(float((scores.argmax(1) == problem.y[split.test]).mean()))
+            rows.append(len(places))
+        chosen_as = given if given is not None else "shots" if method == "knn" else FEW_SHOT
+        found[str(shots)] = {
+            **mean_and_spread(accuracies),
+            "rows": rows,
+            methods.name_of_choice(method): chosen_as,
+        }
+    return found
+
+
+def _result(
+    config: Config,
+    task: Task,
+    found: dict[str, dict[str, Any]],
+    choice: LayerChoice,
+    near: dict[str, Any],
+    seconds: float,
+) -> dict[str, Any]:
+    """What probe.json holds: the best layer first, then all."""
+    store, method = task.training.store, config.probe.methods[0]
+    best = best_layer(found, method)
+    notes = list(task.notes)
+    if count := found[best]["repeated_rows"]:
+        notes.append(
+            f"{count} test rows have the very vector of a training row in {best}: the same "
+            "images twice?"
+        )
+    if near["rows"]:
+        notes.append(
+            f"{near['rows']} test rows have a near-duplicate among the training rows (cosine of "
+            f"{near['cosine']} or more of the standardised {near['layer']}): the accuracy may be "
+            "too high; probe.group_column keeps rows that belong together on one side"
+        )
+    nested: dict[str, Any] = {}
+    if len(task.splits) > 1 and len(found) > 1:
+        nested = judged_folds([predictions for _, predictions in choice.chosen])
+        nested["layer_of_folds"] = [layer for layer, _ in choice.chosen]
+    return {
+        "featx_probe": FORMAT,
+        "store": str(store.root),
+        "fingerprint": str(store.attrs["fingerprint"]),
+        "model": str(store.attrs["model"]),
+        "weights": str(store.attrs["weights"]),
+        "weights_sha256": str(store.attrs["weights_sha256"]),
+        "transform": str(store.attrs["transform"]),
+        "layer": best,
+        "method": method,
+        **found[best][method],
+        **nested,
+        "classes": list(task.training.classes),
+        "rows_labelled": len(task.training.rows),
+        "split": task.about,
+        "near_duplicates": near,
+        "chosen_by": "validation_accuracy",
+        "notes_on_rows": notes,
+        "device": config.device,
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "seconds_in_all": round(seconds, 3),
+        "layers": found,
+    }
+
+
+def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) -> None:
+    """Heads first, then probe.json, which names them with their checksums."""
+    folder = output_folder(store)
+    disk = disk_at(folder)
+    if heads:
+        disk.make_folder(head_path(folder, next(iter(heads))).parent)
+    paths: dict[Path, str] = {}
+    for layer, head in heads.items():
+        path = head_path(folder, layer)
+        if path in paths:
+            raise ConfigError(
+                f"the heads of {paths[path]} and {layer} would have one file, {path}; probe them "
+                "one after the other with layer=."
+            )
+        paths[path] = layer
+        about = result["layers"][layer]
+        method = next(name for name in ("linear", "ridge") if name in about)
+        data = head_bytes(head, _about_head(store, result, layer, method))
+        disk.replace_unlocked(path, data)
+        about["head"] = {
+            "file": str(path.relative_to(folder)),
+            "method": method,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    result["head"] = result["layers"][result["layer"]].get("head")
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
+
+
+def _about_head(
+    store: FeatureStore, result: dict[str, Any], layer: str, method: str
+) -> dict[str, Any]:
+    """What has to be known to use a head, and what it is worth."""
+    about = result["layers"][layer]
+    manifest, _ = load_manifest(output_folder(store))
+    known = manifest is not None and manifest.digest == store.attrs["fingerprint"]
+    run = manifest.holder(layer) if manifest is not None and known else None
+    return {
+        "dataset": layer,
+        "method": method,
+        "l2": about[method]["l2"],
+        "fitted_on": about[method]["head_fitted_on"],
+        "accuracy": about[method]["accuracy"],
+        "reduction": about["reduction"],
+        "classes": result["classes"],
+        **{
+            name: result[name]
+            for name in ("store", "fingerprint", "model", "weights", "weights_sha256", "transform")
+        },
+        # How the layer was extracted, for new pictures; a file merged of others cannot say.
+        "config": run.header.config if run else None,
+        "resolved": dict(run.resolved) if run else None,
+        "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
+    }
+
+
+def _line(layer: str, about: dict[str, Any], names: Sequence[str]) -> str:
+    shown = ", ".join(f"{name} {about[name]['accuracy']:.4f}" for name in names)
+    pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
+    streamed = ", streamed" if about["streamed"] else ""
+    return f"{layer}: {about['features']} features{pooled}{streamed}; {shown}"

@@ -1,0 +1,149 @@
+"""The ok rows of a layer as vectors on a device, in blocks; a small layer stays there whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from featx.base.devices import float64_home
+from featx.errors import ConfigError
+from featx.store.reader import FeatureStore, refuse_lost_rows
+
+BLOCK_BYTES = 128 << 20
+"""Of one block of float32 vectors, and of one block of products, at the most."""
+
+KEEP_BYTES = 2 << 30
+"""A layer of up to this size, as float32, is read once; on CUDA half of the free memory counts."""
+
+
+_DOUBLES_BYTES = 8 << 20
+"""Of float32 vectors that are float64 at a time."""
+
+FAR = 8.0
+"""Length of what stands for zeros among centred unit vectors, which are 2 long at the most."""
+
+
+class Vectors:
+    """Rows of a layer, flattened, as float32; for one question.
+
+    Args:
+        store: open for reading.
+        layer: its name.
+        device: where they are wanted.
+        rows: (n,) rows of the store, all of them ok; all ok rows when not given.
+        unit: of length 1; a vector of zeros stays as it is.
+        centre: minus the mean of the first ones: distances stay the same, and are more exact. Of
+            unit vectors cosines are told by the distances, 1 - |u - v|^2 / 2; a vector of zeros,
+            which has none, becomes one that is FAR from all others.
+
+    Attributes:
+        root: of the store.
+        rows: (n,) int64, the row of the store of each vector; what counts them is a place.
+        width: numbers of a vector.
+    """
+
+    def __init__(
+        self,
+        store: FeatureStore,
+        layer: str,
+        device: torch.device,
+        rows: npt.NDArray[np.int64] | None = None,
+        unit: bool = False,
+        centre: bool = False,
+    ) -> None:
+        self._features = store[layer]
+        self._store, self.layer, self.device = store, layer, device
+        self.root = store.root
+        self.rows = np.flatnonzero(store.ok) if rows is None else rows
+        if not len(self.rows):
+            raise ConfigError(f"{store.root} has no row of {layer} that is ok.")
+        self.width = int(np.prod(self._features.shape[1:], dtype=np.int64))
+        self._unit, self._centre = unit, None
+        self._unit_centre: torch.Tensor | None = None
+        self._kept: torch.Tensor | None = None
+        if centre:
+            count = min(len(self), 1024, self.rows_of(BLOCK_BYTES))
+            first = self._read(0, count)
+            if unit:
+                self._unit_centre = first.mean(dim=0).to(float64_home(device), torch.float64)
+            else:
+                self._centre = first.mean(dim=0)
+        if 4 * self.width * len(self) <= _room(device):
+            kept = torch.empty((len(self), self.width), device=device)
+            for start, block in self.blocks(self.rows_of(BLOCK_BYTES)):
+                kept[start : start + len(block)] = block
+            self._kept = kept
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def rows_of(self, num_bytes: int) -> int:
+        """How many vectors take so many bytes, at least one."""
+        return max(1, num_bytes // (4 * max(1, self.width)))
+
+    def block(self, start: int, stop: int) -> torch.Tensor:
+        """(stop - start, width) float32: the vectors at these places."""
+        return self._read(start, stop) if self._kept is None else self._kept[start:stop]
+
+    def blocks(self, at_once: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """All of them: the place of the first, and (m, width)."""
+        for start in range(0, len(self), at_once):
+            yield start, self.block(start, min(len(self), start + at_once))
+
+    def at(self, places: torch.Tensor) -> torch.Tensor:
+        """(m, width) the vectors at any places, with repeats."""
+        if self._kept is not None:
+            return self._kept[places]
+        unique, back = torch.unique(places, return_inverse=True)
+        return self._prepared(self.rows[unique.cpu().numpy()])[back]
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        return self._prepared(self.rows[start:stop])
+
+    def _prepared(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
+        read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if together else rows]
+        refuse_lost_rows(self._store, self.layer, rows, read)
+        vectors = torch.from_numpy(read).to(self.device).to(torch.float32)
+        vectors = vectors.reshape(len(rows), self.width)
+        if self._centre is not None:
+            vectors = vectors - self._centre
+        if self._unit_centre is not None:
+            parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
+            vectors = torch.cat([self._off_centre(part) for part in parts])
+        elif self._unit:
+            # Two divisions: the squares of large numbers would overflow.
+            vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
+            vectors = vectors / _lengths(vectors).clamp_min(1e-30)
+        return vectors
+
+    def _off_centre(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Of length 1 and minus the centre, in float64.
+
+        What remains of features with a large common offset is small, and a unit vector in float32
+        has lost it.
+        """
+        assert self._unit_centre is not None
+        there = vectors.to(self._unit_centre.device).to(torch.float64)
+        lengths = torch.linalg.vector_norm(there, dim=1, keepdim=True)
+        found = there / lengths.clamp_min(torch.finfo(torch.float64).tiny) - self._unit_centre
+        far = torch.zeros_like(self._unit_centre)
+        far[0] = FAR
+        return torch.where(lengths > 0, found, far).to(torch.float32).to(vectors.device)
+
+
+def _lengths(vectors: torch.Tensor) -> torch.Tensor:
+    """(n, 1) float32, summed in float64: of a map of 10^6 numbers float32 sums err by 1e-5."""
+    there = vectors.to(float64_home(vectors.device))
+    lengths: torch.Tensor = torch.linalg.vector_norm(there, dim=1, dtype=torch.float64)
+    return lengths[:, None].to(torch.float32).to(vectors.device)
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of vectors that may stay on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    return KEEP_BYTES

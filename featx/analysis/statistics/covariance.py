@@ -1,0 +1,153 @@
+"""What is done with a layer's statistics: PCA, whitening, the Frechet distance."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from featx.analysis.statistics.moments import Moments
+from featx.errors import ConfigError
+from featx.layers.projection import Projection
+
+MAX_SPECTRUM = 4096
+"""Most features whose principal variances are computed for a table: some seconds."""
+
+
+def principal_components(moments: Moments, k: int) -> Projection:
+    """The k directions of largest variance, as orthonormal rows, largest first.
+
+    The sign of a direction is that which makes its largest entry positive. Variances are over
+    n - 1, as in scikit-learn.
+
+    Raises:
+        ConfigError: there are not k directions in which the rows vary, or only a diagonal.
+    """
+    variances, directions = _eigen(moments, "principal components")
+    _check_k(moments, variances, k)
+    return Projection(moments.mean.cpu(), directions[:k], variances[:k])
+
+
+def whitening(
+    moments: Moments, k: int | None = None, epsilon: float = 0.0, zca: bool = False
+) -> Projection:
+    """A map after which features are uncorrelated with variance 1.
+
+        PCA: y = (L + epsilon)^(-1/2) U^T (x - mean),  with covariance = U L U^T
+        ZCA: y = U (L + epsilon)^(-1/2) U^T (x - mean)
+
+    A. J. Bell, T. J. Sejnowski, The "independent components" of natural scenes are edge filters,
+    Vision Research 37(23), 1997, for ZCA: of all whitening maps the one nearest to the identity.
+
+    Args:
+        moments: with the full scatter matrix.
+        k: directions that are kept, those of largest variance; None for all D. PCA gives k
+            features, ZCA D of them.
+        epsilon: added to each variance, in its unit; keeps directions of little variance, which
+            are mostly noise, from being blown up.
+        zca: turn back into the features' own axes.
+
+    Raises:
+        ConfigError: k is out of range, or directions without variance are left and epsilon is 0.
+    """
+    if not 0 <= epsilon < math.inf:
+        raise ConfigError(f"epsilon is {epsilon}; expected a number of at least 0.")
+    variances, directions = _eigen(moments, "whitening")
+    k = moments.dim if k is None else k
+    _check_k(moments, variances, k, needs_variance=epsilon == 0)
+    kept = directions[:k]
+    components = kept / (variances[:k, None] + epsilon).sqrt()
+    if zca:
+        components = kept.T @ components
+    return Projection(moments.mean.cpu(), components, variances[:k])
+
+
+def spread(moments: Moments) -> dict[str, Any]:
+    """How the rows of a layer spread, in a few numbers; JSON types.
+
+    Returns:
+        rows, features; mean, the mean of the features' means; smallest and largest value; and of
+        two rows or more:
+        total_variance; std_min, std_max; effective_rank, (sum L)^2 / sum L^2 of the variances L
+        of the principal directions; first, {10: share, 50: ..., 100: ...}, the share of the total
+        variance in so many of them, up to MAX_SPECTRUM features. None where it is not known.
+    """
+    known: dict[str, Any] = {
+        "rows": moments.count,
+        "features": moments.dim,
+    }
+    later = ("mean", "smallest", "largest", "total_variance", "std_min", "std_max")
+    known |= dict.fromkeys((*later, "effective_rank", "first"))
+    if moments.count:
+        known["mean"] = float(moments.mean.mean())
+        known["smallest"] = float(moments.smallest.min())
+        known["largest"] = float(moments.largest.max())
+    if moments.count < 2:
+        return known
+    std = moments.std()
+    total = float(std.square().sum())
+    known |= {"total_variance": total, "std_min": float(std.min()), "std_max": float(std.max())}
+    if moments.kind == "full" and total > 0:
+        entries = moments.scatter.ravel()
+        trace = float(moments.scatter.diagonal().sum())
+        known["effective_rank"] = trace**2 / float(entries @ entries)
+        if moments.dim <= MAX_SPECTRUM:
+            variances = torch.linalg.eigvalsh(moments.covariance().cpu()).flip(0).clamp_(min=0)
+            shares = (variances.cumsum(0) / variances.sum()).tolist()
+            known["first"] = {k: shares[k - 1] for k in (10, 50, 100) if k < moments.dim}
+    return known
+
+
+def frechet_distance(a: Moments, b: Moments) -> float:
+    """The squared Fréchet distance of two Gaussians with these means and covariances (FID).
+
+        |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))
+
+    M. Heusel et al., GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
+    Equilibrium, NeurIPS 2017, equation 6. With C = F F^T, the trace of the root is the sum of the
+    singular values of F_a^T F_b; no root of a matrix product is taken, so singular covariances
+    (fewer rows than features) need no offset on the diagonal, and nothing becomes complex.
+
+    Args:
+        a, b: of the same features; covariances are over n - 1, as in the published FID code.
+
+    Raises:
+        ConfigError: different numbers of features, fewer than two rows, or only a diagonal.
+    """
+    if a.dim != b.dim:
+        raise ConfigError(f"a distance between {a.dim} and {b.dim} features is not defined.")
+    factors = []
+    for moments in (a, b):
+        variances, directions = _eigen(moments, "a Fréchet distance")
+        factors.append(directions * variances[:, None].sqrt())
+    root_trace = torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
+    traces = a.variance().sum().cpu() + b.variance().sum().cpu()
+    shift = (a.mean.cpu() - b.mean.cpu()).square().sum()
+    return max(0.0, float(shift + traces - 2 * root_trace))
+
+
+def _eigen(moments: Moments, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variances (D,), largest first, and directions (D, D), one a row; float64, on the CPU."""
+    moments.check_full(what)
+    values, vectors = torch.linalg.eigh(moments.covariance().cpu())
+    variances, directions = values.flip(0).clamp_(min=0), vectors.flip(1).T
+    # n rows vary in n - 1 directions; what rounding left in the others would pass for variance.
+    variances[moments.count - 1 :] = 0
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    return variances, directions * largest.sign()
+
+
+def _check_k(
+    moments: Moments, variances: torch.Tensor, k: int, needs_variance: bool = True
+) -> None:
+    """Raise ConfigError where there are not k directions, or where they have no variance."""
+    if not 1 <= k <= moments.dim:
+        raise ConfigError(f"k is {k}; expected 1 to {moments.dim}, the number of features.")
+    floor = float(variances[0]) * moments.dim * torch.finfo(torch.float64).eps
+    rank = int((variances > floor).sum())
+    if needs_variance and k > rank:
+        raise ConfigError(
+            f"k is {k}, but the {moments.count} rows of {moments.dim} features vary in {rank} "
+            "directions only. Give a smaller k, or take more rows; whitening also takes an epsilon."
+        )

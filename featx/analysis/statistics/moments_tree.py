@@ -1,0 +1,278 @@
+"""The files of statistics while a run goes on: one a part, merged upwards along the fixed tree.
+
+Any number of processes may commit parts at once. A merged file holds the same bytes whoever makes
+it, and lies there before the two that went into it are deleted; so of two processes that merge the
+same halves the second changes nothing, and a file that is left behind is covered by a larger one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.part_moments import StatsLayer, cut_row, is_aligned
+from featx.analysis.statistics.stats_file import (
+    PARTS_FOLDER,
+    STATS_FORMAT,
+    DamagedError,
+    attributes_of,
+    file_bytes,
+    read_checksums,
+    read_failures,
+    read_layer,
+    reading,
+)
+from featx.base.fingerprint import differences, digest
+from featx.errors import StoreError, StoreMismatchError, require
+from featx.storage.local_folder import Disk
+from featx.store import layout
+from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
+
+
+class _Contents(NamedTuple):
+    """What a file holds of the rows of a span.
+
+    Attributes:
+        moments: layer -> its moments.
+        failures: the images that were left out, in order of rows.
+        checksums: (n,) of the images of all rows.
+    """
+
+    moments: Mapping[str, Moments]
+    failures: Sequence[Failure]
+    checksums: npt.NDArray[np.uint64]
+
+
+class MomentsTree:
+    """Files below PATH-parts/, each of all layers over one span of rows, and named for its rows.
+
+    As soon as both halves of an aligned span are there they are merged into one file, so that a
+    handful of files stay, not one a part.
+
+    Args:
+        disk: of the folder of `path`.
+        path: of the file that is wanted, stats.h5.
+        header: of the run; its fingerprint holds whatever changes values, the layers included.
+        num_rows: of the listing.
+        layers: whose statistics are taken.
+        threads: of the CPU that computes; None where another device does.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        path: Path,
+        header: StoreHeader,
+        num_rows: int,
+        layers: Sequence[StatsLayer],
+        threads: int | None = None,
+    ) -> None:
+        self.disk = disk
+        self.path = path
+        self.folder = path.with_name(PARTS_FOLDER)
+        self.num_rows = num_rows
+        self._header = header
+        self._threads = threads
+        self._layers = {layer.spec.name: layer for layer in layers}
+
+    def commit(
+        self,
+        part: Part,
+        failures: Sequence[Failure],
+        moments: Mapping[str, Moments],
+        checksums: npt.NDArray[np.uint64] | None = None,
+    ) -> Sequence[Failure]:
+        """Keep the moments of a part, durably when this returns.
+
+        Where another process was first, its file is kept.
+
+        Args:
+            part: of a grid whose parts are a power of two of rows.
+            failures: images of the part that were left out.
+            moments: name -> moments, all layers of the run.
+            checksums: (n,) of the images of the part's rows; None where they are not known.
+
+        Returns:
+            the failures of the part that is there now.
+
+        Raises:
+            RunError: the disk is full or fails; the part is as good as not done.
+        """
+        require(set(moments) == set(self._layers), "a layer is missing")
+        require(
+            part.start % layout.power_of_two_at_least(len(part)) == 0, f"{part} is off the tree"
+        )
+        require(is_aligned(part.start, part.stop) or part.stop == self.num_rows, f"{part} is short")
+        for name, layer in self._layers.items():
+            expected = (len(part) - len(failures)) * layer.rows_per_image
+            found = moments[name]
+            require((found.count, found.dim, found.kind) == (expected, layer.dim, layer.kind), name)
+        if checksums is None:
+            checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
+        require(len(checksums) == len(part), "a checksum is missing")
+        in_order = sorted(failures, key=lambda failure: failure.row)
+        path = self.file(part.start, part.stop)
+        contents = _Contents(moments, in_order, checksums)
+        if not self._publish(path, part.start, part.stop, contents):
+            try:
+                in_order = list(self.failures_in(path))
+            except DamagedError:
+                if path.exists():
+                    raise
+        self._merge_upwards(part.start, part.stop)
+        return in_order
+
+    def merge_all(self) -> tuple[Failure, ...]:
+        """Merge what is there into the one file.
+
+        Returns:
+            the images that were left out, in order of rows.
+
+        Raises:
+            StoreError: rows are missing, or a file is damaged.
+            RunError: the disk is full or fails; the same call goes on.
+        """
+        merged = self._merged(0, self.num_rows)
+        created = self._publish(self.path, 0, self.num_rows, merged)
+        require(created, f"somebody else wrote {self.path} without the lock")
+        return tuple(merged.failures)
+
+    def file(self, start: int, stop: int) -> Path:
+        """Where the moments of a span lie, if they are there."""
+        return self.folder / f"rows-{start:010d}-{stop:010d}.h5"
+
+    def accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...]:
+        """The images that a file of this run left out.
+
+        Raises:
+            DamagedError, LayerError: it is not what was written.
+            StoreMismatchError: other settings made it.
+        """
+        with reading(path) as file:
+            root = attributes_of(file)
+            self._check(path, root, start, stop)
+            for name in self._layers:
+                read_layer(file, path, name, root)
+            read_checksums(file, path, root)
+            return read_failures(file, path, root)
+
+    def failures_in(self, path: Path) -> tuple[Failure, ...]:
+        """The images that a file left out that lies there whole; its numbers are not looked at."""
+        with reading(path, compare=False) as file:
+            return read_failures(file, path, attributes_of(file))
+
+    def checksums_in(self, path: Path) -> npt.NDArray[np.uint64]:
+        """(n,) of the images of a file that was accepted; its numbers are not looked at."""
+        with reading(path, compare=False) as file:
+            return read_checksums(file, path, attributes_of(file))
+
+    def _merge_upwards(self, start: int, stop: int) -> None:
+        """Merge a span with its other half, and so on, as long as that is there and whole."""
+        while is_aligned(start, stop):
+            size = stop - start
+            lower, upper = sorted([start, start ^ size])
+            halves = [self.file(lower, lower + size), self.file(upper, upper + size)]
+            if not all(half.exists() for half in halves):
+                return
+            start, stop = lower, upper + size
+            try:
+                joined = self._joined(start, stop)
+            except StoreError:
+                if all(half.exists() for half in halves):
+                    raise
+                return  # another process has merged them
+            self._publish(self.file(start, stop), start, stop, joined)
+            for half in halves:
+                self.disk.remove(half)
+
+    def _merged(self, start: int, stop: int) -> _Contents:
+        """The contents of a span, from its file or, by the tree, from those within it."""
+        path = self.file(start, stop)
+        if not path.exists():
+            if stop - start == 1:
+                raise StoreError(
+                    f"no file of {self.folder} has row {start} any more; give the same command "
+                    "again."
+                )
+            return self._joined(start, stop)
+        with reading(path) as file:
+            root = attributes_of(file)
+            self._check(path, root, start, stop)
+            moments = {name: read_layer(file, path, name, root)[0] for name in self._layers}
+            failures, checksums = read_failures(file, path, root), read_checksums(file, path, root)
+            return _Contents(moments, failures, checksums)
+
+    def _joined(self, start: int, stop: int) -> _Contents:
+        """The contents of a span, from its two halves."""
+        cut = cut_row(start, stop)
+        lower, upper = self._merged(start, cut), self._merged(cut, stop)
+        below, above = dict(lower.moments), dict(upper.moments)
+        lower, upper = lower._replace(moments={}), upper._replace(moments={})
+        # Each layer's two matrices go as soon as their sum is there.
+        moments = {name: below.pop(name).merge(above.pop(name)) for name in self._layers}
+        return _Contents(
+            moments,
+            [*lower.failures, *upper.failures],
+            np.concatenate([lower.checksums, upper.checksums]),
+        )
+
+    def _publish(self, path: Path, start: int, stop: int, contents: _Contents) -> bool:
+        """Whether the file is new; one that is there already is kept."""
+        root = self._root(start, stop, len(contents.failures), complete=path == self.path)
+        return self.disk.publish(path, file_bytes(root, self._layers, *contents))
+
+    def _root(self, start: int, stop: int, num_failed: int, complete: bool) -> dict[str, Any]:
+        """Root attributes: the store's, with those of statistics."""
+        identity = digest(self._header.fingerprint)
+        attributes = layout.root_attributes(self._header, identity, complete)
+        del attributes["featx_format"]  # no store: featx.open must not take it for one
+        return {
+            "featx_stats": STATS_FORMAT,
+            **attributes,
+            "settings": json.dumps(dict(self._header.fingerprint), sort_keys=True),
+            **({} if self._threads is None else {"threads": self._threads}),
+            "start": start,
+            "stop": stop,
+            "num_failed": num_failed,
+        }
+
+    def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
+        """Raise where a file belongs to another run or to other rows."""
+        asked = dict(self._header.fingerprint)
+        if attributes["fingerprint"] != digest(asked):
+            made = json.loads(attributes["settings"])
+            lines = [f"{key}: {old!r}, now {new!r}" for key, old, new in differences(made, asked)]
+            raise StoreMismatchError(
+                f"{path} was made with other settings: {'; '.join(lines)}. Give those, choose "
+                "another out=DIR, or overwrite=true."
+            )
+        if (attributes["start"], attributes["stop"]) != (start, stop):
+            raise DamagedError(
+                f"{path} holds rows {attributes['start']} to {attributes['stop']}, expected "
+                f"{start} to {stop}."
+            )
+
+
+def spans_in(folder: Path) -> list[tuple[int, int]]:
+    """The rows of each file of moments in a folder, the largest spans first.
+
+    Raises:
+        StoreError: a file is there that featx did not write.
+    """
+    found = [_span_of(path) for path in sorted(folder.glob("rows-*.h5"))]
+    return sorted(found, key=lambda span: span[0] - span[1])
+
+
+def _span_of(path: Path) -> tuple[int, int]:
+    """The rows a file is named for."""
+    try:
+        _, start, stop = path.stem.split("-")
+        return int(start), int(stop)
+    except ValueError as error:
+        raise StoreError(f"{path} is no file of featx; move it away.") from error

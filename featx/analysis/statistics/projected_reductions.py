@@ -1,0 +1,132 @@
+"""reduce=pca and reduce=whiten: the statistics of a layer -> what is stored of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from featx.analysis.statistics.covariance import principal_components, whitening
+from featx.analysis.statistics.stats_file import Statistics
+from featx.config import GRADIENTS, PROJECTIONS, ReduceConfig
+from featx.config.run_config import Config
+from featx.errors import ConfigError, ReduceError, StoreMismatchError
+from featx.layers.projection import ProjectedReduce, Projection
+from featx.layers.trace import Tap
+from featx.models.base import Backbone
+
+if TYPE_CHECKING:
+    from featx.layers.projection import StoredReduce
+
+
+def with_statistics(
+    chosen: Sequence[tuple[Tap, ReduceConfig]], config: Config, backbone: Backbone
+) -> list[tuple[Tap, StoredReduce]]:
+    """What is stored of each layer, with the statistics that pca and whiten need.
+
+    Raises:
+        StoreError: a file of statistics is not there, not complete, or damaged.
+        LayerError: it does not have the layer.
+        StoreMismatchError: it is of another model, transform or tensor.
+        ReduceError: it cannot be used for this.
+    """
+    return [
+        (tap, _projected(tap, reduce, config, backbone) if reduce.name in PROJECTIONS else reduce)
+        for tap, reduce in chosen
+    ]
+
+
+def _projected(
+    tap: Tap, reduce: ReduceConfig, config: Config, backbone: Backbone
+) -> ProjectedReduce:
+    assert reduce.stats is not None, "the config was checked"
+    statistics = Statistics(reduce.stats)
+    moments, about = statistics.layer(tap.name)
+    _refuse_another_tensor(statistics.path, about, tap, config, backbone)
+    try:
+        if reduce.name == "pca":
+            projection = principal_components(moments, reduce.k or moments.dim)
+        else:
+            zca = bool(reduce.zca)
+            projection = whitening(moments, reduce.k, reduce.epsilon or 0.0, zca)
+            _refuse_arbitrary_directions(projection, moments.dim, zca)
+    except ConfigError as error:
+        raise ReduceError(
+            f"reduce={reduce.name} of {tap.name} by {statistics.path}: {error}"
+        ) from error
+    first = first_reduction(about)
+    shown = " ".join([first.name, *(f"{key}={value:g}" for key, value in first.args.items())])
+    args = {
+        "first": shown,
+        "rows": about["row"],
+        "k": len(projection.explained_variance),
+        **reduce.args,
+        "stats_sha256": moments.sha256,
+    }
+    by_position = about["row"] == "position"
+    return ProjectedReduce(reduce.name, args, first, tuple(about["shape"]), by_position, projection)
+
+
+def first_reduction(about: dict[str, Any]) -> ReduceConfig:
+    """The reduction that a layer's statistics were taken behind.
+
+    Args:
+        about: as `Statistics.about` gives it.
+
+    Raises:
+        ReduceError: it was itself a projection.
+    """
+    if about["reduce"] in PROJECTIONS:
+        raise ReduceError(
+            f"these statistics of {about['layer']} are of projected values (reduce="
+            f"{about['reduce']}), which cannot be projected again. Take them of the layer itself."
+        )
+    p, size = about.get("reduce_p"), about.get("reduce_size")
+    return ReduceConfig(about["reduce"], p=p, size=size)
+
+
+def _refuse_another_tensor(
+    path: Path,
+    about: dict[str, Any],
+    tap: Tap,
+    config: Config,
+    backbone: Backbone,
+) -> None:
+    """Statistics say something of the very numbers only that they were taken of."""
+    now = {
+        "layer": tap.layer,
+        "capture": tap.capture,
+        "weights_sha256": backbone.weights_sha256,
+        "transform": backbone.preprocess.describe(),
+    }
+    before = {key: about[key] for key in now}
+    if tap.capture in GRADIENTS:
+        now["target"], before["target"] = config.target, about["target"]
+    changed = [
+        f"  {key}: the statistics have {before[key]!r}, now {now[key]!r}"
+        for key in now
+        if before[key] != now[key]
+    ]
+    if changed:
+        raise StoreMismatchError(
+            f"{path} has statistics of other values than {tap.name} gives here:\n"
+            + "\n".join(changed)
+            + "\nTake them with job=stats and this model."
+        )
+
+
+def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) -> None:
+    """Directions without variance can be chosen at will, and another machine chooses others.
+
+    Only all of them together, turned back, are one and the same map.
+    """
+    variances = projection.explained_variance
+    floor = float(variances[0]) * dim * torch.finfo(torch.float64).eps
+    rank = int((variances > floor).sum())
+    if rank < len(variances) and not (zca and len(variances) == dim):
+        raise ConfigError(
+            f"k is {len(variances)}, but the rows vary in {rank} directions only; which others "
+            f"there are is arbitrary. Give k={rank} or less, or zca=true and no k."
+        )

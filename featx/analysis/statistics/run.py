@@ -1,0 +1,246 @@
+"""job=stats itself: the statistics of layers over a data set, computed part by part."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from featx.analysis.statistics.covariance import frechet_distance
+from featx.analysis.statistics.covariance import spread as spread_of
+from featx.analysis.statistics.frechet_distance import refuse_other_values
+from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, StatsSession
+from featx.analysis.statistics.sink import StatsProduct, StatsWork, tree_of
+from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
+from featx.analysis.statistics.target import StatsPurpose
+from featx.base.console import announce, complain
+from featx.base.text import size_text
+from featx.config.run_config import Config
+from featx.errors import ConfigError, StoreMismatchError
+from featx.pipeline.executors import check, in_process, spread
+from featx.pipeline.executors.worker_stats import Outcome
+from featx.pipeline.image_changes import (
+    ImagesOfRun,
+    changed_images_text,
+    changed_text,
+    compare_images,
+    gone_images_text,
+    mended_images_text,
+    unknown_images_text,
+)
+from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
+from featx.pipeline.row_failures import failures_text
+from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_metrics import peak_memory_mib
+from featx.pipeline.run_summary import describe_run
+from featx.storage.local_folder import TEMPORARY, Disk, exclusive_lock
+from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
+from featx.store.image_states import keep_image_states
+from featx.store.layout import LOCK, STATS_OVERWRITING, TRACE, WORKERS, Grid
+from featx.types import Failure, Source
+
+_ANEW = (
+    "computes anew the files of parts that hold them, and the whole where it is finished: a sum "
+    "does not lose one row"
+)
+"""What refresh=true does."""
+
+
+def run_stats(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
+    """Begin or go on with the statistics of a config until they are whole.
+
+    Args:
+        config: checked, with job=stats.
+        config_yaml: as the user gave it, for the file.
+        source: the data set, where it is an object from Python; None opens the config's.
+
+    Returns:
+        rows, failures, file, layers with their spread, frechet {layer: distance} where another
+        file was named, and what it took.
+
+    Raises:
+        FeatxError: the config or the statistics there do not fit, or the run failed on its way.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    path = Path(config.out).expanduser() / STATS_OVERWRITING
+    mark = OverwriteMark(path, config, source is None)
+
+    def run(config: Config) -> dict[str, Any]:
+        return _run(config, config_yaml, mark, source)
+
+    return resumed_or_anew(config, mark, run)
+
+
+def _run(
+    config: Config, config_yaml: str, mark: OverwriteMark, source: Source | None
+) -> dict[str, Any]:
+    """As `run_stats`, and overwrite=true deletes what is there."""
+    out = Path(config.out).expanduser()
+    if config.is_spread:
+        check(config)
+    other = None if config.stats.against is None else Statistics(config.stats.against)
+    with contextlib.ExitStack() as stack:
+        purpose = StatsPurpose(config, source)
+        prepared = stack.enter_context(prepare(config, config_yaml, purpose))
+        if other is not None:
+            _check_against(other, purpose, prepared)
+        disk = Disk(out)
+        disk.make_folder(out)
+        lock = stack.enter_context(exclusive_lock(out / LOCK))
+        refuse_other_writers(out)
+        clear_signs(disk)
+        _clear(disk, config.overwrite)
+        if config.overwrite:
+            mark.write(disk)
+        parts = MomentsOfParts(tree_of(prepared, purpose.layers, disk))
+        parts.survey()
+        _refuse_changed_images(prepared, parts)
+        grid = Grid(len(prepared.listing), prepared.part_rows)
+        session = StatsSession(parts, grid, lock)
+        announce(_begin_text(prepared, purpose, session, parts.path))
+        outcome = _computed(prepared, purpose, session, config_yaml)
+        figures = outcome.figures
+        merging = time.perf_counter()
+        parts.finish()
+        written = figures.seconds["write"]
+        if written is not None:
+            figures.seconds["write"] = written + time.perf_counter() - merging
+        session.write_failures()
+        mark.remove(disk)
+    if parts.failures:
+        complain(failures_text(parts.failures))
+    return _summary(Statistics(parts.path), other, parts.failures, outcome)
+
+
+def _refuse_changed_images(prepared: Prepared, parts: MomentsOfParts) -> None:
+    """Compare the images with those that the statistics which are there were taken from.
+
+    With refresh=true the files that hold changed images go, to be computed anew.
+
+    Raises:
+        StoreMismatchError: images have changed, and refresh=true was not given.
+    """
+    keys, config = prepared.listing.keys, prepared.config
+    states_file = parts.path.with_name(STATS_IMAGES)
+    checksums, done = parts.image_checksums()
+    before = ImagesOfRun(0, checksums, done)
+    changes = compare_images(prepared.source, keys, [before], states_file, read_all=config.refresh)
+    if changes.num_unknown:
+        complain(
+            f"warning: {unknown_images_text(changes.num_unknown)} (an early featx took these "
+            "statistics): whether it has changed is not known. overwrite=true begins them anew.\n"
+        )
+    if len(changes.gone):
+        complain(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
+    rows = changes.rows.tolist()
+    if config.refresh:
+        complain(f"{changed_text(len(rows))} since the statistics were taken\n")
+        parts.discard(rows)
+    failed = {failure.row for failure in parts.failures}
+    if not config.refresh and (changed := [row for row in rows if row not in failed]):
+        raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _ANEW))
+    if not config.refresh and rows:
+        complain(f"{mended_images_text(keys, rows)}\n")
+    if changes.states is not None:
+        keep_image_states(parts.disk, states_file, changes.states)
+
+
+def _computed(
+    prepared: Prepared, purpose: StatsPurpose, session: StatsSession, config_yaml: str
+) -> Outcome:
+    """What is missing, computed by this process or by those that the config asks for."""
+    if not prepared.config.is_spread:
+        with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
+            maker = StatsWork(prepared, purpose.layers, purpose.axes, session.commit, heart)
+            return in_process.run(prepared, session, maker)
+    product = StatsProduct(purpose.dtype, purpose.settings, tuple(purpose.layers), purpose.axes)
+    if session.missing():
+        session.write_listing(prepared.listing)
+    return spread(prepared, session, product, config_yaml)
+
+
+def _clear(disk: Disk, overwrite: bool) -> None:
+    """Delete what a killed process left half written; with overwrite, all statistics."""
+    names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, STATS_OVERWRITING, TRACE)
+    for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{WORKERS}/{TEMPORARY}*"):
+        for leftover in disk.root.glob(pattern):
+            disk.remove(leftover)
+    if overwrite:
+        for name in (PARTS_FOLDER, FAILURES_CSV, STATS_FILE, STATS_IMAGES):
+            disk.remove(disk.root / name)
+
+
+def _check_against(other: Statistics, purpose: StatsPurpose, prepared: Prepared) -> None:
+    """Raise, before hours of work, where no distance to the other statistics can be told."""
+    common = [layer for layer in purpose.layers if layer.spec.name in other]
+    if not common:
+        names = ", ".join(layer.spec.name for layer in purpose.layers)
+        raise ConfigError(
+            f"stats.against={other.path} has statistics of {', '.join(other)}, of none of {names}."
+        )
+    for layer in common:
+        about = other.about(layer.spec.name)
+        header = prepared.header
+        mine = {
+            "target": purpose.settings.get("target"),
+            "weights_sha256": header.weights_sha256,
+            "transform": header.transform,
+            **layer.attributes,
+        }
+        refuse_other_values(mine, about, f"this run and {other.path}, {layer.spec.name}")
+        if about["kind"] != "full":
+            raise ConfigError(
+                f"stats.against={other.path} keeps the variances of {layer.spec.name} only; a "
+                "distance needs stats.kind=full there, too."
+            )
+
+
+def _begin_text(
+    prepared: Prepared, purpose: StatsPurpose, session: StatsSession, path: Path
+) -> list[tuple[str, str]]:
+    """What will be done, before it is done."""
+    lines = []
+    for layer in purpose.layers:
+        numbers = layer.dim**2 if layer.kind == "full" else layer.dim
+        each = "" if layer.positions is None else f", {layer.positions} rows a picture"
+        lines.append(
+            f"{layer.spec.name}  {layer.spec.shape}  {layer.dim} features{each}, {layer.kind}, "
+            f"{size_text(8 * numbers)}"
+        )
+    rows = [
+        (name, "\n".join(lines) if name == "layers" else text)
+        for name, text in describe_run(prepared)
+    ]
+    done, total = session.rows_done, session.rows_asked
+    state = f"{done} of {total} rows are there already" if done else "begun"
+    return [*rows, ("statistics", f"{path}, {state}")]
+
+
+def _summary(
+    statistics: Statistics, other: Statistics | None, failures: Sequence[Failure], outcome: Outcome
+) -> dict[str, Any]:
+    layers, distances = {}, {}
+    for name in statistics:
+        moments = statistics[name]
+        layers[name] = spread_of(moments)
+        if other is not None and name in other:
+            distances[name] = _distance(moments, other[name])
+    figures = outcome.figures
+    del figures.seconds["copy"]  # nothing is copied but a flag a row
+    return {
+        "rows": statistics.attributes["stop"],
+        "failures": len(failures),
+        "file": str(statistics.path),
+        "layers": layers,
+        "frechet": distances,
+        **figures.as_dict(),
+        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
+    }
+
+
+def _distance(a: Moments, b: Moments) -> float | None:
+    """None where one of them has too few rows for a covariance."""
+    return frechet_distance(a, b) if min(a.count, b.count) > 1 else None

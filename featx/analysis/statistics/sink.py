@@ -1,0 +1,180 @@
+"""Statistics of the rows of a run, batch by batch, into the parts of a tree of moments."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.statistics.moments import Moments
+from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
+from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
+from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, statistics_begun
+from featx.base.devices import synchronise, used_here
+from featx.base.fingerprint import differences
+from featx.errors import RunError
+from featx.layers.reductions import positions_last
+from featx.pipeline.row_failures import failures_of
+from featx.pipeline.run_context import Prepared
+from featx.storage.local_folder import Disk
+from featx.store.heartbeat import Heartbeat
+from featx.store.listing import read_listing
+from featx.types import UNKNOWN_IMAGE, Batch, Failure, Listing, Part
+
+Values = tuple[Mapping[str, Any], list[Failure]]
+"""Of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
+
+Commit = Callable[
+    [Part, Sequence[Failure], Mapping[str, Moments], npt.NDArray[np.uint64]], Sequence[Failure]
+]
+"""Makes the moments of a part durable; returns the failures of the part that is there then."""
+
+
+class StatsWork:
+    """What becomes of the batches of a run whose statistics are taken: moments, on the device.
+
+    Args:
+        prepared: the run.
+        layers: whose statistics are taken.
+        axes: layer -> the axis of its features, where each position is a row.
+        commit: makes a part durable.
+        heart: is told what part is computed.
+
+    Attributes:
+        faint: empty, for nothing is cast to float16.
+        seconds: that the sums took, beside the model.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        layers: Sequence[StatsLayer],
+        axes: Mapping[str, int],
+        commit: Commit,
+        heart: Heartbeat,
+    ) -> None:
+        self.faint: Counter[str] = Counter()
+        self.seconds = {"statistics": 0.0}
+        self._prepared = prepared
+        self._layers = layers
+        self._axes = axes
+        self._commit = commit
+        self._heart = heart
+        self._part: Part | None = None
+        self._moments: dict[str, PartMoments] = {}
+        self._failures: list[Failure] = []
+        self._checksums = np.empty(0, dtype=np.uint64)
+
+    def compute(self, engine: Any, batch: Batch) -> Values:
+        """The values of a batch, on the device."""
+        values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
+        return values, failures_of(self._prepared, engine, batch, values)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
+        """Add the next batch of a part; returns its rows that failed."""
+        if self._part is None:
+            self._part, self._failures = part, []
+            self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
+            self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
+            self._heart.begin(part)
+        values, failures = computed()
+        used_here(values)
+        begun = time.perf_counter()
+        failed = [failure.row for failure in failures]
+        for name, moments in self._moments.items():
+            rows = values[name][: batch.count]
+            axis = self._axes.get(name)
+            rows = rows if axis is None else positions_last(rows, axis)
+            moments.add(batch.start, rows, failed)
+        synchronise(self._prepared.engine.device)
+        self.seconds["statistics"] += time.perf_counter() - begun
+        self._failures += failures
+        if batch.checksums is not None:
+            first = batch.start - part.start
+            self._checksums[first : first + batch.count] = batch.checksums
+        return failures
+
+    def hand_over(self) -> Callable[[], Sequence[Failure]]:
+        """The part whose last batch was taken; calling what is returned makes it durable."""
+        assert self._part is not None, "no batch of a part was taken"
+        found = {name: moments.finish() for name, moments in self._moments.items()}
+        synchronise(self._prepared.engine.device)  # the thread that commits is another one
+        part, failures, checksums = self._part, self._failures, self._checksums
+        self._part, self._moments, self._failures = None, {}, []
+        return functools.partial(self._made_durable, part, failures, found, checksums)
+
+    def _made_durable(
+        self,
+        part: Part,
+        failures: list[Failure],
+        found: dict[str, Moments],
+        checksums: npt.NDArray[np.uint64],
+    ) -> Sequence[Failure]:
+        there = self._commit(part, failures, found, checksums)
+        self._heart.committed(part)
+        return there
+
+
+@dataclass(frozen=True)
+class StatsProduct:
+    """What the workers of a spread run are to make: parts of statistics.
+
+    Attributes:
+        dtype: in which the engine gives its values.
+        settings: of the fingerprint, beside those of every run.
+        layers: whose statistics are taken.
+        axes: layer -> the axis of its features, where each position is a row.
+    """
+
+    dtype: str
+    settings: Mapping[str, Any]
+    layers: tuple[StatsLayer, ...]
+    axes: Mapping[str, int]
+
+    @property
+    def datasets(self) -> frozenset[str]:
+        """The names of what is computed."""
+        return frozenset(layer.spec.name for layer in self.layers)
+
+    def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
+        """Raise RunError where other statistics were begun there since this was ordered."""
+        begun = statistics_begun(root)
+        if begun is not None and differences(begun.settings, fingerprint):
+            raise RunError(f"other statistics were begun in {root} since this was ordered.")
+
+    def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
+        """The rows, as the driver wrote them down for its workers."""
+        return read_listing(root / PARTS_FOLDER, num_rows, identity)
+
+    def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
+        """Those of some parts that nobody has committed yet."""
+        spans = spans_in(root / PARTS_FOLDER)
+        return [
+            part
+            for part in parts
+            if not any(start <= part.start and part.stop <= stop for start, stop in spans)
+        ]
+
+    def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> StatsWork:
+        """What computes the parts and commits each."""
+        commit = tree_of(prepared, self.layers, Disk(root)).commit
+        return StatsWork(prepared, self.layers, self.axes, commit, heart)
+
+
+def tree_of(prepared: Prepared, layers: Sequence[StatsLayer], disk: Disk) -> MomentsTree:
+    """The files of the statistics of a run, in the folder of a disk."""
+    return MomentsTree(
+        disk,
+        disk.root / STATS_FILE,
+        prepared.header,
+        len(prepared.listing),
+        layers,
+        prepared.at_once.threads,
+    )

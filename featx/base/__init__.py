@@ -1,0 +1,1 @@
+"""What every package may use: limits of the machine, console output, text, paths, devices."""

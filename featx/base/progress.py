@@ -1,0 +1,148 @@
+"""Progress of a run on stderr: a bar, or a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from tqdm import tqdm
+
+from featx.base.console import complain, json_line, writes_json
+from featx.base.text import size_text, time_text
+
+PLAIN_INTERVAL_S = 10.0
+"""Where stderr is no terminal: a line this often instead of a bar."""
+
+WAITING_SHARE = 0.2
+
+
+class Progress:
+    """Images per second, time left, failures, and which stage the others wait for."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self._terminal = sys.stderr.isatty() and not writes_json()
+        self._total = total
+        self._done = done
+        self._begun = self._told = time.perf_counter()
+        self._first = done
+        self._failures = 0
+        self._waiting = 0.0
+        self._bar = tqdm(
+            total=total, initial=done, unit="img", disable=not self._terminal, smoothing=0.1
+        )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin(self) -> None:
+        """Only now does the time count: until here nothing could be done."""
+        self._begun = self._told = time.perf_counter()
+        self._bar.unpause()
+
+    def step(self, images: int, failures: int, waited_s: float) -> None:
+        """One batch is done; waited_s of it the device stood waiting for images."""
+        self._done += images
+        self._failures += failures
+        self._waiting += waited_s
+        share = self._waiting / max(1e-9, time.perf_counter() - self._begun)
+        stage = "reading images" if share > WAITING_SHARE else "the model"
+        if self._terminal:
+            self._bar.set_postfix_str(f"{self._failures} failed, bound by {stage}", refresh=False)
+            self._bar.update(images)
+        elif time.perf_counter() - self._told > PLAIN_INTERVAL_S:
+            self._told = time.perf_counter()
+            rate = (self._done - self._first) / (self._told - self._begun)
+            left = (self._total - self._done) / rate if rate else float("nan")
+            if writes_json():
+                line = json_line(
+                    "info",
+                    event="progress",
+                    done=self._done,
+                    total=self._total,
+                    failures=self._failures,
+                    images_per_second=round(rate, 3),
+                    bound_by=stage,
+                )
+                print(line, file=sys.stderr, flush=True)
+                return
+            complain(
+                f"{self._done} of {self._total} images, {rate:.1f} images/s, {time_text(left)} "
+                f"left, {self._failures} failed, bound by {stage}"
+            )
+
+    def tell(self, text: str) -> None:
+        """A line about the run, above the bar."""
+        if self._terminal:
+            tqdm.write(text, file=sys.stderr)
+        else:
+            complain(text)
+
+
+class Unseen:
+    """What a worker has instead of a bar: nothing is shown, the waits are summed."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+
+    def __enter__(self) -> Unseen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def step(self, images: int, failures: int, waited_s: float) -> None:
+        """As that of Progress."""
+        self._waited_s += waited_s
+
+    def take_waited(self) -> float:
+        """Seconds waited since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+
+class CountProgress:
+    """How much of something is done, its speed and the time left.
+
+    Args:
+        unit: what is counted: "B" for bytes, else a plural, such as "rows".
+    """
+
+    def __init__(self, unit: str) -> None:
+        self._unit = unit
+        self._total = self._done = 0
+        self._begun = self._told = time.perf_counter()
+        self._bar = tqdm(
+            unit=unit,
+            unit_scale=unit == "B",
+            unit_divisor=1024,
+            disable=not sys.stderr.isatty() or writes_json(),
+        )
+
+    def __enter__(self) -> CountProgress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def begin(self, total: int) -> None:
+        """So much will be done, about."""
+        self._total = total
+        self._bar.reset(total)
+
+    def step(self, count: int) -> None:
+        """So much more is done."""
+        self._done += count
+        self._bar.update(count)
+        now = time.perf_counter()
+        if self._bar.disable and now - self._told > PLAIN_INTERVAL_S:
+            self._told = now
+            rate = self._done / (now - self._begun)
+            left = time_text(max(0, self._total - self._done) / rate)
+            done, total, speed = map(self._text, (self._done, self._total, rate))
+            complain(f"{done} of {total}, {speed}/s, {left} left")
+
+    def _text(self, count: float) -> str:
+        return size_text(count) if self._unit == "B" else f"{count:.0f} {self._unit}"

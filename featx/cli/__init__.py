@@ -1,0 +1,1 @@
+"""The command line: composition by Hydra, overrides, tables of layers."""

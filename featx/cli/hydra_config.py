@@ -1,0 +1,257 @@
+"""What Hydra composes a config of: the schema, `model=ANY_NAME`, and the user's own files."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from featx.cli.overrides import is_path
+from featx.config.option_types import Kind, option_types
+from featx.config.run_config import Config
+from featx.config.schema import described_keys, known_keys
+from featx.errors import ConfigError, nearest
+
+_STR = "tag:yaml.org,2002:str"
+_NULL = "tag:yaml.org,2002:null"
+
+
+class AnyModel(ConfigSource):
+    """A config for every model name: `model=resnet50` without a conf/model/resnet50.yaml.
+
+    It stands last in Hydra's search path, so a YAML of that name, ours or the user's
+    (`--config-dir`), comes first. Whether the name exists is found out when the model is built.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "any-model"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.removesuffix(".yaml").removeprefix("model/")
+        node = OmegaConf.create({"name": name})
+        return ConfigResult(
+            provider=self.provider, path=config_path, config=node, header={"package": None}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") == "model"
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path.startswith("model/")
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+
+class ConfigFiles(FileConfigSource):
+    """The user's own files, from --config-dir.
+
+    A text option keeps its text (YAML reads `out: 2024_01` as a number), and a file at the top
+    may be a plain mapping of options, without Hydra's list of defaults.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "config-files"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path, self._normalize_file_name(config_path))
+        try:
+            loaded = super().load_config(config_path)
+            tree = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+            if isinstance(tree, yaml.MappingNode):
+                group = config_path.rpartition("/")[0].replace("/", ".")
+                package = loaded.header.get("package") or group
+                keep_text(tree, "" if package == "_global_" else package)
+                if not group and "/" not in config_path:
+                    _name_choices(tree)
+                loaded.config = OmegaConf.create(yaml.serialize(tree, Dumper=yaml.SafeDumper))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is no YAML: {error}") from error
+        return loaded
+
+
+def keep_text(node: yaml.MappingNode, prefix: str) -> None:
+    """Make the values of text options texts, whatever they look like; null stays null.
+
+    Args:
+        node: a mapping of options in a YAML file; changed in place.
+        prefix: the group that it holds the options of: '' or such as 'model'.
+    """
+    for key, value in node.value:
+        name = f"{prefix}.{key.value}".lstrip(".")
+        option = option_types().get(name)
+        if "." in str(key.value) and key.value in option_types():
+            group, _, last = str(key.value).rpartition(".")
+            raise ConfigError(
+                f"{key.value} in a YAML file is written as {last} below {group}:\n"
+                f"{group}:\n  {last}: ..."
+            )
+        if option is None:
+            continue
+        if option.kind in (Kind.TEXT, Kind.TEXTS, Kind.NAMES):
+            _as_text(value)
+        elif option.kind in (Kind.GROUP, Kind.SECTION) and isinstance(value, yaml.MappingNode):
+            keep_text(value, name)
+
+
+def _as_text(node: yaml.Node) -> None:
+    if isinstance(node, yaml.ScalarNode) and node.tag != _NULL:
+        node.tag, node.style = _STR, '"'
+    elif isinstance(node, yaml.SequenceNode):
+        for element in node.value:
+            _as_text(element)
+    elif isinstance(node, yaml.MappingNode):  # layers: their names, and reductions
+        for name, reduction in node.value:
+            _as_text(name)
+            if isinstance(reduction, yaml.MappingNode):
+                keep_text(reduction, "reduce")
+            else:
+                _as_text(reduction)
+
+
+def _name_choices(tree: yaml.MappingNode) -> None:
+    """Turn `model: resnet50` and `model: {name: resnet50}` into choices of Hydra's defaults list.
+
+    A file that has such a list chooses by itself.
+    """
+    if any(key.value == "defaults" for key, _ in tree.value):
+        return
+    choices = ["config"]
+    for entry in list(tree.value):
+        key, value = entry
+        option = option_types().get(str(key.value))
+        if option is None or option.kind is not Kind.GROUP:
+            continue
+        if isinstance(value, yaml.ScalarNode):
+            name = str(value.value)
+            tree.value.remove(entry)
+            if key.value == "data" and is_path(name, []):
+                path = yaml.serialize(yaml.ScalarNode(_STR, name, style='"')).strip()
+                added = yaml.compose(f"data: {{root: {path}}}")
+                assert isinstance(added, yaml.MappingNode)
+                tree.value += added.value
+                name = "folder"
+        else:
+            names = [inner.value for own, inner in value.value if own.value == "name"]
+            if not names:
+                continue
+            name = str(names[0])
+        choices.append(f"{{override {key.value}: {json.dumps(name)}}}")
+    added = yaml.compose(f"defaults: [{', '.join(choices)}, _self_]")
+    assert isinstance(added, yaml.MappingNode)
+    tree.value = [*added.value, *tree.value]
+
+
+class _SearchPath(SearchPathPlugin):
+    """Where Hydra looks for configs beside conf/: the user's folders, and every model's name."""
+
+    folders: ClassVar[Sequence[Path]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
+        search_path.append("featx", f"{AnyModel.scheme()}://")
+
+
+def register(config_dirs: Sequence[Path] = ()) -> None:
+    """Tell Hydra the schema, the user's config folders, and the source of model names."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=Config)
+    store.store(group="hydra/help", name="featx", node=_help())
+    _SearchPath.folders = tuple(config_dirs)
+    for plugin in (AnyModel, ConfigFiles, _SearchPath):
+        Plugins.instance().register(plugin)
+
+
+def _help() -> dict[str, str]:
+    """What `--help` prints, in the form of Hydra's hydra/help group."""
+    rows = described_keys()
+    width = max(len(f"{key}={default}") for key, default, _ in rows)
+    lines = []
+    for key, default, sentence in rows:
+        first, *more = textwrap.wrap(sentence, max(30, 118 - width)) or [""]
+        lines.append(f"  {f'{key}={default}':<{width}}  {first}")
+        lines += [" " * (width + 4) + line for line in more]
+    keys = "\n".join(lines)
+    template = (
+        "featx: features of pretrained vision backbones, on disk.\n\n"
+        "  python -m featx model=resnet50 layers=[layer4]\n"
+        "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
+        "  python -m featx job=layers model=vit_b_16\n"
+        "  python -m featx -m model=resnet18,mobilenet_v2\n\n"
+        f"Keys and their defaults:\n{keys}\n\n"
+        "--cfg job shows the configuration, --hydra-help what else Hydra can do.\n"
+        "Exit codes: 0 done, 1 the run failed (the same command goes on), 2 a wrong command,\n"
+        "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
+    )
+    return {"app_name": "featx", "header": "", "footer": "", "template": template}
+
+
+def explain(error: Exception) -> ConfigError:
+    """A Hydra or OmegaConf error as one message that says what to do."""
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    text = "\n".join(chain)
+    unknown = re.search(
+        r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in|"
+        r"[Cc]ould not find '([^']+)/[^']*'.*|Could not append to config\. .* item '?([^' ]+)'?",
+        text,
+    )
+    if missing_config := re.search(r"Cannot find primary config '([^']+)'", text):
+        name = missing_config.group(1)
+        where = ", ".join(map(str, _SearchPath.folders)) or "conf/; --config-dir DIR adds a folder"
+        return ConfigError(f"--config-name {name}: there is no {name}.yaml in {where}.")
+    missing_choice = re.search(r"Could not find '(\w+)/([^']+)'", text)
+    if missing_choice:
+        group, choice = missing_choice.groups()
+        options = re.search(rf"options in '{group}':\n((?:\t.*\n?)+)", text)
+        names = options.group(1).split() if options else []
+        path = " For a folder: its path, such as data=./photos." if group == "data" else ""
+        return ConfigError(
+            f"{group}={choice}: expected one of {', '.join(names)}.{nearest(choice, names)}{path}"
+        )
+    key = next((found for found in unknown.groups() if found), None) if unknown else None
+    if key is not None and key not in option_types():
+        return ConfigError(
+            f"unknown key {key!r}.{nearest(key, known_keys())} python -m featx --help lists every "
+            "key."
+        )
+    if (override := getattr(error, "override", None)) is not None:
+        return ConfigError(
+            f"cannot read {override!r}: {chain[0].splitlines()[0]}. A value with brackets, braces, "
+            "commas or quotes goes into single quotes for the shell, texts inside it into double "
+            f"ones: 'layers=[layer4,\"blocks.*.mlp\"]', 'model.args={{depth: 20, name: \"a, b\"}}'."
+        )
+    full_key = re.search(r"full_key: (\S+)", text)
+    where = f"{full_key.group(1)}: " if full_key else ""
+    return ConfigError(where + _first_line(chain))
+
+
+def _first_line(chain: list[Any]) -> str:
+    """The innermost message that says something: Hydra's outer ones name only the override."""
+    lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
+    outer = lines[0] if lines else "the configuration cannot be composed"
+    if outer.startswith(("Error merging override", "In ")) and len(lines) > 1:
+        return f"{outer}: {lines[1]}"
+    return outer

@@ -1,0 +1,279 @@
+"""The layers and operations of a traced pass as rows, and the rows as a table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from featx.base.nested_tensors import Path
+from featx.base.text import size_text, table
+from featx.config import VIEWS_OF_LAYERS
+from featx.layers.trace import Call, Operation, Trace, element_name
+
+if TYPE_CHECKING:
+    from featx.layers.profiling import Profile, Values
+
+WIDTH = 120
+"""Of a terminal, in characters: what the tables of three of the views keep to."""
+
+_COMMON = ("layer", "type")
+_OF_SHAPES = ("input\nshape", "output\nshape", "parameters", "MFLOPs", "bytes\nper row")
+_OF_COST = ("ms", "own ms", "output\nbytes", "memory\nadded", "memory\npeak")
+_OF_VALUES = ("dtype", "min", "mean", "max", "zeros", "not\nfinite")
+_OF_CUDA = ("memory\nadded", "memory\npeak")
+_COLUMNS = {
+    "shapes": (*_COMMON, *_OF_SHAPES),
+    "cost": (*_COMMON, "parameters", "MFLOPs", *_OF_COST),
+    "values": ("layer", *_OF_VALUES),
+    "all": (*_COMMON, "calls", *_OF_SHAPES, *_OF_COST, *_OF_VALUES),
+}
+
+
+def layer_rows(
+    traced: Trace,
+    item_bytes: int,
+    kinds: tuple[str, ...] = ("output",),
+    profiled: Profile | None = None,
+) -> list[dict[str, Any]]:
+    """One entry for each tensor that can be captured: what to write in `layers`, and its cost.
+
+    Args:
+        traced: one forward pass.
+        item_bytes: of one stored number.
+        kinds: of capture.
+        profiled: what was measured; what was not is None in the rows.
+    """
+    rows = []
+    # What a module returns right behind an operation is the module's own output.
+    operations = [each for each in traced.operations if not (each.module and each.is_returned)]
+    for i, call in enumerate(traced.calls):
+        for each in operations:
+            if each.num_calls_before == i:
+                given = profiled.operations.get(each.name) if profiled else None
+                rows += operation_rows(each, traced.batch_size, item_bytes, given or {})
+        if not call.module:
+            continue
+        for kind in kinds:
+            for path, shape in call.tensors(kind).items():
+                row = {
+                    "name": _name(traced, call, kind, path),
+                    "type": call.type_name,
+                    "shape": list(shape[1:]),
+                    "calls": len(traced.by_module[call.module]),
+                    "parameters": call.num_parameters,
+                    "mflops": round(call.mflops, 3),
+                    "bytes_per_row": _row_bytes(shape, item_bytes),
+                    "batch_in_front": shape[:1] == (traced.batch_size,),
+                    "inputs": {
+                        _name(traced, call, "input", way): list(given[1:])
+                        for way, given in call.inputs.items()
+                    },
+                }
+                rows.append({**row, **_measured(profiled, call, kind, path)})
+    return rows
+
+
+def operation_rows(
+    each: Operation, batch_size: int, item_bytes: int, given: Mapping[Path, Values]
+) -> list[dict[str, Any]]:
+    """The same of an operation that no module owns; hooks do not time those.
+
+    Args:
+        each: the operation.
+        batch_size: of the trace.
+        item_bytes: of one stored number.
+        given: what was measured of its tensors.
+    """
+    single = len(each.outputs) == 1
+    return [
+        {
+            "name": each.name if single else each.name + element_name(path),
+            "type": each.function,
+            "shape": list(shape[1:]),
+            "calls": 1,
+            "parameters": 0,
+            "mflops": None,
+            "bytes_per_row": _row_bytes(shape, item_bytes),
+            "batch_in_front": shape[:1] == (batch_size,),
+            "inputs": {},
+            **dict.fromkeys(("ms", "own_ms", "output_bytes", "added_bytes", "peak_bytes")),
+            **_values(given.get(path)),
+        }
+        for path, shape in each.outputs.items()
+    ]
+
+
+def _name(traced: Trace, call: Call, kind: str, path: Path) -> str:
+    """What to write in `layers` for a tensor of a call."""
+    stem = traced.call_name(call)
+    element = "" if len(call.tensors(kind)) == 1 else element_name(path)
+    return stem + element + ("" if kind == "output" else f":{kind}")
+
+
+def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
+    return int(np.prod(shape[1:], dtype=np.int64)) * item_bytes
+
+
+def _measured(profiled: Profile | None, call: Call, kind: str, path: Path) -> dict[str, Any]:
+    """What was measured of one tensor of a call, by the keys of JSON."""
+    key = call.module, call.number
+    times = profiled.times if profiled else None
+    memory = profiled.memory.get(key) if profiled else None
+    found = profiled.values.get(key) if profiled else None
+    values: Values | None = None
+    if found and kind in ("output", "input"):  # the values of gradients are not those
+        values = (found.outputs if kind == "output" else found.inputs).get(path)
+    return {
+        "ms": _rounded(times.total.get(key)) if times else None,
+        "own_ms": _rounded(times.own.get(key)) if times else None,
+        "output_bytes": memory.output if memory else None,
+        "added_bytes": memory.added if memory else None,
+        "peak_bytes": memory.peak if memory else None,
+        **_values(values),
+    }
+
+
+def _values(values: Values | None) -> dict[str, Any]:
+    return {
+        "compute_dtype": values.dtype if values else None,
+        "min": values.minimum if values else None,
+        "mean": values.mean if values else None,
+        "max": values.maximum if values else None,
+        "zeros": values.zeros if values else None,
+        "nonfinite": values.nonfinite if values else None,
+    }
+
+
+def _rounded(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else round(milliseconds, 4)
+
+
+def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> str:
+    """The rows as the table of one view.
+
+    Args:
+        rows: of `layer_rows`, or others with the same keys.
+        show: which columns, as in job.show.
+        on_cuda: whether device memory was measured.
+    """
+    shown = [name for name in _COLUMNS[show] if name not in _OF_CUDA or on_cuda]
+    if on_cuda and show == "cost":
+        shown.remove("output\nbytes")  # for room; what is added says nearly the same
+    left = sum(name in _COMMON for name in shown)
+    cells = [_cells(row) for row in rows]
+    return table(shown, [[cell[name] for name in shown] for cell in cells], left)
+
+
+def _cells(row: Mapping[str, Any]) -> dict[str, str]:
+    """A row as text, by the names of the columns; what has no value is a dash."""
+
+    def text(key: str, form: str) -> str:
+        return "-" if row[key] is None else format(row[key], form)
+
+    def size(key: str) -> str:
+        value = row[key]
+        return "-" if value is None else "-" * (value < 0) + size_text(abs(value))
+
+    return {
+        "layer": row["name"],
+        "type": row["type"],
+        "calls": str(row["calls"]),
+        "input\nshape": _input_text(row["inputs"]),
+        "output\nshape": _shape_text(row["shape"]) + " *" * (not row["batch_in_front"]),
+        "parameters": f"{row['parameters']:,}",
+        "MFLOPs": _mflops_text(row["mflops"]),
+        "bytes\nper row": size_text(row["bytes_per_row"]),
+        "ms": text("ms", ".2f"),
+        "own ms": text("own_ms", ".2f"),
+        "output\nbytes": size("output_bytes"),
+        "memory\nadded": size("added_bytes"),
+        "memory\npeak": size("peak_bytes"),
+        "dtype": row["compute_dtype"] or "-",
+        "min": text("min", ".3g"),
+        "mean": text("mean", ".3g"),
+        "max": text("max", ".3g"),
+        "zeros": text("zeros", ".1%"),
+        "not\nfinite": text("nonfinite", ","),
+    }
+
+
+def _shape_text(shape: list[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _input_text(inputs: Mapping[str, list[int]]) -> str:
+    """The first of them, and how many more there are."""
+    shapes = [_shape_text(shape) for shape in inputs.values()]
+    return (shapes[0] if shapes else "-") + (f" +{len(shapes) - 1}" if shapes[1:] else "")
+
+
+def _mflops_text(mflops: float | None) -> str:
+    if mflops is None:
+        return "-"
+    return f"{mflops:,.0f}" if mflops >= 10 or mflops == 0 else f"{mflops:.2g}"
+
+
+def remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
+    """The lines below a table."""
+    whole = traced.calls[-1]
+    lines = [
+        f"whole model: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs "
+        "a picture",
+        _finite_text(traced, profiled),
+    ]
+    if profiled.times is not None:
+        own = sum(profiled.times.own.values())
+        lines.append(
+            f"ms: median of {profiled.times.runs} warm passes; ms of a layer contain those of the "
+            f"layers inside it, own ms do not. Own ms of all add up to {own:.1f}, the pass without "
+            f"hooks takes {profiled.times.pass_ms:.1f} ms."
+        )
+    if profiled.memory:
+        on_cuda = any(memory.peak is not None for memory in profiled.memory.values())
+        lines.append(
+            "memory added: what the device holds after a layer and did not before; memory peak: "
+            "what it takes on top while the layer runs, with what is added"
+            if on_cuda
+            else "output bytes: of the tensors a layer gives, new or its input's own (what a layer "
+            "takes while it runs is measured on CUDA only)"
+        )
+    if any(shape[:1] != (traced.batch_size,) for c in traced.calls for shape in c.outputs.values()):
+        lines.append("* the batch is not in front of this tensor, so it cannot be captured")
+    if never := _never_called(traced):
+        lines.append(f"never called, so not to be captured: {', '.join(never)}")
+    if show != "all":
+        others = [name for name in VIEWS_OF_LAYERS if name != show]
+        lines.append(f"more: job.show={', '.join(others[:-1])} or {others[-1]}; job.json=true")
+    return lines
+
+
+def _finite_text(traced: Trace, profiled: Profile) -> str:
+    from featx.layers.profiling import first_nonfinite
+
+    found = first_nonfinite(profiled.values)
+    if found is None:
+        return "every value of every layer is finite on this picture"
+    (module, number), to_blame = found
+    several = len(traced.by_module[module]) > 1
+    name = f"{module}@{number}" if several else module or "what the model returns"
+    values = profiled.values[module, number]
+    count = sum(given.count for given in values.outputs.values())
+    return f"first non-finite: {name}, {values.nonfinite:,} of {count:,} values" + (
+        "" if to_blame else "; its input is not finite already, and no layer gave that"
+    )
+
+
+def _never_called(traced: Trace) -> list[str]:
+    """The outermost of the modules that are not called; those that differ by numbers as one."""
+    never = set(traced.names.values()) - set(traced.by_module) - {""}
+    outermost = [name for name in sorted(never) if name.rpartition(".")[0] not in never]
+    alike: dict[str, list[str]] = {}
+    for name in outermost:
+        alike.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+    return [
+        names[0] if len(names) == 1 else f"{glob} ({len(names)} of them)"
+        for glob, names in alike.items()
+    ]

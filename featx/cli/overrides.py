@@ -1,0 +1,341 @@
+"""The arguments of the command, as people type them, in the grammar of Hydra's overrides.
+
+Hydra reads every value by its looks: `out=2024_01` as a number, `data.root=/a b` not at all. Here
+the type of the option decides instead. What is text reaches Hydra in quotes, with every character
+as it was typed; all else is left to Hydra.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from featx.base.paths import shipped
+from featx.config.option_types import Kind, OptionType, option_types
+from featx.errors import ConfigError, nearest
+
+_WITH_VALUE = (
+    *("--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn"),
+    *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
+)
+"""Flags of Hydra that take a value."""
+
+_FLAGS = (
+    *("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r"),
+    *("--multirun", "-m", "--shell-completion", "-sc", *_WITH_VALUE),
+)
+
+_OVERRIDE = re.compile(r"(?P<sign>\+\+|\+)?(?P<key>[A-Za-z_][\w./@-]*)=(?P<value>.*)", re.DOTALL)
+_QUOTED = re.compile(r""""(?:\\"|[^"])*"|'(?:\\'|[^'])*'""", re.DOTALL)
+_SWEEP = re.compile(r"(?:choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
+_LIKE_A_NUMBER = re.compile(
+    r"[\d+.-][\d_]*\.?[\d_]*(e[+-]?\d+)?|null|true|false|nan|[+-]?inf", re.IGNORECASE
+)
+_BRACKETS = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """What the command was given.
+
+    Attributes:
+        typed: the arguments as they were typed.
+        arguments: for Hydra: flags, and overrides in its grammar.
+        given: the dotted names of the options that were given; of `model=resnet50`, 'model'.
+        config_dirs: what --config-dir named.
+        wants_version: whether --version was given.
+    """
+
+    typed: Sequence[str]
+    arguments: list[str]
+    given: frozenset[str]
+    config_dirs: list[Path]
+    wants_version: bool = False
+
+
+def read_command_line(argv: Sequence[str]) -> CommandLine:
+    """Translate the arguments of the command.
+
+    Args:
+        argv: without the name of the program.
+
+    Raises:
+        ConfigError: an argument is neither a flag nor an override, or a value cannot be read.
+    """
+    is_multirun = any(argument in ("-m", "--multirun") for argument in argv)
+    if any(argument in ("--shell-completion", "-sc") for argument in argv):
+        return CommandLine(argv, list(argv), frozenset(), [])
+    arguments: list[str] = []
+    overrides: list[str] = []
+    config_dirs: list[Path] = []
+    waiting = iter(argv)
+    for argument in waiting:
+        flag, has_value, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            config_dirs.append(_config_dir(value if has_value else next(waiting, "")))
+        elif argument in _WITH_VALUE:
+            arguments += [argument, *_next_of(waiting)]
+        elif argument.startswith("-") and flag not in _FLAGS:
+            raise ConfigError(_unknown_flag(argument))
+        elif argument.startswith("-"):
+            arguments.append(argument)
+        else:
+            overrides.append(argument)
+    given = {name for override in overrides if (name := _key_of(override)) is not None}
+    for override in _last_of_each(overrides):
+        arguments += _translated(override, is_multirun, config_dirs, given)
+    wants_version = "--version" in arguments
+    return CommandLine(argv, arguments, frozenset(given), config_dirs, wants_version)
+
+
+def _next_of(waiting: Iterator[str]) -> list[str]:
+    return [value] if (value := next(waiting, None)) is not None else []
+
+
+def _config_dir(value: str) -> Path:
+    folder = Path(value).expanduser().absolute()
+    if not value or not folder.is_dir():
+        raise ConfigError(f"--config-dir {value}: {folder} is no folder.")
+    return folder
+
+
+def _unknown_flag(argument: str) -> str:
+    """`--model resnet50` and its like: what was meant."""
+    name = argument.lstrip("-")
+    key, has_value, value = name.partition("=")
+    key = key.replace("-", "_")
+    known = option_types()
+    if key not in known:
+        flags = [flag for flag in _FLAGS if flag.startswith("--")]
+        return (
+            f"unknown flag {argument}.{nearest(argument, flags)} Options are given as key=value, "
+            "without dashes, such as model=resnet50; python -m featx --help lists them."
+        )
+    shown = value if has_value else "VALUE"
+    return f"{argument}: options are given as key=value, without dashes: {key}={shown}"
+
+
+def _key_of(override: str) -> str | None:
+    """The dotted name of the option that an override sets; None for Hydra's own."""
+    found = _OVERRIDE.fullmatch(override)
+    if found is None or found["key"].split(".")[0].split("/")[0] == "hydra":
+        return None
+    return found["key"]
+
+
+def _last_of_each(overrides: Sequence[str]) -> list[str]:
+    """Overrides without those that a later one of the same option replaces, as Hydra has it."""
+    last = {_key_of(override) or override: i for i, override in enumerate(overrides)}
+    return [override for i, override in enumerate(overrides) if i in last.values()]
+
+
+def _translated(
+    override: str, is_multirun: bool, config_dirs: Sequence[Path], given: set[str]
+) -> list[str]:
+    """One override in Hydra's grammar; two, where a path says where the images are.
+
+    Args:
+        override: as it was typed.
+        is_multirun: whether a comma separates the values of several runs.
+        config_dirs: the folders of the user's own configs.
+        given: the names of the options given, to which one may be added.
+    """
+    found = _OVERRIDE.fullmatch(override)
+    if override.startswith("~"):
+        raise ConfigError(f"{override}: no option can be deleted; leave it out, or give null.")
+    if found is None:
+        raise ConfigError(_no_override(override))
+    if (key := _key_of(override)) is None:
+        return [override]
+    sign, value = found["sign"] or "", found["value"]
+    option = option_types().get(key)
+    if key == "data" and is_path(value, config_dirs):
+        if "data.root" in given:
+            raise ConfigError(
+                f"data={value} says where the images are, and data.root is given too; give one."
+            )
+        given.add("data.root")
+        pieces = _pieces(value) if is_multirun else [value]
+        return ["data=folder", "data.root=" + ",".join(_quoted(piece) for piece in pieces)]
+    if _takes_any_key(key):
+        return [f"++{key}={value}"]  # Hydra adds no key to a mapping without this sign
+    if option is None:
+        return [override]
+    if option.kind is Kind.GROUP:
+        return [_group(key, sign, value, is_multirun)]
+    return [f"{sign}{key}={_value(key, value, option, is_multirun)}"]
+
+
+def _takes_any_key(key: str) -> bool:
+    """Whether an option is a mapping with keys that no field lists, or lies in one."""
+    parts = key.split(".")
+    names = [".".join(parts[: i + 1]) for i in range(len(parts))]
+    found = [option_types()[name] for name in names if name in option_types()]
+    return any(option.kind is Kind.MAPPING for option in found)
+
+
+def is_path(value: str, config_dirs: Sequence[Path]) -> bool:
+    """Whether `data=VALUE` names a folder of images instead of a kind of data set."""
+    folders = [shipped("conf"), *config_dirs]
+    if not value or any((folder / "data" / f"{value}.yaml").is_file() for folder in folders):
+        return False
+    return "/" in value or value[0] in "~." or Path(value).exists()
+
+
+def _no_override(argument: str) -> str:
+    """An argument without `key=`."""
+    if "=" in argument:
+        return f"cannot read {argument!r}: the name of an option stands before the first '='."
+    hint = ""
+    if argument in option_types():
+        hint = f" {argument} needs a value: {argument}=VALUE."
+    elif "/" in argument or Path(argument).exists():
+        hint = f" For a folder of images: data={argument}"
+    else:
+        hint = f" For a model: model={argument}"
+    return f"cannot read {argument!r}: options are given as key=value.{hint}"
+
+
+def _group(key: str, sign: str, value: str, is_multirun: bool) -> str:
+    """The choice of a group: one name; with -m several."""
+    if not value or value == "null":
+        raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
+    if not is_multirun and len(pieces := _pieces(value)) > 1:
+        raise ConfigError(
+            f"{key}={value} names {len(pieces)} of which a run takes one. With -m each is a run of "
+            f"its own: python -m featx -m {key}={value}"
+        )
+    if is_multirun and _SWEEP.fullmatch(value):
+        return f"{sign}{key}={value}"
+    return f"{sign}{key}=" + ",".join(_text(piece) for piece in _pieces(value))
+
+
+def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
+    """The value of an option in Hydra's grammar."""
+    if value == "null" and not option.is_optional:
+        raise ConfigError(
+            f"{key}=null: expected a value; leave {key} out for its default."
+            + (f" For the text null: '{key}=\"null\"'" if option.kind is Kind.TEXT else "")
+        )
+    if value == "null" or (is_multirun and _SWEEP.fullmatch(value)):
+        return value
+    if option.kind is Kind.TEXT:
+        if is_multirun:
+            return ",".join(map(_text, _pieces(value)))
+        return _text(value)
+    if option.kind in (Kind.NAMES, Kind.TEXTS):
+        pieces = _pieces(value)
+        if len(pieces) > 1 and not is_multirun:
+            raise ConfigError(
+                f"{key}={value}: a list is written in brackets: '{key}=[{value}]'. With -m each "
+                "is a run of its own."
+            )
+        if option.kind is Kind.TEXTS and any(not piece.startswith("[") for piece in pieces):
+            raise ConfigError(f"{key}={value}: expected a list: '{key}=[{value}]'.")
+        return ",".join(_names(key, piece) for piece in pieces)
+    if value == "None" and option.is_optional:
+        return "null"  # as Python writes it; no other value of such an option is text
+    if not is_multirun and "," in value and len(_pieces(value)) > 1:
+        raise ConfigError(
+            f"{key}={value}: several values need -m, and each is a run of its own: python -m featx "
+            f"-m {key}={value}"
+        )
+    return value
+
+
+def _names(key: str, value: str) -> str:
+    """A text, or a list or mapping of texts, in Hydra's grammar."""
+    if value.startswith("[") and _closed(value):
+        elements = _pieces(value[1:-1]) if value[1:-1].strip() else []
+        if elements and not elements[-1].strip():
+            elements.pop()  # [a,b,]
+        return "[" + ",".join(_text(element.strip()) for element in elements) + "]"
+    if value.startswith("{") and _closed(value):
+        entries = _pieces(value[1:-1]) if value[1:-1].strip() else []
+        return "{" + ",".join(_entry(key, entry.strip()) for entry in entries) + "}"
+    return value if value[:1] in ("[", "{") else _text(value)
+
+
+def _entry(key: str, entry: str) -> str:
+    """`name: value` of a mapping; the last colon outside of brackets separates the two."""
+    colons = [i for i in _outside(entry) if entry[i] == ":"]
+    if not colons:
+        raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
+    name, value = entry[: colons[-1]].strip(), entry[colons[-1] + 1 :].strip()
+    if _QUOTED.fullmatch(name):
+        name = name[1:-1]
+    # Hydra's keys cannot be quoted, and 1.10 is the number 1.1 to it.
+    if _LIKE_A_NUMBER.fullmatch(name) and not (name.isdigit() and name == str(int(name))):
+        raise ConfigError(
+            f"{key}: {name} in a mapping is read as a number. Name it in a list instead: "
+            f"'{key}=[{name}]'."
+        )
+    name = re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", name)
+    return f"{name}: {_reduction(key, value)}"
+
+
+def _reduction(key: str, value: str) -> str:
+    """What stands behind a name: a text, or options of `reduce` as a mapping."""
+    if not value.startswith("{") or not _closed(value):
+        return _text(value)
+    shown = []
+    for entry in _pieces(value[1:-1]):
+        name, colon, inner = entry.partition(":")
+        option = option_types().get(f"reduce.{name.strip()}", OptionType(Kind.OTHER))
+        shown.append(name + colon + _value(f"{key}: {name}", inner.strip(), option, False))
+    return "{" + ",".join(shown) + "}"
+
+
+def _text(value: str) -> str:
+    """A text in Hydra's quotes, as it is; one that was typed with quotes around it, without."""
+    return value if _QUOTED.fullmatch(value) else _quoted(value)
+
+
+def _quoted(text: str) -> str:
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(text=text, quote=Quote.double).with_quotes()
+
+
+def _closed(value: str) -> bool:
+    """Whether the bracket that a value begins with is closed by its last character."""
+    depths = _depths(value)
+    return depths[-1] == 0 and all(depths[:-1])
+
+
+def _pieces(value: str) -> list[str]:
+    """What the commas outside of quotes and brackets separate."""
+    edges = [-1, *(i for i in _outside(value) if value[i] == ","), len(value)]
+    return [value[a + 1 : b] for a, b in itertools.pairwise(edges)]
+
+
+def _outside(value: str) -> list[int]:
+    """The places of the characters outside of quotes and brackets."""
+    depths = [0, *_depths(value)]
+    return [i for i in range(len(value)) if depths[i] == depths[i + 1] == 0]
+
+
+def _depths(value: str) -> list[int]:
+    """How many brackets and quotes are open behind each character.
+
+    A quote opens where an element begins: `it's` holds none.
+    """
+    depths: list[int] = []
+    closing: list[str] = []
+    previous = ","
+    for i, char in enumerate(value):
+        if closing and closing[-1] in "'\"":
+            if char == closing[-1] and previous != "\\":
+                closing.pop()
+        elif char in "'\"" and previous in ",[{(:" and char in value[i + 1 :]:
+            closing.append(char)
+        elif char in _BRACKETS:
+            closing.append(_BRACKETS[char])
+        elif closing and char == closing[-1]:
+            closing.pop()
+        depths.append(len(closing))
+        previous = previous if char.isspace() else char
+    return depths

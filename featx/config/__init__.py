@@ -1,0 +1,86 @@
+"""The options of each part of a run, as dataclass fields with their checks.
+
+`Config` in run_config.py holds one of each. Defaults stand here and there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from featx.config.attribute import (
+    BASELINES,
+    BY_CAPTUM,
+    MAX_PICTURES,
+    METHODS,
+    OF_A_LAYER,
+    AttributeConfig,
+)
+from featx.config.checks import CODECS, MAY_BE_EMPTY, NAMES, check_choice
+from featx.config.data import DATA_KINDS, PACKAGED_DATA, DataConfig
+from featx.config.executor import EXECUTORS, ExecutorConfig
+from featx.config.export import EXPORTS, IN_SHARDS, ExportConfig
+from featx.config.job import (
+    JOBS,
+    VIEWS_OF_LAYERS,
+    BenchConfig,
+    JobConfig,
+    LogConfig,
+    StatsConfig,
+    VerifyConfig,
+)
+from featx.config.model import INTERPOLATIONS, LIBRARIES, ModelConfig, TransformConfig
+from featx.config.probe import PROBES, SPLITS, ProbeConfig
+from featx.config.reduce import (
+    CAPTURES,
+    GRADIENTS,
+    PRESETS,
+    PROJECTIONS,
+    REDUCTIONS,
+    SCALARS,
+    ReduceConfig,
+)
+from featx.config.report import ReportConfig
+from featx.config.similarity import METRICS, SimilarConfig
+
+__all__ = [
+    "BASELINES",
+    "BY_CAPTUM",
+    "CAPTURES",
+    "CODECS",
+    "DATA_KINDS",
+    "EXECUTORS",
+    "EXPORTS",
+    "GRADIENTS",
+    "INTERPOLATIONS",
+    "IN_SHARDS",
+    "JOBS",
+    "LIBRARIES",
+    "MAX_PICTURES",
+    "MAY_BE_EMPTY",
+    "METHODS",
+    "METRICS",
+    "NAMES",
+    "OF_A_LAYER",
+    "PACKAGED_DATA",
+    "PRESETS",
+    "PROBES",
+    "PROJECTIONS",
+    "REDUCTIONS",
+    "SCALARS",
+    "SPLITS",
+    "VIEWS_OF_LAYERS",
+    "AttributeConfig",
+    "BenchConfig",
+    "DataConfig",
+    "ExecutorConfig",
+    "ExportConfig",
+    "JobConfig",
+    "LogConfig",
+    "ModelConfig",
+    "ProbeConfig",
+    "ReduceConfig",
+    "ReportConfig",
+    "SimilarConfig",
+    "StatsConfig",
+    "TransformConfig",
+    "VerifyConfig",
+    "check_choice",
+]

@@ -1,0 +1,98 @@
+"""What job=attribute computes and draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from featx.config.checks import NAMES, check_choice
+from featx.errors import ConfigError
+
+METHODS = (
+    "saliency",
+    "input_x_gradient",
+    "integrated_gradients",
+    "gradcam",
+    "guided_gradcam",
+    "occlusion",
+)
+OF_A_LAYER = ("gradcam", "guided_gradcam")
+BY_CAPTUM = ("integrated_gradients", "occlusion")
+BASELINES = ("black", "mean", "blur")
+MAX_PICTURES = 1 << 14
+"""In TensorBoard's projector: sprites of 64 pixels on a sheet of 8192, which browsers can show."""
+
+
+@dataclass
+class AttributeConfig:
+    """What job=attribute computes and draws."""
+
+    method: Annotated[Any, NAMES] = "gradcam"
+    """saliency, input_x_gradient, integrated_gradients, gradcam, guided_gradcam, occlusion, or some
+    of them as a list."""
+    layer: str | None = None
+    """The layer of gradcam and guided_gradcam; null takes the last stage, of a transformer with a
+    class token the one before it, whose patches still count."""
+    steps: int | None = None
+    """Points between baseline and picture for integrated_gradients, 32 when not given."""
+    baseline: str | None = None
+    """What stands for nothing in integrated_gradients and occlusion: black, mean (of the model's
+    preprocessing; when not given) or blur (the picture itself, blurred)."""
+    window: int | None = None
+    """Side of the square that occlusion hides, in pixels of the crop; a seventh when not given."""
+    stride: int | None = None
+    """Pixels between two squares of occlusion, half the window when not given."""
+    per_class: int = 8
+    """Rows drawn for each class of the data set, on one sheet below OUT/pictures; 0 draws none."""
+    maps: str | None = None
+    """A layer whose feature maps are drawn as well, for the first picture of each sheet."""
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            check_choice("attribute.method", method, METHODS)
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ConfigError(f"attribute.method={self.method}: expected some of {METHODS}.")
+        if self.baseline is not None:
+            check_choice("attribute.baseline", self.baseline, BASELINES)
+        owners = {
+            "layer": OF_A_LAYER,
+            "steps": ("integrated_gradients",),
+            "baseline": BY_CAPTUM,
+            "window": ("occlusion",),
+            "stride": ("occlusion",),
+        }
+        for key, methods in owners.items():
+            if getattr(self, key) is not None and not set(methods) & set(self.methods):
+                raise ConfigError(
+                    f"attribute.{key} has an effect with attribute.method={' or '.join(methods)} "
+                    f"only, now {', '.join(self.methods)}."
+                )
+        for key in ("steps", "window", "stride"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"attribute.{key}={value}: expected at least 1.")
+        if self.window and self.stride and self.stride > self.window:
+            raise ConfigError(
+                f"attribute.stride={self.stride} is larger than attribute.window={self.window}: "
+                "pixels between two squares would never be hidden."
+            )
+        if self.per_class < 0:
+            raise ConfigError(f"attribute.per_class={self.per_class}: expected 0 or more.")
+        if self.maps is not None and not self.per_class:
+            raise ConfigError("attribute.maps draws a row of each sheet: attribute.per_class=0.")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The key `method` as a tuple."""
+        return (self.method,) if isinstance(self.method, str) else tuple(self.method or ())
+
+    def settings(self, method: str) -> dict[str, Any]:
+        """What changes the values of one method, the layer apart, defaults filled in."""
+        settings: dict[str, Any] = {}
+        if method == "integrated_gradients":
+            settings["steps"] = self.steps or 32
+        if method == "occlusion":
+            settings |= {"window": self.window, "stride": self.stride}
+        if method in BY_CAPTUM:
+            settings["baseline"] = self.baseline or "mean"
+        return settings

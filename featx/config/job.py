@@ -1,0 +1,105 @@
+"""The key `job`, and those of jobs with few."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from featx.config.checks import check_choice
+from featx.errors import ConfigError
+
+JOBS = (
+    "extract",
+    "plan",
+    "layers",
+    "stats",
+    "attribute",
+    "probe",
+    "predict",
+    "similar",
+    "export",
+    "report",
+    "verify",
+    "status",
+    "pack",
+    "bench",
+)
+VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
+
+
+@dataclass
+class JobConfig:
+    """What the command does."""
+
+    name: str = "extract"
+    """Taken from the key `job` itself."""
+    json: bool = False
+    """Print the job's result as JSON (layers, plan, stats, probe, predict, similar, export, report,
+    verify, status, bench)."""
+    show: str = "shapes"
+    """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
+    (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
+
+    def __post_init__(self) -> None:
+        check_choice("job", self.name, JOBS)
+        check_choice("job.show", self.show, VIEWS_OF_LAYERS)
+        if self.json and self.show != "shapes":
+            raise ConfigError(
+                f"job.show={self.show} has no effect with job.json=true, which gives every column."
+            )
+
+
+@dataclass
+class LogConfig:
+    """How the command tells of a run while it goes on."""
+
+    json: bool = False
+    """One JSON object a line on stderr, in place of the text and the bar for people."""
+
+
+@dataclass
+class StatsConfig:
+    """What job=stats keeps of each layer."""
+
+    rows: str = "image"
+    """image: the whole tensor of a picture is a row; position: each place of a map, or each token,
+    is one, of C features."""
+    kind: str = "full"
+    """full keeps the D x D scatter matrix (D up to 16384), diagonal the variances only."""
+    against: str | None = None
+    """Another stats.h5, or its folder; the Fréchet distance to it is printed for every layer that
+    both have."""
+
+    def __post_init__(self) -> None:
+        check_choice("stats.rows", self.rows, ("image", "position"))
+        check_choice("stats.kind", self.kind, ("full", "diagonal"))
+        if self.against is not None and self.kind != "full":
+            raise ConfigError("stats.against needs covariances, so stats.kind=full.")
+
+
+@dataclass
+class VerifyConfig:
+    """How job=verify looks at a store."""
+
+    sample: int = 0
+    """So many random rows are extracted from their pictures again and compared."""
+    repair: bool = False
+    """Set aside what is damaged and extract those rows again."""
+
+    def __post_init__(self) -> None:
+        if self.sample < 0:
+            raise ConfigError(f"verify.sample={self.sample}: expected 0 or more rows.")
+
+
+@dataclass
+class BenchConfig:
+    """What job=bench measures."""
+
+    images: int = 512
+    """Pictures of each run: photographs made for it, or the first ones of data=folder."""
+    runs: int = 3
+    """Rounds; in each every contender runs once, in turn."""
+
+    def __post_init__(self) -> None:
+        for key in ("images", "runs"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"bench.{key}={getattr(self, key)}: expected at least 1.")

@@ -1,0 +1,80 @@
+"""The layers, captures and reductions that a config asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING
+
+from featx.config import CAPTURES, PRESETS, PROJECTIONS, REDUCTIONS, ReduceConfig, check_choice
+from featx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from featx.config.run_config import Config
+
+
+def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
+    """The keys `layers`, in its three forms, and `capture` as one list.
+
+    Returns:
+        (name, glob or preset; reduction); what is not an output has its kind behind the name, as in
+        'layer4:input'.
+    """
+    asked = config.layers
+    if isinstance(asked, str):
+        asked = [asked]
+    if isinstance(asked, Mapping):
+        pairs = [(str(name), _as_reduce(value)) for name, value in asked.items()]
+    elif isinstance(asked, list | tuple) and all(isinstance(name, str) for name in asked):
+        pairs = [(name, config.reduce) for name in asked]
+    else:
+        raise ConfigError(
+            f"layers={asked}: expected a preset ({', '.join(PRESETS)}), a list such as "
+            "[layer4,avgpool], or a mapping such as {layer4: avg}."
+        )
+    if not pairs:
+        raise ConfigError(f"layers is empty: name a layer or a preset ({', '.join(PRESETS)}).")
+    kinds = captures(config)
+    return [
+        (f"{name}:{kind}" if kind != "output" and ":" not in name else name, reduce)
+        for name, reduce in pairs
+        for kind in (kinds if ":" not in name else ("output",))
+    ]
+
+
+def with_statistics_at(config: Config, path: str | None) -> Config:
+    """A config whose pca and whiten take their statistics from `path`, where it is given."""
+    if path is None:
+        return config
+
+    def moved(reduce: ReduceConfig) -> ReduceConfig:
+        return replace(reduce, stats=path) if reduce.name in PROJECTIONS else reduce
+
+    layers = config.layers
+    if isinstance(layers, Mapping):
+        layers = {name: moved(_as_reduce(value)) for name, value in layers.items()}
+    return replace(config, layers=layers, reduce=moved(config.reduce))
+
+
+def captures(config: Config) -> tuple[str, ...]:
+    """The key `capture` as a tuple."""
+    asked = config.capture
+    kinds = (asked,) if isinstance(asked, str) else tuple(asked or ())
+    for kind in kinds:
+        check_choice("capture", kind, CAPTURES)
+    if not kinds or len(set(kinds)) < len(kinds):
+        raise ConfigError(f"capture={asked}: expected some of {', '.join(CAPTURES)}.")
+    return kinds
+
+
+def _as_reduce(value: object) -> ReduceConfig:
+    if isinstance(value, ReduceConfig):
+        return value
+    if isinstance(value, str):
+        return ReduceConfig(name=value)
+    if isinstance(value, Mapping) and set(value) <= {f.name for f in fields(ReduceConfig)}:
+        return ReduceConfig(**value)
+    raise ConfigError(
+        f"layers: {value} is not a reduction; expected one of {', '.join(REDUCTIONS)}, "
+        "or a mapping such as {name: grid, size: 4}."
+    )

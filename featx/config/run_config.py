@@ -1,0 +1,353 @@
+"""Every key of the command in one dataclass, with the checks that cross its options.
+
+`Config` is a plain object: neither Hydra nor torch is needed to hold one; OmegaConf is imported
+where YAML or overrides become a Config.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from featx.config import (
+    CODECS,
+    GRADIENTS,
+    MAX_PICTURES,
+    NAMES,
+    SCALARS,
+    AttributeConfig,
+    BenchConfig,
+    DataConfig,
+    ExecutorConfig,
+    ExportConfig,
+    JobConfig,
+    LogConfig,
+    ModelConfig,
+    ProbeConfig,
+    ReduceConfig,
+    ReportConfig,
+    SimilarConfig,
+    StatsConfig,
+    VerifyConfig,
+    check_choice,
+)
+from featx.config.job_rules import check_combinations, check_places, default_of
+from featx.config.layer_requests import layer_requests
+from featx.errors import ConfigError, StoreError
+from featx.storage.s3_path import is_url, place_of
+from featx.types import ITEM_BYTES
+
+MAX_SEED = 2**32 - 1
+"""What every library that takes a seed can take."""
+
+
+def _check_auto_or_int(key: str, value: object) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value != "auto" and not whole:
+        raise ConfigError(f"{key}={value}: expected auto or a whole number of at least 1.")
+
+
+def _check_auto_or_bool(key: str, value: object) -> None:
+    if value != "auto" and not isinstance(value, bool):
+        raise ConfigError(f"{key}={value}: expected auto, true or false.")
+
+
+def _check_max_failures(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(
+            f"max_failures={value}: expected 0 or more: a share with a point, such as 0.01, or a "
+            "whole number of images."
+        )
+    if isinstance(value, float) and value > 1:
+        raise ConfigError(
+            f"max_failures={value}: a number with a point is a share, at most 1.0, which is all "
+            f"images. For a number of images give a whole number: max_failures={value:.0f}."
+        )
+
+
+def _check_tensorboard(value: object) -> None:
+    if not isinstance(value, int) or (value is not False and not 1 <= value <= MAX_PICTURES):
+        raise ConfigError(
+            f"tensorboard={value}: expected true, false, or how many pictures the projector shows, "
+            f"1 to {MAX_PICTURES}."
+        )
+
+
+@dataclass
+class Config:
+    """One run. The command's keys, one to one."""
+
+    job: JobConfig = field(default_factory=JobConfig)
+    """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
+    (mean and covariance of layers, without storing features), attribute (heat maps: why the model
+    said so), probe (what the features of a store can tell of the labels), predict (a probe on new
+    pictures), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
+    formats), report (a store as one HTML page), verify or pack (a store that is there), status (how
+    far a run is, from any machine), bench (how fast it is here)."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
+    layers: Annotated[Any, NAMES] = "embedding"
+    """A preset, a list of names, globs or presets, or a mapping of these to reductions. A name is a
+    module's, or an operation's as torch.fx names it (layer1.0.add)."""
+    capture: Annotated[Any, NAMES] = "output"
+    """output, input, grad_output, grad_input, attention, or a list of them: what comes out of a
+    layer, what goes into it, the gradients of `target` there, and the weights of an attention
+    module."""
+    target: Any = "predicted"
+    """The number whose gradient is taken, or that job=attribute explains: of the class label or
+    predicted, of a class by its index, or loss, entropy, logsumexp."""
+    reduce: ReduceConfig = field(default_factory=ReduceConfig)
+    """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid; pca or
+    whiten project by the statistics of job=stats."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """folder, webdataset, table, hdf5, torchvision, huggingface, video, textiles (2000 packaged
+    pictures) or sample (a few that come with featx)."""
+    out: str = "runs/${data.name}/${model.name}"
+    """The store, a folder or s3://bucket/folder, where job=stats puts stats.h5; the same command
+    with the same folder goes on where it stopped. For job=export and job=similar the folder of
+    their files, when not given one in the store's; for job=report a folder or a name ending in
+    .html."""
+    precision: str = "auto"
+    """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row, or
+    fp32 where none is 1.1 times as fast."""
+    dtype: str = "float16"
+    """float16, bfloat16 or float32, of the stored features, whatever they were computed in."""
+    batch_size: Any = "auto"
+    """Images per forward; auto suits the device."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
+    compile: Any = "auto"
+    """torch.compile; auto where the run is long enough to earn it back, and it pays."""
+    fold: bool = True
+    """Fold BatchNorm into the convolution before it, where that changes values by rounding alone;
+    false computes every layer as it stands."""
+    decode: str = "fast"
+    """fast; reference: Pillow and the weights' own transform, exactly; or gpu: as fast, but sound
+    JPEGs are decoded on the CUDA device that computes, as many of them as it does faster."""
+    part_rows: Any = "auto"
+    """Rows per part, a power of two; auto from bytes per row and measured speed."""
+    codec: str = "none"
+    """Compression of the stored chunks: none, lzf, gzip, zstd or blosc2."""
+    max_failures: Any = 0.01
+    """Share (a number with a point; 1.0 is all) or number (a whole number) of images that may fail:
+    more end in exit code 3, or at once with 1 where more than a minute of work is left."""
+    retry_failed: bool = False
+    """Try the images that failed once more, and put those that can be read now into their rows."""
+    refresh: bool = False
+    """Compute rows anew whose image has changed since, and only those; of job=stats what holds
+    them."""
+    nonfinite: str = "error"
+    """error stops at a feature that is NaN, infinite or too large; record marks its row."""
+    executor: ExecutorConfig = field(default_factory=ExecutorConfig)
+    """local: this machine, in this process or as `devices` says; ray: actors of a Ray cluster;
+    slurm: a job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
+    devices: Any = None
+    """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
+    of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""
+    pack: Any = "auto"
+    """One plain features.h5 at the end; auto where the store is on a disk that has room; false
+    keeps the parts."""
+    tensorboard: Any = False
+    """true writes OUT/tensorboard: activations and timings of the run, the model's graph, and a
+    projector with 1000 pictures; a number means so many pictures."""
+    profile: bool = False
+    """true writes OUT/trace.json.gz: eight batches in all threads as torch.profiler sees them, for
+    ui.perfetto.dev."""
+    grow: bool = False
+    """Add images that are new in the data set behind the rows of the store, which keep places."""
+    overwrite: bool = False
+    """Delete the store in `out` and start anew; with job=stats the statistics there, with
+    job=export the export."""
+    seed: int = 0
+    """Of random weights, of the rows that verify.sample, similar.rows and report.rows choose, and
+    of a probe's splits; a whole number from 0 to 4294967295."""
+    store: str | None = None
+    """The folder or features.h5 that job=verify, status, pack, probe, predict, similar, export and
+    report read, on a disk or as s3://bucket/folder; null takes `out`, with the last four it has to
+    be given."""
+    layer: Annotated[Any, NAMES] = None
+    """The layers that job=probe, similar, export and report take: a name, a glob or a list; null
+    takes all. Nearest rows and duplicates are of one layer, which has to be named where there are
+    several. For job=predict the one whose head is used, null for the best."""
+    stats: StatsConfig = field(default_factory=StatsConfig)
+    """What job=stats keeps of each layer, and with what it is compared."""
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    """What job=verify does beside comparing every chunk with its checksum."""
+    attribute: AttributeConfig = field(default_factory=AttributeConfig)
+    """What job=attribute computes and draws."""
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+    """How job=probe fits a classifier on the features of a store, and tests it."""
+    similar: SimilarConfig = field(default_factory=SimilarConfig)
+    """What job=similar looks for; the nearest rows of every row when nothing is given."""
+    export: ExportConfig = field(default_factory=ExportConfig)
+    """What job=export writes."""
+    report: ReportConfig = field(default_factory=ReportConfig)
+    """What job=report takes into its page."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """How the command tells of a run while it goes on."""
+    bench: BenchConfig = field(default_factory=BenchConfig)
+    """How much job=bench measures: featx, the script a user writes, and each stage alone."""
+
+    def __post_init__(self) -> None:
+        check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
+        check_choice("dtype", self.dtype, tuple(ITEM_BYTES))
+        check_choice("decode", self.decode, ("fast", "reference", "gpu"))
+        check_choice("codec", self.codec, CODECS)
+        check_choice("nonfinite", self.nonfinite, ("error", "record"))
+        _check_auto_or_int("batch_size", self.batch_size)
+        _check_auto_or_int("part_rows", self.part_rows)
+        _check_auto_or_bool("compile", self.compile)
+        _check_auto_or_bool("pack", self.pack)
+        _check_tensorboard(self.tensorboard)
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
+        self._check_devices()
+        check_places(self)
+        _check_max_failures(self.max_failures)
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"seed={self.seed}: expected a whole number from 0 to {MAX_SEED}.")
+        if self.part_rows != "auto":
+            if self.part_rows & (self.part_rows - 1):
+                raise ConfigError(
+                    f"part_rows={self.part_rows}: expected a power of two, such as "
+                    f"{1 << self.part_rows.bit_length()}."
+                )
+            if self.batch_size != "auto" and self.batch_size > self.part_rows:
+                raise ConfigError(
+                    f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
+                    "a batch never crosses a part, so raise part_rows or lower batch_size."
+                )
+        check_combinations(self)
+        layer_requests(self)
+        self._check_target()
+
+    def place_of_store(self) -> Path:
+        """The store that a job reads: `store`, or `out` where it is null.
+
+        Raises:
+            StoreError: neither was given, and there is nothing at the default of `out`.
+        """
+        place = place_of(self.store or self.out).absolute()
+        if self.store is None and self._has_default_out and not place.exists():
+            raise StoreError(
+                f"job={self.job.name} reads a store: say which with store=DIR, its folder or "
+                f"features.h5. None is given, and {place} (the default of out) is not there."
+            )
+        return place
+
+    @property
+    def _has_default_out(self) -> bool:
+        return self.out in (default_of(self, "out"), f"runs/{self.data.name}/{self.model.name}")
+
+    def out_beside(self, root: Path, name: str) -> Path:
+        """The key `out` of a job that reads a store; when nobody gave it, a folder in the store's.
+
+        Args:
+            root: the store's folder or file.
+            name: of the folder.
+        """
+        if self._has_default_out:
+            if is_url(root):
+                raise ConfigError(
+                    f"job={self.job.name} writes to a disk, and {root} lies in an object store: "
+                    "say where with out=DIR."
+                )
+            return (root if root.is_dir() else root.parent) / name
+        return Path(self.out).expanduser().absolute()
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other processes than this one compute."""
+        return self.devices is not None or self.executor.name != "local"
+
+    def cpus_of_worker(self, here: int) -> int:
+        """CPUs of each process that computes.
+
+        Args:
+            here: CPUs of this machine.
+        """
+        if self.executor.name != "local":
+            return self.executor.num_cpus
+        if self.devices is None:
+            return here
+        workers = self.devices if isinstance(self.devices, int) else len(self.devices)
+        return max(1, here // workers)
+
+    def _check_devices(self) -> None:
+        """The key `devices`, and what does not go with processes of their own."""
+        if self.is_spread:
+            for key in ("tensorboard", "profile"):
+                if getattr(self, key) is not False:
+                    raise ConfigError(
+                        f"{key} sees the batches of one process only; leave devices and executor "
+                        "out with it."
+                    )
+        if self.devices is None:
+            return
+        if self.executor.name != "local":
+            raise ConfigError(
+                f"devices are of this machine; with executor={self.executor.name} each task has "
+                "one device."
+            )
+        given = self.devices if isinstance(self.devices, list | tuple) else [self.devices]
+        least = 1 if given is not self.devices else 0
+        whole = [type(n) is int and n >= least for n in given]
+        if not whole or not all(whole):
+            raise ConfigError(
+                f"devices={self.devices}: expected how many workers, such as 4, or a list of GPUs, "
+                "such as [0,1]."
+            )
+        if given is self.devices and self.device not in ("auto", "cuda"):
+            raise ConfigError(
+                f"devices={self.devices} are GPUs, and device={self.device} asks for something "
+                f"else. Leave device out, or give a number: devices={len(given)}."
+            )
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any layer's gradient is asked for."""
+        kinds = [name.partition(":")[2] for name, _ in layer_requests(self)]
+        return any(kind in GRADIENTS for kind in kinds)
+
+    def _check_target(self) -> None:
+        index = isinstance(self.target, int) and not isinstance(self.target, bool)
+        if self.target not in SCALARS and not (index and self.target >= 0):
+            raise ConfigError(
+                f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
+                "class."
+            )
+        if self.takes_gradients or self.job.name == "attribute":
+            if self.compile is True:
+                raise ConfigError(
+                    "compile=true does not go with gradients: a compiled pass hides where they "
+                    "pass. Use compile=false."
+                )
+        elif self.target != "predicted":
+            raise ConfigError(
+                f"target={self.target} has an effect with capture=grad_output or grad_input and "
+                "with job=attribute only."
+            )
+
+    def allowed_failures(self, num_rows: int) -> int:
+        """How many of num_rows images may fail before the exit code is 3."""
+        if isinstance(self.max_failures, float):
+            return int(self.max_failures * num_rows + 1e-9)  # 0.29 of 100 are 29
+        return int(self.max_failures)
+
+
+def in_this_process(config: Config) -> Config:
+    """A saved config, to compute as it says here and now, and nothing beside the features."""
+    return replace(
+        config,
+        overwrite=False,
+        grow=False,
+        retry_failed=False,
+        refresh=False,
+        tensorboard=False,
+        profile=False,
+        executor=ExecutorConfig(),
+        devices=None,
+    )

@@ -1,0 +1,112 @@
+"""The config as a store keeps it: written without secrets, and read as a stranger's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+from featx.config import DataConfig
+from featx.config.run_config import Config
+from featx.config.schema import config_schema, from_omegaconf
+from featx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def from_saved(text: str) -> Config:
+    """A Config from what `saved_yaml` gave, as a store keeps it.
+
+    A store may be a stranger's: nothing in it is resolved. What reads the environment stays as the
+    text that it is.
+
+    Raises:
+        ConfigError: it was saved by another featx, or changed.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: plain(value) for key, value in part.items()}
+        if isinstance(part, list):
+            return [plain(value) for value in part]
+        return part.replace("${", r"\${") if isinstance(part, str) else part
+
+    try:
+        found = plain(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        node = OmegaConf.merge(config_schema(), found)
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
+        ) from error
+    return from_omegaconf(node, given=())  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+
+
+def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
+    """Where the pictures of a store are, by the config that it keeps.
+
+    Args:
+        saved: as `from_saved` gave it.
+        asked: of the command now; a data.root given there is taken.
+        what: the store, for messages.
+
+    Raises:
+        ConfigError: the command names no data.root, and the saved one leads to a URL or reads the
+            environment: a stranger's file could send our secrets away with that.
+    """
+    if asked.root is not None:
+        return replace(saved.data, name=asked.name, root=asked.root)
+    for f in fields(saved.data):
+        value = getattr(saved.data, f.name)
+        if isinstance(value, str) and ("://" in value or "${" in value):
+            raise ConfigError(
+                f"{what} says data.{f.name}={value}. featx opens no URL and reads no environment "
+                "because a file names it: say where the pictures are with data.root=."
+            )
+    return saved.data
+
+
+_SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd|credential)s?($|_)", re.IGNORECASE)
+
+
+_SIGNED = re.compile(r"(\w://[^?]*)\?.*", re.DOTALL)
+"""A URL with a query: one that is signed for a while carries its secret there."""
+
+
+def is_secret(name: str) -> bool:
+    """Whether what stands under a name, such as token or password, is kept nowhere."""
+    return _SECRET.search(name) is not None
+
+
+def saved_yaml(node: DictConfig) -> str:
+    """The configuration as it is kept beside the data.
+
+    Interpolations are resolved, except those that read the environment; values under names such as
+    token or password are left out, and so is what stands behind the question mark of a URL.
+    """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, DictConfig):
+            if part._is_none() or part._is_missing():
+                return None
+            return {
+                str(key): "(redacted)" if found is not None and is_secret(str(key)) else found
+                for key, found in ((key, value(part, key)) for key in part)
+            }
+        return [value(part, i) for i in range(len(part))]
+
+    def value(part: Any, key: Any) -> Any:
+        raw = part._get_node(key)._value()
+        if isinstance(raw, str) and "${" in raw and "env" in raw:
+            return raw
+        inner = part[key]
+        if isinstance(inner, DictConfig | ListConfig):
+            return walk(inner)
+        return _SIGNED.sub(r"\1?(redacted)", inner) if isinstance(inner, str) else inner
+
+    return OmegaConf.to_yaml(OmegaConf.create(walk(node)))

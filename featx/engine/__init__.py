@@ -1,0 +1,1 @@
+"""The inference loop: precision, compilation, replicas, devices and their proofs."""

@@ -1,0 +1,310 @@
+"""What the config leaves to us is decided here, once: precision, compilation, batch, rows per part.
+
+Whatever a store was begun with is taken from its descriptor instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from featx.base.devices import may_have_bf16
+from featx.base.machine import free_memory
+from featx.base.text import size_text
+from featx.config.run_config import Config
+from featx.engine.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine
+from featx.engine.row_checks import row_cosines
+from featx.errors import ConfigError, RunError
+from featx.images.loader import PREFETCH_BATCHES
+from featx.store import layout
+from featx.types import Begun
+
+logger = logging.getLogger(__name__)
+
+PROBE_IMAGES = 16
+"""Real images on which precision=auto and compile=auto are measured."""
+
+_GLANCE_IMAGES = 2
+
+_TIMING_S = 0.4
+"""A pass on a CPU that takes longer is not repeated: what the first one costs beside is little
+then. On other devices it may have loaded all kernels, so there is always another."""
+
+CPU_BATCH = 32
+CUDA_BATCH = 256
+
+_MANY_BATCHES = 8
+"""A run of fewer has them half as large on a CPU: in the end some threads have nothing to do."""
+
+COMPILE_PAYS_S = 600.0
+"""Compiling costs a minute or so; compile=auto waits for a run of at least this length."""
+
+
+class Resolver:
+    """Decides what the config leaves to us; what a store was begun with is taken from it."""
+
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        images: torch.Tensor,
+        num_rows: int,
+        begun: Begun | None,
+    ) -> None:
+        self.choices: dict[str, str] = {}
+        self.seconds_per_image = float("nan")
+        self._config = config
+        self._engine = engine
+        self._images = images
+        self._num_rows = num_rows
+        self._stored = dict(begun.resolved) if begun else {}
+        self._stored_part_rows = begun.part_rows if begun else None
+        self._what = begun.what if begun else ""
+        self._exact: Mapping[str, torch.Tensor] | None = None
+
+    def resolve(self) -> None:
+        """Settle the engine on precision, compilation, memory format and batch size."""
+        engine, config = self._engine, self._config
+        batch_size = self._batch_size()
+        self._check_memory(batch_size)
+        channels_last, fold = self._formats()
+        compute = Compute("fp32", False, channels_last, batch_size, fold)
+        compute = replace(compute, batch_size=self._fitting(compute))
+        precision = config.precision
+        if precision == "auto":
+            precision = self._stored_choice("precision") or self._fastest(compute)
+        compute = replace(compute, precision=precision)
+        engine.settle(compute)
+        self._time()
+        self._exact = None
+        if why := engine.why_eager:
+            if config.compile is True:
+                raise ConfigError(
+                    f"compile=true does not go with this: {why}, and a compiled pass hides where. "
+                    "Use compile=false, or name modules and their outputs."
+                )
+            compiled = False
+            self.choices["compile"] = f"false ({why})"
+        elif config.compile != "auto":
+            compiled = config.compile
+        else:
+            compiled = self._stored_choice("compile")
+            compiled = self._worth_compiling() if compiled is None else compiled
+        if compiled:
+            self._compile(compute)
+
+    def part_rows(self, most_rows: float, seconds: float) -> int:
+        """Rows per part: as asked, as stored, or by measured speed.
+
+        Args:
+            most_rows: more take too much memory; a batch's rows always go into a part.
+            seconds: of work that a part should take.
+        """
+        batch_size = self._engine.compute.batch_size
+        if self._config.part_rows != "auto":
+            rows = int(self._config.part_rows)
+            if batch_size > rows:
+                raise ConfigError(
+                    f"part_rows={rows} is smaller than batch_size={batch_size}; a batch never "
+                    "crosses a part, so raise part_rows or lower batch_size."
+                )
+            return rows
+        if self._stored_part_rows is not None:
+            return int(self._stored_part_rows)
+        by_time = seconds / max(1e-6, self.seconds_per_image or 0)
+        rows = layout.power_of_two_at_most(min(most_rows, by_time))
+        rows = max(rows, layout.power_of_two_at_least(batch_size))
+        self.choices["part_rows"] = f"{rows}"
+        return rows
+
+    def _stored_choice(self, key: str) -> Any:
+        if key not in self._stored:
+            return None
+        value = self._stored[key]
+        shown = str(value).lower() if isinstance(value, bool) else value
+        self.choices[key] = f"{shown} (as {self._what} begun)"
+        return value
+
+    def _formats(self) -> tuple[bool, bool]:
+        """(channels_last, fold): what gives the same values, or what a store was begun with."""
+        if "channels_last" in self._stored:
+            fold = self._config.fold and bool(self._stored.get("fold"))
+            return bool(self._stored["channels_last"]), fold
+        found = self._engine.formats(self._images, fold=self._config.fold)
+        self._exact = found.values
+        if self._config.fold:
+            why = "nothing that is not tapped can be folded"
+            if self._engine.follows_data:
+                why = "what the model does may follow the values that its forward pass reads"
+            self.choices["fold"] = (
+                f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
+                if found.fold
+                else f"false ({why})"
+            )
+        return found.channels_last, found.fold
+
+    def _batch_size(self) -> int:
+        if self._config.batch_size != "auto":
+            return int(self._config.batch_size)
+        if (stored := self._stored_choice("batch_size")) is not None:
+            return int(stored)
+        largest = CUDA_BATCH
+        if self._engine.device.type != "cuda":
+            largest = CPU_BATCH // (1 if self._num_rows >= _MANY_BATCHES * CPU_BATCH else 2)
+        if self._config.part_rows != "auto":
+            largest = min(largest, int(self._config.part_rows))
+        size = min(largest, layout.power_of_two_at_least(self._num_rows))
+        self.choices["batch_size"] = f"{size}"
+        return size
+
+    def _check_memory(self, size: int) -> None:
+        """Refuse a batch that the memory of the host has no room for, before anything is allocated.
+
+        Counted are the batches that are read ahead and, on a CPU, what a pass takes at the least. A
+        device with memory of its own is asked by `_fitting`.
+
+        Raises:
+            ConfigError: there is less memory than that.
+        """
+        free = free_memory()
+        if free is None:
+            return
+        engine = self._engine
+        pixels = 3 * math.prod(engine.backbone.preprocess.crop)
+        ahead = (1 + PREFETCH_BATCHES) * pixels * (4 if self._config.decode == "reference" else 1)
+        precision = "bf16" if self._config.precision == "auto" else self._config.precision
+        each = ahead + (0 if engine.device.type == "cuda" else engine.bytes_per_image(precision))
+        if size * each <= free:
+            return
+        fits = layout.power_of_two_at_most(max(1, free / (4 * each)))
+        raise ConfigError(
+            f"batch_size={size} needs at least {size_text(size * each)} of memory "
+            f"({size_text(each)} an image), and {size_text(int(free))} are free. "
+            f"batch_size={fits} fits; batch_size=auto chooses one."
+        )
+
+    def _fitting(self, compute: Compute) -> int:
+        """The batch size, halved until it fits on the device where it was left to us."""
+        left_to_us = self._config.batch_size == "auto" and "batch_size" not in self._stored
+        size = int(compute.batch_size)
+        while True:
+            try:
+                if self._engine.device.type == "cuda":
+                    self._engine.settle(replace(compute, batch_size=size))
+                    self._engine.run(self.filled(size))
+                return size
+            except torch.cuda.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                if not left_to_us or size == 1:
+                    raise RunError(
+                        f"batch_size={size} does not fit into the memory of "
+                        f"{self._engine.device}. Lower batch_size."
+                    ) from error
+                size //= 2
+                self.choices["batch_size"] = f"{size} (what fits)"
+
+    def filled(self, size: int) -> torch.Tensor:
+        """A batch of the probe's images, repeated to `size`; grey where there is none."""
+        if len(self._images) == 0:
+            shape = (size, 3, *self._engine.backbone.preprocess.crop)
+            return torch.full(shape, 127, dtype=torch.uint8)
+        repeats = -(-size // len(self._images))
+        return torch.cat([self._images] * repeats)[:size]
+
+    def _time(self) -> None:
+        compute = self._engine.compute
+        size = min(compute.batch_size, PROBE_IMAGES)
+        images = self.filled(size)
+        on_cpu = self._engine.device.type == "cpu"
+        plain = on_cpu and compute.precision == "fp32" and not compute.compile
+        known = self._exact if plain and len(images) == len(self._images) else None
+        self.seconds_per_image = self._engine.seconds_per_image(
+            images,
+            repeats=2,
+            enough_s=_TIMING_S if on_cpu else math.inf,
+            known=known,
+        )
+
+    def _fastest(self, compute: Compute) -> str:
+        """precision=auto: the fastest whose rows all stay near fp32, on real images."""
+        if self._engine.settles_for_fp32:
+            self.choices["precision"] = "fp32 (heat maps are not probed for others)"
+            return "fp32"
+        if len(self._images) == 0:
+            self.choices["precision"] = "fp32 (no image could be read to probe others)"
+            return "fp32"
+        accelerator = self._engine.device.type != "cpu"
+        if not accelerator and not may_have_bf16():
+            self.choices["precision"] = "fp32 (this CPU has no units for bf16)"
+            return "fp32"
+        candidates = ("fp16", "bf16") if accelerator else ("bf16",)
+        few = self._images[:_GLANCE_IMAGES]
+        self._engine.settle(compute)
+        exact = self._exact or self._engine.run(self._images)
+        exact = {name: value.cpu().clone() for name, value in exact.items()}
+        best, seconds = "fp32", self._seconds_again(exact)
+        glance = self._engine.seconds_per_image(few)
+        told = [f"fp32 {1 / seconds:.1f} images/s"]
+        for precision in candidates:
+            candidate = replace(compute, precision=precision)
+            # A CPU without bf16 units takes minutes for a full probe; a glance is enough there.
+            self._engine.settle(candidate, cast_once=False)
+            if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
+                told.append(f"{precision} {took / glance:.1f} times slower")
+                continue
+            self._engine.settle(candidate)
+            values = self._engine.run(self._images)
+            cosine, took = row_cosines(values, exact), self._seconds_again(values)
+            told.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")
+            if cosine >= MIN_COSINE and took * MIN_SPEEDUP < seconds:
+                best, seconds = precision, took
+        self.choices["precision"] = f"{best} ({'; '.join(told)})"
+        return best
+
+    def _seconds_again(self, values: Mapping[str, torch.Tensor]) -> float:
+        """Seconds per image of the trial, which was the pass that gave these values before."""
+        return self._engine.seconds_per_image(self._images, repeats=2, known=values)
+
+    def _worth_compiling(self) -> bool:
+        seconds = self.seconds_per_image * self._num_rows
+        compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+        if seconds < COMPILE_PAYS_S:
+            why = f"about {seconds:.0f} s of work, too little to earn it back"
+        elif self._engine.device.type == "cpu" and compiler is None:
+            why = "no C++ compiler found"
+        else:
+            self.choices["compile"] = f"true (about {seconds:.0f} s of work)"
+            return True
+        self.choices["compile"] = f"false ({why})"
+        return False
+
+    def _compile(self, eager: Compute) -> None:
+        """Compile; kept where values agree with the eager ones, and it was asked for or pays."""
+        images = self.filled(eager.batch_size)
+        expected = {k: v.clone() for k, v in self._engine.run(images).items()}
+        eager_s = self.seconds_per_image
+        self._engine.settle(replace(eager, compile=True))
+        try:
+            cosine = row_cosines(self._engine.run(images), expected)
+            failed = None if cosine >= MIN_COSINE else f"cosine to eager is {cosine:.5f}"
+        except Exception as error:  # noqa: BLE001 - torch.compile fails in every possible way
+            failed = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:150]}"
+        if failed is None:
+            self._time()
+            gain = eager_s / self.seconds_per_image
+            if self._config.compile is True or "compile" in self._stored or gain >= MIN_SPEEDUP:
+                return
+            self.choices["compile"] = f"false ({gain:.2f} times as fast is too little)"
+        else:
+            if self._config.compile is True:
+                raise RunError(f"compile=true failed ({failed}). Use compile=false.")
+            logger.warning("torch.compile failed, going on without it: %s", failed)
+            self.choices["compile"] = f"false ({failed})"
+        self.seconds_per_image = eager_s
+        self._engine.settle(eager)

@@ -1,0 +1,814 @@
+"""The only inference loop: device, precision, early exit, compilation, and what they cost.
+
+The engine never asks which model it runs. It is built in three steps: the trace tells what there
+is, `bind` fixes what is taken and proves it on a second pass, `settle` fixes how it is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from featx.base.allocator import keep_freed_memory
+from featx.base.devices import OwnStream, away, exact_cuda, synchronise, to_cpu
+from featx.engine.batch_independence import (
+    Buffers,
+    MovedRows,
+    ValueReads,
+    check_row,
+    moved,
+    regrouped,
+)
+from featx.engine.row_checks import same_row
+from featx.engine.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
+from featx.errors import FeatxError, LayerError, ModelError, RunError, require
+from featx.layers.attention import check_weights, needs_plain_attention, plain_attention
+from featx.layers.capture_hooks import Copies, Expected, Keep, TapHooks, check_calls
+from featx.layers.embedding import is_exposed, with_evidence
+from featx.layers.gradient_target import target_values
+from featx.layers.output_collector import Keeper, check_storable
+from featx.layers.position_checks import check_positions
+from featx.layers.projection import StoredReduce, bound_reduction, reads_positions
+from featx.layers.reductions import has_known_positions, map_view
+from featx.layers.trace import Tap, Trace
+from featx.layers.tracer import no_fast_path, trace
+from featx.models.base import Backbone
+from featx.models.batchnorm_folding import Pair, foldable_pairs, folded
+from featx.types import LayerSpec
+
+logger = logging.getLogger(__name__)
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MIN_COSINE = 0.999
+"""precision=auto and compile=auto keep every row of every layer at least this near to fp32."""
+
+MIN_SPEEDUP = 1.1
+"""Below this gain precision=auto stays with the more exact one, and compile=auto with the eager
+model, which may compute batches side by side on a CPU."""
+
+_TRACE_BATCH, _BIND_BATCH = 2, 3
+
+_PROOF_BATCH = 2
+"""Images of noise, and of the trial, on which weights cast once are compared with autocast's."""
+
+_PROOF_BYTES = 64 * 2**20
+"""Of the float32 values that two ways of computing are compared by; two images always are."""
+
+_NO_THREAD = 0
+"""Of hooks that see no pass now; no thread is identified so."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How features are computed; every field is part of the numbers, and of the fingerprint.
+
+    Attributes:
+        precision: 'fp32', 'bf16' or 'fp16', by autocast.
+        compile: whether torch.compile was used.
+        channels_last: memory format of images and convolution weights.
+        batch_size: images per forward; the last batch is padded to it.
+        fold: whether BatchNorm is folded into the convolutions before it.
+    """
+
+    precision: str
+    compile: bool
+    channels_last: bool
+    batch_size: int
+    fold: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON types; of `fold` only where it is true, for stores of before it was a key."""
+        return {key: value for key, value in asdict(self).items() if key != "fold" or value}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """What `Engine.formats` found to be as good as the plain way of computing.
+
+    Attributes:
+        channels_last, fold: as of Compute.
+        values: dataset name -> (n, ...) of the images in that way and fp32, as stored, on the
+            device; None where not all of them were tried.
+    """
+
+    channels_last: bool
+    fold: bool
+    values: Mapping[str, torch.Tensor] | None = None
+
+
+class Engine:
+    """One backbone on one device, with the taps whose tensors it returns; a context manager.
+
+    What a run needs of it: `run`, `compute`, `specs`, `faint_rows`, `explain` and the seconds. A
+    subclass that takes other things from the model than its layers' tensors overrides `bind`,
+    `settle` and `specs` (featx.analysis.attribution.attributor).
+
+    Attributes:
+        trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
+            for proofs that noise alone does not give; None where there are none.
+    """
+
+    settles_for_fp32 = False
+    """precision=auto tries no other."""
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        device: torch.device,
+        store_dtype: str,
+        target: str | int = "predicted",
+    ) -> None:
+        self.backbone = backbone
+        self._target = target
+        self._labels: torch.Tensor | None = None
+        self.device = device
+        self.model_seconds = 0.0
+        self.copy_seconds = 0.0
+        self._store_dtype = getattr(torch, store_dtype)
+        self._keeper = Keeper(self._store_dtype)
+        self._module: nn.Module = backbone.module.to(device)
+        self._taps: list[Tap] = []
+        self._pairs: list[Pair] | None = None
+        self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
+        self._cast = CastableWeights()
+        self._order: list[str] = []
+        self._trial = torch.empty(0)
+        self._row_bytes = 1
+        self._calls: Mapping[tuple[str, str], int] | None = None
+        self._traced: Trace | None = None
+        self._operations: list[str] | None = None
+        self._plain: list[str] = []
+        self._is_shared = False
+        self._streams: list[OwnStream] = []
+        self._stream: OwnStream | None = None
+        self._settings = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
+        self.trial_images: torch.Tensor | None = None
+        self.compute = Compute("fp32", False, False, 1)
+
+    def __enter__(self) -> Engine:
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self._settings.enter_context(no_fast_path)
+        if self.device.type == "cuda":
+            self._settings.enter_context(exact_cuda)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        # In this order, and each of them whatever those before it raise.
+        with contextlib.ExitStack() as last:
+            last.callback(self.backbone.give_back)
+            last.callback(self._settings.close)
+            last.callback(self._stack.close)
+
+    def trace(self, requests: Sequence[str] = ()) -> Trace:
+        """One pass over noise that records every call of a module, and every operation.
+
+        Args:
+            requests: what will be selected on the trace. Fused attention is switched off, until
+                the engine is closed, in the modules where it hides that.
+        """
+        fused = needs_plain_attention(self._module, requests)
+        self._settings.enter_context(plain_attention(self._module, fused))
+        self._plain += fused
+        x = self._noise(_TRACE_BATCH)
+        with self._named_failure(x):
+            self._traced = trace(self._module, x)
+        if "embedding" in requests:
+            library = self.backbone.embedding
+            with self._named_failure(x):
+                self._traced = with_evidence(self._traced, self._module, x, library)
+                if is_exposed(self._traced):  # the module that gives it was added just now
+                    traced = trace(self._module, x)
+                    self._traced = with_evidence(traced, self._module, x, library)
+        return self._traced
+
+    @contextlib.contextmanager
+    def _named_failure(self, x: torch.Tensor) -> Iterator[None]:
+        """Whatever the model raises in a pass over a batch becomes one message."""
+        try:
+            yield
+        except (FeatxError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            reason = (str(error).strip() or "no message").splitlines()[0].rstrip(".")
+            raise ModelError(
+                f"{self.backbone.name}: a forward pass over a batch of images {tuple(x.shape)} "
+                f"{str(x.dtype).removeprefix('torch.')} fails with {type(error).__name__}: "
+                f"{reason[:300]}. The model has to take such a batch as its only argument, in eval "
+                "mode on one device. job=layers job.show=watch shows how far it comes, and "
+                "FEATX_DEBUG=1 the traceback."
+            ) from error
+
+    def bytes_per_image(self, precision: str) -> int:
+        """Memory on the device that a pass takes for each image, at the least.
+
+        Its normalised pixels and a copy of them, and what goes into the largest layer and comes
+        out of it.
+        """
+        pixels = 3 * math.prod(self.backbone.preprocess.crop)
+        each = COMPUTE_DTYPES[precision].itemsize
+        largest = 0
+        if self._traced is not None:
+            largest = max(
+                sum(math.prod(s) for s in {*call.outputs.values(), *call.inputs.values()})
+                // self._traced.batch_size
+                for call in self._traced.calls
+            )
+        return 2 * 4 * pixels + each * largest
+
+    @property
+    def unfused(self) -> list[str]:
+        """The modules whose fused attention is off, for their weights are asked for."""
+        shown = [tap.module for tap in self._taps if tap.capture == "attention"]
+        return list(dict.fromkeys([*self._plain, *shown]))
+
+    def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
+        """Fix the taps: find which need a copy, what their rows look like, and where to stop.
+
+        On `trial_images` the rows are proven to depend on their own image only; noise stands in
+        where there are too few.
+
+        Raises:
+            LayerError: a tap's shape does not follow the batch, or a store cannot keep its numbers.
+            ModelError: a row depends on the rows beside it, or on chance.
+            ReduceError: a reduction does not fit its tensor.
+            RunError: the model does other things than in the trace.
+        """
+        self._stack.close()
+        self._taps = [tap for tap, _ in chosen]
+        self._pairs = None
+        self._castable.clear()
+        self._calls = None
+        if self._traced is not None:
+            self._operations = self._traced.operations_up_to(self._taps) or None
+        x = self._trial = self._trial_batch()
+        copies, reads = Copies(), ValueReads()
+
+        def keep(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+            check_storable(tap, tensor)
+            return copies.keep(tap, tensor)
+
+        hooks = self._tap_hooks(keep)
+        # Copies of x, for a model may write to its input.
+        with self._named_failure(x), torch.no_grad(), hooks, reads.watching():
+            values = hooks.forward(x.clone())
+            self._order, calls = list(hooks.fired), hooks.num_calls
+        self._keeper = Keeper(self._store_dtype, copies.overwritten())
+        if reads.seen:
+            # Its course may follow the data: each pass is seen to its end, and calls are counted.
+            self._calls = calls
+        if self._score is not None and hooks.numbers is not None:
+            self._check_score(x, hooks.numbers)
+        self._check_order(calls)
+        for tap, reduce in chosen:
+            self._expect(tap, reduce, values[tap.name])
+        self._check_positions(chosen, values)
+        self._row_bytes = max(1, sum(4 * value[0].numel() for value in values.values()))
+        self._check_rows(x, values)
+        if reads.seen and self.trial_images is not None:
+            self._check_alone(self.trial_images)
+
+    def _check_order(self, calls: Mapping[tuple[str, str], int]) -> None:
+        """Every tap fires once, and its module is called as often as in the trace."""
+        promised = [tap.name for tap in self._taps]
+        silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in self._order]
+        if silent:
+            raise LayerError(
+                f"{', '.join(silent)}: no gradient of target={self._target} arrives there; what "
+                "the model returns does not depend on it."
+            )
+        if self._traced is not None:
+            traced = self._traced
+            check_calls(
+                calls,
+                {place: len(traced.by_module[traced.names[place[0]]]) for place in calls},
+            )
+        if sorted(self._order) != sorted(promised):
+            raise RunError(
+                f"a second forward pass fired {self._order}, the trace promised {promised}. The "
+                "model does different things for different batches; featx cannot vouch for its "
+                "rows."
+            )
+
+    def _expect(self, tap: Tap, reduce: StoredReduce, value: torch.Tensor) -> None:
+        """Fix what is kept of a tap, by its tensor of a batch of noise."""
+        shape = tuple(value.shape)
+        if shape[:1] != (_BIND_BATCH,):
+            raise LayerError(
+                f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
+                "in front, so its rows cannot be told apart. Choose a layer around it."
+            )
+        if tap.capture == "attention":
+            check_weights(tap.name, value)
+        backbone = self.backbone
+        reduction = bound_reduction(
+            reduce,
+            tap.name,
+            shape[1:],
+            backbone.preprocess.crop,
+            backbone.num_prefix_tokens,
+            backbone.has_class_token,
+        )
+        self._keeper.expect(tap, shape[1:], reduce.name, reduction)
+
+    def _check_positions(
+        self, chosen: Sequence[tuple[Tap, StoredReduce]], values: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Positions that a reduction reads lie as the image does."""
+        crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
+        maps = []
+        for tap, reduce in chosen:
+            row_shape = tuple(values[tap.name].shape[1:])
+            if reads_positions(reduce) and not has_known_positions(tap.name, row_shape, crop):
+                to_map = map_view("grid", tap.name, row_shape, crop, num_prefix_tokens)
+                maps.append((tap, to_map))
+        x = self._noise(1)
+        with self._named_failure(x):
+            check_positions(self._module, maps, x)
+
+    def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
+        """The hooks of gradients must not change what the model computes."""
+        assert self._score is not None
+        with self._named_failure(x), torch.no_grad():
+            expected = self._score(self._module(x.clone()))
+        if not torch.allclose(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
+            raise LayerError(
+                "grad_input cannot be taken here: a layer writes to its input, and the model goes "
+                "on with what was written. Choose grad_output of the layer before."
+            )
+
+    def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
+        """The first row must not notice other neighbours, another place, or another pass.
+
+        BatchNorm without running statistics, or `F.dropout(x)`, which forgets about eval mode,
+        would give rows that depend on the padding, on failed neighbours, or on chance. In fp32,
+        where rounding hides nothing; `seconds_per_image` looks again at the precision of the run.
+        """
+        buffers = Buffers(self._module)
+        hooks = self._tap_hooks(_clone, self._order, stop=True)
+        with self._named_failure(x), torch.no_grad(), hooks:
+            for batch in self._regrouped(x):
+                again = hooks.forward(batch)
+                for name, value in values.items():
+                    check_row(name, value[0], again[name][-1])
+        buffers.check()
+
+    def _check_alone(self, images: torch.Tensor) -> None:
+        """Each image has the same row in a batch of copies of itself as among the others.
+
+        For models whose course may follow the data: an image that turns it turns it for the others.
+        """
+        every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
+        hooks = self._tap_hooks(_clone, self._order)
+        with torch.no_grad(), hooks:
+            with self._named_failure(every):
+                together = hooks.forward(every.clone())
+            for i, image in enumerate(every):
+                copies = image.repeat(2, 1, 1, 1)
+                with self._named_failure(copies):
+                    alone = hooks.forward(copies)
+                for name, value in together.items():
+                    check_row(name, value[i], alone[name][0])
+
+    def _regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
+        shape = 3, *self.backbone.preprocess.crop
+        generator = torch.Generator().manual_seed(1)
+        loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
+        dark, loud = self._normalised(torch.stack([torch.zeros_like(loud), loud]))
+        return regrouped(x, dark, loud)
+
+    def _trial_batch(self) -> torch.Tensor:
+        """Normalised images from all over those that there are, filled up with noise."""
+        noise, images = self._noise(_BIND_BATCH), self.trial_images
+        if images is None or not len(images):
+            return noise
+        few = images[:: -(-len(images) // _BIND_BATCH)]
+        return torch.cat([self._normalised(few), noise])[:_BIND_BATCH]
+
+    def settle(self, compute: Compute, cast_once: bool = True) -> None:
+        """Fix how features are computed; may be called again with another choice.
+
+        Args:
+            compute: the choice.
+            cast_once: whether weights are cast once where that is proven. The values are the same
+                without it, and there is no proof, which takes some forward passes.
+        """
+        self._take(compute, cast_once)
+        hooks = self._tap_hooks(self._keeper.keep, self._order, stop=not compute.compile)
+        self._hooks = self._stack.enter_context(hooks)
+        self._forward = hooks.forward
+        if compute.compile:
+            # Graphs are kept with the function, over all engines, and the ninth stays uncompiled.
+            torch.compiler.reset()
+            options: Any = {"freezing": True} if self.device.type == "cpu" else None
+            self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
+
+    def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
+        """The backbone as it came, and noise (1, 3, H, W) for it; `settle` begins anew."""
+        self._stack.close()
+        return self._module, self._noise(1)
+
+    def _tap_hooks(
+        self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
+    ) -> TapHooks:
+        expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
+        return TapHooks(self._module, self._taps, keep, expected, self._score)
+
+    def _take(self, compute: Compute, cast_once: bool) -> None:
+        """Drop the hooks of the choice before, and bring the module into the memory format."""
+        self._stack.close()
+        self.compute = compute
+        self._keeper.compiled = compute.compile
+        if compute.fold:
+            self._stack.enter_context(folded(self._foldable()))
+        memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
+        self._module.to(memory_format=memory_format)
+        # Without autograd the flag costs nothing, and torch multiplies a batch of sequences by a
+        # weight that has it in one product; else, of some layouts, by a copy of it for each image.
+        for parameter in self._module.parameters():
+            if parameter.is_floating_point() and not parameter.is_inference():
+                parameter.requires_grad_(not self.takes_gradients)
+        # Last, for these are the weights that passes read: folded, and in their memory format.
+        self._cast = self._castable_weights() if cast_once else CastableWeights()
+        dtype = COMPUTE_DTYPES[compute.precision]
+        self._stack.enter_context(weights_cast(self._module, self._cast.names, dtype))
+
+    def _castable_weights(self) -> CastableWeights:
+        """The weights that are cast once; none in fp32, or where gradients of them are taken."""
+        compute = self.compute
+        if compute.precision == "fp32" or self.takes_gradients or not self._order:
+            return CastableWeights()
+        key = compute.precision, compute.channels_last, compute.fold
+        if key not in self._castable:
+            dtype = COMPUTE_DTYPES[compute.precision]
+            with self._named_failure(self._noise(_PROOF_BATCH)):
+                self._castable[key] = castable_weights(self._module, dtype, self._proof_passes)
+        return self._castable[key]
+
+    @property
+    def why_cast_each_pass(self) -> str:
+        """Why autocast casts the weights in each forward pass; empty where they are cast once."""
+        return self._cast.doubt
+
+    def _proof_passes(self) -> Captured:
+        """What the layers give of noise, and of images of the trial where there are any."""
+        batches = [self._noise(_PROOF_BATCH)]
+        if self.trial_images is not None and len(self.trial_images):
+            batches.append(self._normalised(self.trial_images[:_PROOF_BATCH]))
+        hooks = self._tap_hooks(_clone, self._order, stop=True)
+        with torch.no_grad(), self._autocast(), hooks:
+            return [dict(hooks.forward(self._memory_format(x))) for x in batches]
+
+    @contextlib.contextmanager
+    def off_device(self) -> Iterator[None]:
+        """The module as it came and off its device, whose memory others need inside the block."""
+        self._stack.close()
+        with away(self._module, self.device):
+            yield
+        self.settle(self.compute)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters, and of the float32 originals of those that are cast."""
+        cast = set(self._cast.names)
+        return sum(
+            p.numel() * (p.element_size() + 4 * (name in cast))
+            for name, p in self._module.named_parameters()
+        )
+
+    def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
+        """The quicker ways of computing that give the values of the plain one.
+
+        They are tried together on images of the data set, and one by one where that fails.
+
+        Args:
+            images: (n, 3, H, W), uint8 or normalised; noise stands in where there are none.
+            fold: whether BatchNorm may be folded.
+        """
+        has_convolutions = any(isinstance(m, nn.Conv2d) for m in self._module.modules())
+        layouts = [True, False] if has_convolutions else [False]
+        folds = [True, False] if fold and self.num_folded else [False]
+        tried = [(layout, fold) for layout in layouts for fold in folds][:-1]
+        if not tried:
+            return Formats(False, False)
+        x = self._normalised(images) if len(images) else self._noise(_BIND_BATCH)
+        x = x[: max(2, _PROOF_BYTES // self._row_bytes)]
+        chosen = False, False
+        with self._keeper.uncast() as stored:  # float16 rounds by more than another layout does
+            values = plain = self._values_of(x, False, False)
+            for channels_last, is_folded in tried:
+                try:
+                    found = self._values_of(x, channels_last, is_folded)
+                except ModelError:  # a .view() inside that needs the other layout
+                    continue
+                if self._is_same(found, plain):
+                    chosen, values = (channels_last, is_folded), found
+                    break
+        if len(x) != len(images):
+            return Formats(*chosen)
+        return Formats(*chosen, {name: value.to(stored) for name, value in values.items()})
+
+    def _values_of(
+        self, x: torch.Tensor, channels_last: bool, fold: bool
+    ) -> dict[str, torch.Tensor]:
+        self.settle(Compute("fp32", False, channels_last, len(x), fold))
+        return self._pass(x)
+
+    def _is_same(
+        self, values: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
+    ) -> bool:
+        """Whether two passes differ by rounding alone; of gradients, that there are any.
+
+        Where a rectifier's input is zero up to rounding, a gradient passes or does not.
+        """
+        return self.takes_gradients or all(
+            torch.allclose(
+                row.double(), same.double(), rtol=0, atol=0.1 * same_row(row), equal_nan=True
+            )
+            for name in plain
+            for row, same in zip(plain[name].cpu(), values[name].cpu(), strict=True)
+        )
+
+    @property
+    def num_folded(self) -> int:
+        """How many BatchNorm can be folded."""
+        return len(self._foldable())
+
+    @property
+    def follows_data(self) -> bool:
+        """Whether a forward pass reads values of tensors, which its course may depend on."""
+        return self._calls is not None
+
+    def _foldable(self) -> list[Pair]:
+        """What can be folded; modules that are tapped themselves compute as they stand.
+
+        Nothing where gradients are taken, or where the course of a pass may follow the data.
+        """
+        if self.takes_gradients or self.follows_data:
+            return []
+        if self._pairs is None:
+            self._stack.close()
+            kept = {tap.module for tap in self._taps}
+            with self._named_failure(self._trial):
+                self._pairs = foldable_pairs(self._module, self._trial, kept)
+        return self._pairs
+
+    @property
+    def replicable(self) -> bool:
+        """Whether `replicas` may be asked for: the pass is the same in any thread."""
+        plain = all(tap.capture in ("input", "output") and not tap.operation for tap in self._taps)
+        eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
+        return self.backbone.reentrant and plain and eager
+
+    @contextlib.contextmanager
+    def replicas(self, count: int) -> Iterator[list[Engine]]:
+        """Engines of the same module that compute the same, each for one thread at a time.
+
+        They share all but their hooks, and this one is not to be settled anew meanwhile.
+        """
+        require(self.replicable, "an engine that cannot be replicated is replicated")
+        synchronise(self.device)  # weights may still be on their way, and streams do not wait
+        self._is_shared = True
+        self._hooks.thread = _NO_THREAD
+        while len(self._streams) < count:  # kept, as memory is kept for each stream
+            self._streams.append(OwnStream(self.device))
+        try:
+            with contextlib.ExitStack() as stack:
+                streams = self._streams[:count]
+                yield [stack.enter_context(self._replica(stream)) for stream in streams]
+        finally:
+            self._hooks.thread = None
+            self._is_shared = False
+
+    @contextlib.contextmanager
+    def _replica(self, stream: OwnStream) -> Iterator[Engine]:
+        replica = copy.copy(self)
+        replica.model_seconds = replica.copy_seconds = 0.0
+        replica._stream = stream
+        replica._keeper = self._keeper.replica()
+        replica._hooks = replica._tap_hooks(replica._keeper.keep, self._order, stop=True)
+        replica._hooks.thread = _NO_THREAD
+        with replica._hooks:
+            replica._forward = replica._hooks.forward
+            yield replica
+
+    def own_stream(self) -> contextlib.AbstractContextManager[None]:
+        """On CUDA what a replica does in the block runs beside what others do; done at its end."""
+        return contextlib.nullcontext() if self._stream is None else self._stream.at_work()
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any tap is a gradient: no early stop then, and no compilation."""
+        return any(tap.is_gradient for tap in self._taps)
+
+    @property
+    def why_eager(self) -> str | None:
+        """What keeps the model from being compiled, None where nothing does."""
+        if self.takes_gradients:
+            return "gradients are taken"
+        return "operations are captured" if any(tap.operation for tap in self._taps) else None
+
+    @property
+    def _score(self) -> Callable[[Any], torch.Tensor] | None:
+        """What the model returns -> the numbers whose gradients are taken, where any are."""
+        if not self.takes_gradients:
+            return None
+        return lambda output: target_values(output, self._target, self._labels)
+
+    def run(
+        self, images: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Features of one batch, on the CPU.
+
+        Args:
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+            labels: (B,) int64, for gradients of a target that needs them; None in a probe.
+
+        Returns:
+            dataset name -> (B, ...) in the store's dtype.
+        """
+        values = self.run_on_device(images, labels)
+        begun = time.perf_counter()
+        on_cpu = to_cpu(values, self.device)
+        self.copy_seconds += time.perf_counter() - begun
+        return on_cpu
+
+    def run_on_device(
+        self, images: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """As `run`, but what it gives stays on the device; the next pass may write over it."""
+        self._labels = labels
+        begun = time.perf_counter()
+        values = self._pass(self._normalised(images))
+        synchronise(self.device)
+        self.model_seconds += time.perf_counter() - begun
+        return values
+
+    @contextlib.contextmanager
+    def as_computed(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
+        """The module and a batch as `run` feeds it, in its precision, for passes of one's own.
+
+        Args:
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+        """
+        x = self._memory_format(self._normalised(images))
+        with self._named_failure(x), torch.no_grad(), self._autocast():
+            yield self._module, x
+
+    def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
+        """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds."""
+        return self._keeper.faint_rows()
+
+    def explain(
+        self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
+    ) -> str:
+        """Why a stored row is not finite: what the layer gave before the cast."""
+        with self._keeper.uncast() as stored:
+            value = self.run(images, labels)[name][row].flatten()
+        bad = value[~torch.isfinite(value)]
+        if len(bad):
+            return f"{bad[0].item()} in {self.compute.precision}"
+        limit = torch.finfo(stored).max
+        largest = value.abs().max().item()
+        return f"{largest:g}, over {limit:g}, the largest {str(stored).removeprefix('torch.')}"
+
+    def specs(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> list[LayerSpec]:
+        """What a row of each dataset looks like, from one pass as it will be computed."""
+        x = self._memory_format(self._noise(_BIND_BATCH))
+        with self._named_failure(x), torch.no_grad(), self._autocast():
+            values = self._hooks.forward(x)
+        computed = self._keeper.compute_dtypes
+        return [
+            spec_of(tap, reduce, values[tap.name], computed[tap.name]) for tap, reduce in chosen
+        ]
+
+    def seconds_per_image(
+        self,
+        images: torch.Tensor,
+        repeats: int = 3,
+        enough_s: float = float("inf"),
+        known: Mapping[str, torch.Tensor] | None = None,
+    ) -> float:
+        """The fastest of some timed passes over a batch, per image; the first is the warm-up.
+
+        In all but the first two images stand at other places among other neighbours, and their rows
+        are compared: it costs no pass, and here the precision is that of the run.
+
+        Args:
+            images: (B, 3, H, W).
+            repeats: passes at the most.
+            enough_s: after a pass of so many seconds there is no other.
+            known: what `run` gives for them, where it has run already: there is no warm-up then.
+
+        Raises:
+            ModelError: the row of an image depends on its place, or on other images.
+        """
+        fastest, again = float("inf"), known is not None
+        others, places = moved(images)
+        rows = MovedRows(self.compute.precision, places)
+        if known is not None:
+            rows.check(known)
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            values = self.run(others if again else images)
+            fastest = min(fastest, took := time.perf_counter() - begun)
+            rows.check(values)
+            again = True
+            if took >= enough_s:
+                break
+        return fastest / len(images)
+
+    def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        # What torch.compile fails with is for whoever tries it.
+        named = contextlib.nullcontext() if self.compute.compile else self._named_failure(x)
+        with named, torch.no_grad(), self._autocast(), self._alone():
+            values = dict(self._forward(self._memory_format(x)))
+            while self._keeper.copy_from_now_on():
+                values = dict(self._forward(self._memory_format(x)))
+        for name, value in values.items():
+            if len(value) != len(x):
+                raise RunError(f"{name} gave {len(value)} rows for a batch of {len(x)} images.")
+        return values
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Where the module is shared, this engine's hooks see this thread's pass and no other.
+
+        Not even a later one of this thread, which may be another replica's.
+        """
+        if not self._is_shared:
+            yield
+            return
+        self._hooks.thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._hooks.thread = _NO_THREAD
+
+    def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        x = images.to(self.device, non_blocking=True)
+        return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
+
+    def _memory_format(self, x: torch.Tensor) -> torch.Tensor:
+        """A copy: a model may write to its input, and the caller's images stay as they are."""
+        channels_last = self.compute.channels_last
+        return x.clone(
+            memory_format=torch.channels_last if channels_last else torch.contiguous_format
+        )
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """Autocast; of weights that are not cast once, it keeps its casts during a pass.
+
+        It keeps them for all threads, and forgets them when one of them leaves it. A pass on a
+        stream of a shared module could read what another one is still writing, or has given back,
+        so there it casts in each use. On a CPU a cast is done when another thread finds it.
+        """
+        dtype = COMPUTE_DTYPES[self.compute.precision]
+        enabled = dtype != torch.float32
+        keeps = not self._is_shared or self.device.type == "cpu"
+        return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=keeps)
+
+    def _noise(self, batch_size: int) -> torch.Tensor:
+        """(B, 3, H, W) float32 as normalised pictures are, the same in every run."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (batch_size, 3, *self.backbone.preprocess.crop)
+        return torch.randn(shape, generator=generator).to(self.device)
+
+
+def spec_of(
+    tap: Tap, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
+) -> LayerSpec:
+    """What a row of a dataset looks like.
+
+    Args:
+        tap, reduce: what is stored.
+        value: (B, ...) of it, in the store's dtype.
+        compute_dtype: in which it was computed.
+    """
+    return LayerSpec(
+        name=tap.name,
+        layer=tap.layer,
+        capture=tap.capture,
+        reduce=reduce.name,
+        reduce_args=reduce.args,
+        shape=tuple(value.shape[1:]),
+        dtype=str(value.dtype).removeprefix("torch."),
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+    )
+
+
+def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()

@@ -1,0 +1,123 @@
+"""Two-dimensional maps of the rows of a layer: principal components, and t-SNE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.probe.labelled_rows import BLOCK_BYTES, Labelled, layer_rows
+from featx.errors import ReduceError, StoreError
+from featx.store.reader import FeatureStore
+
+COMPONENTS = 50
+"""Principal components that t-SNE starts from, at the most."""
+
+PERPLEXITY = 30
+
+Matrix = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerMap:
+    """The maps of one layer.
+
+    Attributes:
+        name: of the dataset.
+        width: numbers of the vector that a row became.
+        pooled: whether its positions were averaged for that.
+        pca: (n, 2) scores of the first two components; None where there is no map.
+        explained: their shares of the variance.
+        tsne: (n, 2); None where there is none.
+        note: why something is missing, or nothing.
+    """
+
+    name: str
+    width: int
+    pooled: bool
+    pca: Matrix | None
+    explained: tuple[float, float]
+    tsne: Matrix | None
+    note: str
+
+
+def layer_map(
+    store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], seed: int, tsne: bool
+) -> LayerMap:
+    """Map some ok rows of a layer; a row becomes a vector as job=probe makes one.
+
+    Args:
+        store: open for reading.
+        layer: its name.
+        rows: (n,) increasing.
+        seed: of t-SNE.
+        tsne: whether it is wanted.
+    """
+    width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
+    if len(rows) < 4:
+        return LayerMap(layer, width, False, None, (0, 0), None, f"{len(rows)} rows make no map.")
+    try:
+        taken = layer_rows(Labelled(store, rows, store.labels[rows], store.classes, ()), layer)
+        # A row may be much larger than the vector that it becomes.
+        step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+        blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
+        vectors = np.concatenate([taken.read(places).numpy() for places in blocks])
+    except (ReduceError, StoreError) as error:
+        return LayerMap(layer, width, False, None, (0, 0), None, str(error))
+    pooled = taken.pooled is not None
+    scores, shares = principal_components(vectors, COMPONENTS)
+    if not shares.sum() > 0:
+        same = "All rows looked at have the same vector."
+        return LayerMap(layer, taken.width, pooled, None, (0, 0), None, same)
+    explained = float(shares[0]), float(shares[1]) if len(shares) > 1 else 0.0
+    plane = np.zeros((len(rows), 2))
+    plane[:, : scores.shape[1]] = scores[:, :2]
+    embedded = _tsne(scores, plane, seed) if tsne else None
+    return LayerMap(layer, taken.width, pooled, plane, explained, embedded, "")
+
+
+def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
+    """Scores (n, k) and shares of the variance (k,) of the first k components of (n, D).
+
+    From the eigenvectors of the smaller one of X^T X and X X^T, in float64. The direction of a
+    component is such that its score of largest magnitude is positive.
+
+    Args:
+        x: (n, D), of any offset.
+        count: k at the most; there are no more than min(n, D) components.
+    """
+    centred = x.astype(np.float64)
+    centred -= centred.mean(0)
+    n, width = centred.shape
+    k = min(count, n, width)
+    if width <= n:
+        values, vectors = np.linalg.eigh(centred.T @ centred)
+        scores = centred @ vectors[:, ::-1][:, :k]
+    else:
+        values, vectors = np.linalg.eigh(centred @ centred.T)
+        scores = vectors[:, ::-1][:, :k] * np.sqrt(values[::-1][:k].clip(0))
+    values = values[::-1].clip(0)
+    scale = float((x.astype(np.float64) ** 2).sum())
+    if values.sum() <= 1e-20 * scale:  # rounding alone
+        return np.zeros((n, k)), np.zeros(k)
+    largest = scores[np.abs(scores).argmax(0), np.arange(k)]
+    return scores * np.where(largest < 0, -1.0, 1.0), values[:k] / values.sum()
+
+
+def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
+    """(n, 2) by scikit-learn, from the principal components and begun at the first two.
+
+    L. van der Maaten, G. Hinton, Visualizing Data using t-SNE, JMLR 9 (2008).
+    """
+    from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
+
+    start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
+    perplexity = min(PERPLEXITY, (len(scores) - 1) / 3)
+    model = TSNE(perplexity=perplexity, init=start.astype(np.float32), random_state=seed)
+    # A thousand short steps: threads that wait for each other on a busy machine take 2 to 18 times
+    # as long as one.
+    with threadpool_limits(1):
+        embedded = model.fit_transform(scores.astype(np.float32))
+    return np.asarray(embedded, np.float64)

@@ -1,0 +1,140 @@
+"""Statistics of a layer over some rows, taken block by block in float64."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import ReduceError
+from featx.layers.reductions import channel_axis
+from featx.store.reader import FeatureStore, refuse_lost_rows
+
+BLOCK_BYTES = 64 << 20
+"""Of float32 values that are read at once."""
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Attributes:
+    name: of the dataset.
+    shape: of a row.
+    stored: dtype in memory, what was captured and how it was reduced, as text.
+    rows: how many were looked at.
+    norms: smallest, lower quartile, median, upper quartile and largest L2 norm of a row; None
+        where no row is finite.
+    mean, std, smallest, largest: of all finite values.
+    zeros: share of the values that are exactly 0.
+    channels, dead: channels, and those that are 0 in every row and place looked at.
+    what: channels, or numbers where a row's channels cannot be told from its positions.
+    nonfinite: values that are NaN or infinite.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    rows: int
+    norms: tuple[float, float, float, float, float] | None
+    mean: float
+    std: float
+    smallest: float
+    largest: float
+    zeros: float
+    channels: int
+    dead: int
+    what: str
+    nonfinite: int
+
+
+def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatistics:
+    """Look at some ok rows of a layer.
+
+    Args:
+        store: open for reading.
+        layer: its name.
+        rows: (n,) increasing, at least one.
+
+    Raises:
+        StoreError: rows were lost since the store was opened.
+    """
+    features = store[layer]
+    axis, what = _channels(store, layer)
+    width = int(np.prod(features.shape[1:], dtype=np.int64))
+    count, zeros, nonfinite, total, squares = 0, 0, 0, 0.0, 0.0
+    smallest, largest = np.inf, -np.inf
+    alive: npt.NDArray[np.bool_] | None = None
+    norms = []
+    step = max(1, BLOCK_BYTES // (4 * max(1, width)))
+    for start in range(0, len(rows), step):
+        read = features[rows[start : start + step]]
+        refuse_lost_rows(store, layer, rows[start : start + step], read)
+        values = read.astype(np.float32, copy=False)
+        finite = np.isfinite(values)
+        bad = values.size - int(finite.sum())
+        nonfinite += bad
+        kept = values[finite] if bad else values
+        wide = kept.astype(np.float64).ravel()
+        count += wide.size
+        zeros += int((wide == 0).sum())
+        total += float(wide.sum())
+        squares += float(wide @ wide)
+        if wide.size:
+            smallest, largest = min(smallest, wide.min()), max(largest, wide.max())
+        by_channel = np.moveaxis(values, axis, -1) if axis else values.reshape(len(values), -1)
+        found = (by_channel != 0).reshape(-1, by_channel.shape[-1]).any(0)
+        alive = found if alive is None else alive | found
+        whole = finite.reshape(len(values), -1).all(1)
+        flat = values.reshape(len(values), -1)[whole].astype(np.float64)
+        norms.append(np.sqrt(np.einsum("nd,nd->n", flat, flat)))
+    assert alive is not None, "there is at least one row"
+    every = np.concatenate(norms)
+    mean = total / count if count else float("nan")
+    variance = max(0.0, squares / count - mean**2) if count else float("nan")
+    return LayerStatistics(
+        name=layer,
+        shape=tuple(features.shape[1:]),
+        stored=_stored(store, layer),
+        rows=len(rows),
+        norms=_five(every) if len(every) else None,
+        mean=mean,
+        std=variance**0.5,
+        smallest=float(smallest),
+        largest=float(largest),
+        zeros=zeros / count if count else float("nan"),
+        channels=len(alive),
+        dead=int((~alive).sum()),
+        what=what,
+        nonfinite=nonfinite,
+    )
+
+
+def _five(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, float]:
+    low, lower, median, upper, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
+    return low, lower, median, upper, high
+
+
+def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
+    """The axis of the channels in (n, ...), 0 for every number of a row; and what they are."""
+    shape = tuple(store[layer].shape[1:])
+    crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
+    if len(shape) == 3 and crop is None:
+        return 0, "numbers"
+    size = (int(crop.group(1)), int(crop.group(2))) if crop else (1, 1)
+    reduced = str(store[layer].attrs.get("reduce", ""))
+    try:
+        return channel_axis(reduced, layer, shape, size), "channels"
+    except ReduceError:
+        return 0, "numbers"
+
+
+def _stored(store: FeatureStore, layer: str) -> str:
+    attrs = store[layer].attrs
+    capture, reduced = str(attrs.get("capture", "")), str(attrs.get("reduce", ""))
+    parts = [str(store[layer].dtype)]
+    parts += [capture] if capture not in ("", "output") else []
+    parts += [reduced] if reduced not in ("", "none") else []
+    return ", ".join(parts)

@@ -1,0 +1,220 @@
+"""All that a report shows, and how it becomes one HTML file that needs nothing else.
+
+Jinja escapes every text that goes into the page; numbers for the plots travel as JSON in a script
+element that is not run. The page's own content policy allows the two scripts in it, by their
+checksums, and no request to anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base.text import time_text
+from featx.export.report.embedding_maps import LayerMap, Matrix
+from featx.export.report.failures import Reason
+from featx.export.report.layer_similarity import Likeness
+from featx.export.report.layer_statistics import LayerStatistics
+from featx.export.report.nearest_neighbours import Strips
+from featx.export.report.probe_results import Probes
+from featx.export.report.provenance import Provenance
+from featx.export.report.throughput import Speed
+from featx.export.report.thumbnails import MAX_BYTES, PIXELS, Thumbnails
+from featx.export.selection import as_utf8
+from featx.store.reader import FeatureStore
+
+GENERATOR = '<meta name="generator" content="featx job=report">'
+
+DASH = "\u2013"
+
+_FILES = Path(__file__).parent / "page"
+
+
+@dataclass
+class Page:
+    """What is on the page.
+
+    Attributes:
+        store: open for reading.
+        seed: of every choice.
+        layers: that were asked for.
+        mapped: those with maps and nearest rows.
+        rows: (n,) that maps and statistics are of.
+        num_ok: rows that they were chosen from.
+        provenance, speed, reasons, statistics, maps, strips, probes, likeness: the sections.
+        thumbnails: of rows in any of them.
+        seconds: that all of this took.
+    """
+
+    store: FeatureStore
+    seed: int
+    layers: tuple[str, ...]
+    mapped: tuple[str, ...]
+    rows: npt.NDArray[np.int64]
+    num_ok: int
+    provenance: Provenance
+    speed: Speed
+    reasons: list[Reason]
+    statistics: list[LayerStatistics]
+    maps: list[LayerMap]
+    strips: list[Strips]
+    probes: Probes
+    likeness: Likeness
+    thumbnails: Thumbnails
+    seconds: float = 0.0
+
+    def key(self, row: int) -> str:
+        """Of a row, as UTF-8."""
+        return as_utf8(str(self.store.keys[row]))
+
+    def class_of(self, row: int) -> str:
+        """The class of a row, or nothing."""
+        label = int(self.store.labels[row])
+        return as_utf8(self.store.classes[label]) if label >= 0 else ""
+
+
+def render(page: Page) -> str:
+    """The HTML of a page."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    plotly, own = _plotly(), _text("report.js")
+    environment = Environment(
+        loader=FileSystemLoader(_FILES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "number": number, "count": count, "percent": percent, "share": share, "seconds": time_text,
+    }  # fmt: skip
+    text = environment.get_template("template.html").render(
+        page=page,
+        generator=GENERATOR,
+        title=f"{page.store.root.name}: a report of featx",
+        model=str(page.store.attrs.get("model", "")),
+        written=time.strftime("%Y-%m-%d %H:%M"),
+        style=_text("report.css"),
+        plotly=plotly,
+        script=own,
+        hashes=" ".join(f"'sha256-{_checksum(text)}'" for text in (plotly, own)),
+        data=as_json(_for_plots(page)),
+        max_mib=MAX_BYTES >> 20,
+        pixels=PIXELS,
+    )
+    return as_utf8(text)  # the path of a store may have bytes that are none
+
+
+def as_json(values: Any) -> str:
+    """JSON that cannot end the script element it stands in; NaN is not allowed."""
+    text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def number(value: float | None) -> str:
+    """Four digits for people; a dash where there is none."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.2e}"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def count(value: int) -> str:
+    """Thousands apart by narrow spaces that do not break."""
+    return f"{value:,}".replace(",", "\u202f")
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """A share as '12.3 %'."""
+    if value is None or not math.isfinite(value):
+        return DASH
+    return f"{100 * value:.{digits}f}\u202f%"
+
+
+def share(value: float, of: float) -> float:
+    """The width of a bar in percent, 0 of nothing."""
+    return round(100 * value / of, 2) if of > 0 else 0.0
+
+
+def _for_plots(page: Page) -> dict[str, Any]:
+    """What the page's script draws."""
+    labels = page.store.labels[page.rows]
+    return {
+        "rows": page.rows.tolist(),
+        "keys": [page.key(row) for row in page.rows.tolist()],
+        "labels": labels.tolist(),
+        "classes": [as_utf8(name) for name in page.store.classes],
+        "pictures": {str(row): page.thumbnails.uris[row] for row in _with_picture(page)},
+        "unread": {str(row): why_not for row, why_not in page.thumbnails.unread.items()},
+        "maps": [_map_for_plots(each) for each in page.maps if each.pca is not None],
+        "parts": page.speed.parts,
+        "norms": [
+            {"name": each.name, "five": [_short(v) for v in each.norms]}
+            for each in page.statistics
+            if each.norms is not None
+        ],
+        "confusion": None
+        if page.probes.confusion is None
+        else {
+            "classes": page.probes.confusion.classes,
+            "counts": page.probes.confusion.counts,
+        },
+        "likeness": {
+            "layers": page.likeness.layers,
+            "cka": page.likeness.cka,
+            "debiased": page.likeness.debiased,
+        },
+    }
+
+
+def _with_picture(page: Page) -> list[int]:
+    return [row for row in page.rows.tolist() if row in page.thumbnails.uris]
+
+
+def _map_for_plots(each: LayerMap) -> dict[str, Any]:
+    assert each.pca is not None
+    return {
+        "name": each.name,
+        "explained": [percent(value) for value in each.explained],
+        "pca": _points(each.pca),
+        "tsne": None if each.tsne is None else _points(each.tsne),
+    }
+
+
+def _points(plane: Matrix) -> list[list[float]]:
+    """The two columns, rounded to what a screen can show."""
+    scale = float(np.abs(plane).max()) or 1.0
+    digits = 4 - math.floor(math.log10(scale))
+    return [[round(value, digits) for value in column] for column in plane.T.tolist()]
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    # As the browser reads it: the checksum is of that.
+    return str(get_plotlyjs()).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _text(name: str) -> str:
+    return (_FILES / name).read_text(encoding="utf-8")
+
+
+def _checksum(script: str) -> str:
+    """As a content policy names a script."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -1,0 +1,178 @@
+"""What probe.json says, for the page; a file that is not as job=probe writes it says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from featx.analysis.probe.labelled_rows import output_folder
+from featx.export.selection import as_utf8
+from featx.store import layout
+from featx.store.reader import FeatureStore
+
+CLASSES_SHOWN = 40
+"""Classes of the confusion matrix, at the most."""
+
+PAIRS_SHOWN = 6
+
+_METHODS = ("linear", "knn", "ridge")
+
+
+@dataclass(frozen=True)
+class Probed:
+    """One method on one layer; None where it does not say."""
+
+    layer: str
+    method: str
+    best: bool
+    accuracy: float
+    interval: tuple[float, float]
+    balanced: float | None
+    top5: float | None
+    calibration: float | None
+    few: list[tuple[str, float, float | None]]
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """Which classes were taken for which, on the test rows.
+
+    Attributes:
+        classes: names, at most CLASSES_SHOWN.
+        counts: row i, column j: rows of class i taken for class j.
+        left_out: classes that are not shown: those with the fewest mistakes.
+        pairs: (rows, class, taken for), the most frequent mistakes.
+    """
+
+    classes: list[str]
+    counts: list[list[int]]
+    left_out: int
+    pairs: list[tuple[int, str, str]]
+
+
+@dataclass(frozen=True)
+class Probes:
+    """What probe.json says.
+
+    Attributes:
+        note: why there is nothing, or what is wrong with it; or nothing.
+        layer, method: the best.
+        rows: tested.
+        split: as text.
+        finished: when, as text.
+        notes: those of the job.
+        results: in the order of the file.
+        confusion: of the best layer's method.
+    """
+
+    note: str
+    layer: str = ""
+    method: str = ""
+    rows: int = 0
+    split: str = ""
+    finished: str = ""
+    notes: tuple[str, ...] = ()
+    results: tuple[Probed, ...] = ()
+    confusion: Confusion | None = None
+
+
+def probes_of(store: FeatureStore) -> Probes:
+    """Read probe.json of a store."""
+    path = output_folder(store) / layout.PROBE
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        root = as_utf8(str(store.root))
+        return Probes(f"No probe yet: python -m featx job=probe store={root} fits one.")
+    except (OSError, ValueError) as error:
+        return Probes(f"{layout.PROBE} cannot be read: {error}.")
+    try:
+        if found["fingerprint"] != str(store.attrs.get("fingerprint")):
+            note = (
+                f"{layout.PROBE} is of another state of this store (its fingerprint differs): "
+                "run job=probe again. What follows is what it said then."
+            )
+        else:
+            note = ""
+        return _as_probes(found, note)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        return Probes(f"{layout.PROBE} is not as job=probe writes it: {error!r}.")
+
+
+def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
+    best = str(found["layer"]), str(found["method"])
+    results = [
+        _probed(layer, method, about[method], (layer, method) == best)
+        for layer, about in found["layers"].items()
+        for method in _METHODS
+        if method in about
+    ]
+    split = found["split"]
+    kind, seed = str(split["kind"]), split.get("seed")
+    return Probes(
+        note=note,
+        layer=best[0],
+        method=best[1],
+        rows=int(found["rows"]),
+        split=f"{split['folds']} folds" if kind == "kfold" else kind + f", seed {seed}",
+        finished=str(found["finished"]),
+        notes=(*_nested(found), *map(str, found["notes_on_rows"])),
+        results=tuple(results),
+        confusion=_confusion(list(map(_spelled, found["classes"])), found["confusion"]),
+    )
+
+
+def _nested(found: Mapping[str, Any]) -> list[str]:
+    """A note on k-fold of several layers, whose best line is chosen on the rows it is tested on."""
+    if "layer_of_folds" not in found:
+        return []
+    low, high = found["interval"]
+    return [
+        f"With the layer chosen anew within the training rows of each fold, the accuracy is "
+        f"{found['accuracy']:.1%} ({low:.1%} to {high:.1%}); the lines below are of layers named "
+        "beforehand, and the best of them is a lucky one."
+    ]
+
+
+def _probed(layer: str, method: str, about: Mapping[str, Any], best: bool) -> Probed:
+    low, high = about["interval"]
+    few = [
+        (str(shots), float(each["mean"]), _number(each["std"]))
+        for shots, each in about.get("few_shot", {}).items()
+    ]
+    return Probed(
+        layer, method, best, float(about["accuracy"]), (float(low), float(high)),
+        _number(about["balanced_accuracy"]), _number(about["top5"]),
+        _number(about["calibration_error"]), few,
+    )  # fmt: skip
+
+
+def _confusion(classes: list[str], matrix: list[list[int]]) -> Confusion:
+    counts = np.array(matrix, np.int64)
+    if counts.shape != (len(classes), len(classes)):
+        raise ValueError(f"a confusion matrix of {counts.shape} for {len(classes)} classes")
+    wrong = counts.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS_SHOWN]
+    places = [divmod(int(place), len(classes)) for place in order]
+    pairs = [(int(wrong[i, j]), classes[i], classes[j]) for i, j in places if wrong[i, j]]
+    mistakes = wrong.sum(0) + wrong.sum(1)
+    shown = np.sort(np.argsort(-mistakes, kind="stable")[:CLASSES_SHOWN])
+    return Confusion(
+        classes=[classes[i] for i in shown.tolist()],
+        counts=counts[np.ix_(shown, shown)].tolist(),
+        left_out=len(classes) - len(shown),
+        pairs=pairs,
+    )
+
+
+def _number(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]  # or it raises
+
+
+def _spelled(name: object) -> str:
+    return as_utf8(str(name))

@@ -1,0 +1,172 @@
+"""Small pictures of rows as data URIs, read again from where the store's config says they are."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+from collections.abc import Iterable
+
+from PIL import Image
+
+from featx.config import DataConfig
+from featx.errors import FeatxError
+from featx.export.source_images import data_of_store
+from featx.images.crash_journal import Suspects
+from featx.images.decode import ImagePolicy
+from featx.images.fault_tolerant_decode import GuardedDecoder
+from featx.images.preprocess import cut_out
+from featx.sources import open_source
+from featx.store.reader import FeatureStore
+from featx.types import ImageFault, Regional, Status
+
+PIXELS = 112
+"""Longer side of a thumbnail."""
+
+MAX_BYTES = 16 << 20
+"""Of all thumbnails of a page, as they stand in it."""
+
+_QUALITY = 72
+_AT_ONCE = 64
+
+_HOPELESS = 128
+"""After so many pictures in vain, and none that could be read, no more are tried."""
+
+UNDECODED, UNREAD = "cannot be decoded", "cannot be read"
+"""What stands where the picture of a row would be."""
+
+
+class Thumbnails:
+    """The pictures of a page, each row once; a context manager while pictures are added.
+
+    They are decoded as those of a run are: one that hangs or crashes its decoder is none, and the
+    others are there.
+
+    Args:
+        store: whose rows they are of.
+        data: of the command; a data.root given there is taken.
+        limit: how many at the most.
+
+    Attributes:
+        uris: row -> data URI.
+        why_none: why there are none at all, or nothing.
+        unread: row -> UNREAD or UNDECODED, of those whose pictures could not be had.
+        limit: as given.
+    """
+
+    def __init__(self, store: FeatureStore, data: DataConfig, limit: int) -> None:
+        self.uris: dict[int, str] = {}
+        self.unread: dict[int, str] = {}
+        self.limit = limit
+        self.why_none = "" if limit else "report.pictures=0 asked for none."
+        self._store = store
+        self._data = data
+        self._bytes = 0
+        self._said = ""
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Thumbnails:
+        if self.why_none:
+            return self
+        try:
+            config = data_of_store(self._store, self._data)
+            self._source = open_source(config)
+            decoder = GuardedDecoder(
+                self._source,
+                ImagePolicy.from_config(config),
+                PIXELS // 2,
+                config.timeout_s,
+                Suspects(None),
+                "featx-thumbnail",
+            )
+            self._decoder = self._stack.enter_context(decoder)
+            decoder.settle_suspects(self._store.key_bytes)
+        except FeatxError as error:
+            self.why_none = str(error)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def full(self) -> bool:
+        """Whether the page takes no more."""
+        return len(self.uris) >= self.limit or self._bytes >= MAX_BYTES
+
+    def add(self, rows: Iterable[int]) -> None:
+        """Make the pictures of some rows, in this order, until the page is full."""
+        if self.why_none:
+            return
+        wanted = [r for r in dict.fromkeys(rows) if r not in self.uris and r not in self.unread]
+        for start in range(0, len(wanted), _AT_ONCE):
+            if self.full or self.why_none:
+                return
+            block = wanted[start : start + _AT_ONCE]
+            found = [self._decoder.submit(self._try, row) for row in block]
+            for row, future in zip(block, found, strict=True):
+                uri, why_not = future.result()
+                if why_not:
+                    self.unread[row] = why_not
+                elif not self.full:
+                    self.uris[row] = uri
+                    self._bytes += len(uri)
+            if not self.uris and len(self.unread) >= _HOPELESS:
+                self.finish()
+
+    def finish(self) -> None:
+        """No more will come: say why where not a single picture could be read."""
+        if self.unread and not self.uris and not self.why_none:
+            self.why_none = (
+                f"none of {len(self.unread)} pictures could be read now ({self._said}). If they "
+                "lie elsewhere, say where: data=folder data.root=DIR."
+            )
+
+    @property
+    def undecoded(self) -> list[int]:
+        """The ok rows whose pictures are there and cannot be decoded now."""
+        ok = self._store.ok
+        return [row for row, why_not in self.unread.items() if why_not == UNDECODED and ok[row]]
+
+    @property
+    def num_unread(self) -> int:
+        """Rows whose pictures cannot be read now."""
+        return sum(why_not == UNREAD for why_not in self.unread.values())
+
+    def _try(self, row: int) -> tuple[str, str]:
+        """A data URI, and why there is none."""
+        try:
+            return self._uri(bytes(self._store.key_bytes[row])), ""
+        except FeatxError as error:  # of the whole data set, which is listed at the first picture
+            self.why_none = str(error)
+        except ImageFault as fault:
+            self._said = str(fault)
+            if fault.status not in (Status.MISSING, Status.EMPTY):
+                return "", UNDECODED
+        except (OSError, LookupError, MemoryError) as error:
+            self._said = str(error) or "out of memory"
+        return "", UNREAD
+
+    def _uri(self, key: bytes) -> str:
+        """A row's picture as a data URI. Raises ImageFault or OSError where it cannot be had."""
+        picture = self._decoder.image(key, self._source.read(key))
+        if isinstance(self._source, Regional):
+            picture = cut_out(picture, self._source.box(key))
+        return _thumbnail(picture)
+
+    def add_every(self, rows: list[int]) -> None:
+        """Pictures of rows spread evenly over the list, as many as there is room for."""
+        room = self.limit - len(self.uris)
+        missing = [row for row in rows if row not in self.uris]
+        if room > 0 and missing:
+            step = max(1.0, len(missing) / room)
+            self.add(missing[int(i * step)] for i in range(min(room, len(missing))))
+
+
+def _thumbnail(picture: Image.Image) -> str:
+    """A picture, small, as a data URI."""
+    scale = PIXELS / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    small = picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else picture
+    buffer = io.BytesIO()
+    small.save(buffer, "WEBP", quality=_QUALITY)
+    return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,236 @@
+"""What TensorBoard shows of a run: histograms and timings as it goes on, graph and projector after.
+
+The run never depends on it. What cannot be written is said in one line, and the features go on.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base.console import complain
+from featx.errors import FeatxError, MissingExtraError
+from featx.export.tensorboard.histogram import Histogram
+from featx.export.tensorboard.projector import write_projector
+from featx.store import layout
+from featx.store.reader import FeatureStore
+from featx.types import Batch, Failure, Part
+
+if TYPE_CHECKING:
+    from featx.pipeline.run_context import Prepared
+    from featx.store.session import StoreSession
+
+PROJECTOR_ROWS = 1000
+"""Pictures in the projector with tensorboard=true."""
+
+_HISTOGRAM_TEXT = "Values as stored, of the rows of a part that did not fail."
+_GRAPH = ".graph"
+
+
+def require_tensorboard() -> None:
+    """Raise MissingExtraError where the package `tensorboard` is not there, or not whole.
+
+    All of it that a run needs is imported now, so that nothing can be missing in the middle.
+    """
+    try:
+        import tensorboard.compat.proto.event_pb2
+        import tensorboard.plugins.histogram.metadata
+        import tensorboard.plugins.projector.projector_config_pb2
+        import tensorboard.summary.writer.record_writer
+        import tensorboard.util.tensor_util  # noqa: F401
+    except (ImportError, TypeError) as error:  # TypeError: a protobuf that does not fit
+        reason = str(error).splitlines()[0]
+        raise MissingExtraError(
+            "the key tensorboard needs the package tensorboard, which cannot be imported "
+            f'({reason}): pip install "featx[tensorboard]".'
+        ) from error
+
+
+class RunEvents:
+    """Writes OUT/tensorboard for one run; a step is the number of rows of the store up to there.
+
+    The loop calls `batch` and `part`, and `finish` when the store is whole. Events are written
+    when a part is committed, so a run that goes on after a kill goes on with the next step.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+    """
+
+    def __init__(self, prepared: Prepared, session: StoreSession) -> None:
+        self._prepared = prepared
+        self._session = session
+        self._folder = session.root / layout.TENSORBOARD / f"run-{_run_number(session)}"
+        self._histograms = {spec.name: Histogram(spec.dtype) for spec in prepared.specs}
+        self._failures = 0
+        self._seconds: Mapping[str, float] = {}
+        self._since = time.perf_counter()
+        self._path: Path | None = None
+        self._failed = False
+
+    def batch(
+        self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
+    ) -> None:
+        """Count the values of the rows that did not fail.
+
+        Args:
+            batch: n rows of the run.
+            features: dataset name -> (n, ...) as stored.
+            failures: the rows that failed.
+        """
+        self._failures += len(failures)
+        if self._failed:
+            return
+        ok = np.ones(batch.count, dtype=bool)
+        ok[[failure.row - batch.start for failure in failures]] = False
+        for name, values in features.items():
+            self._histograms[name].add(values[ok] if failures else values)
+
+    def part(self, part: Part, seconds: Mapping[str, float]) -> None:
+        """Write the histograms and timings of a part that was committed.
+
+        Args:
+            part: the rows since the last call.
+            seconds: stage -> busy seconds of the run so far.
+        """
+        if self._failed:
+            return
+        now = time.perf_counter()
+        scalars = {
+            f"seconds/{stage}": value - self._seconds.get(stage, 0.0)
+            for stage, value in seconds.items()
+        }
+        scalars["run/images_per_second"] = len(part) / (now - self._since)
+        scalars["run/failures"] = self._failures
+        self._failures, self._seconds, self._since = 0, dict(seconds), now
+        try:
+            self._append(_part_record(part.stop, scalars, self._histograms))
+        except OSError as error:
+            self._failed = True
+            complain(f"warning: {_failure_text(error)} The features go on without their events.")
+
+    def finish(self) -> None:
+        """Write the model's graph and the projector; no features are computed from here on."""
+        try:
+            self._write_graph()
+            asked = self._prepared.config.tensorboard
+            num_rows = PROJECTOR_ROWS if asked is True else asked
+            store = FeatureStore(self._session.root, verify="rows")
+            runs = self._session.manifest.runs
+            layers = dict.fromkeys(spec.name for run in runs for spec in run.layers)
+            there = [name for name in layers if name in store]
+            write_projector(self._session.disk, self._prepared, store, there, num_rows)
+        except (OSError, FeatxError) as error:
+            complain(f"warning: {_failure_text(error)} The store is not touched by it.")
+            return
+        complain(f"tensorboard --logdir {self._folder.parent} shows the run")
+
+    def _append(self, records: bytes) -> None:
+        """Add records to this process's event file."""
+        if self._path is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path = self._folder / _event_file_name()
+            records = _version_record() + records
+        with self._path.open("ab") as file:
+            file.write(records)
+
+    def _write_graph(self) -> None:
+        """The graph in a file of its own, once in a run."""
+        if any(self._folder.glob(f"*{_GRAPH}")):
+            return
+        module, x = self._prepared.engine.without_hooks()
+        try:
+            record = _graph_record(module, x)
+        except Exception as error:  # noqa: BLE001 - the user's module runs in it
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            complain(f"tensorboard: no graph of this model, torch.jit.trace fails: {reason[0]}")
+            return
+        self._session.disk.make_folder(self._folder)
+        path = self._folder / (_event_file_name() + _GRAPH)
+        self._session.disk.replace(path, _version_record() + record)
+
+
+def _run_number(session: StoreSession) -> int:
+    """Which run of the store the first missing part belongs to; the first one if none is missing.
+
+    Layers that are added to a store begin with row 0 again, beside the curves of the others.
+    """
+    first = next((part.index for part in session.missing()), 0)
+    starts = [run.grid.first_part for run in session.manifest.runs]
+    return sum(start <= first for start in starts) - 1
+
+
+def _failure_text(error: Exception) -> str:
+    return f"events for TensorBoard could not be written: {error}".rstrip(".") + "."
+
+
+def _event_file_name() -> str:
+    """TensorBoard reads the files of a folder in the order of these names."""
+    seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
+    return (
+        f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
+    )
+
+
+def _record(**fields: Any) -> bytes:
+    """One event, framed as event files are."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    buffer = io.BytesIO()
+    RecordWriter(buffer).write(Event(wall_time=time.time(), **fields).SerializeToString())
+    return buffer.getvalue()
+
+
+def _version_record() -> bytes:
+    return _record(file_version="brain.Event:2")
+
+
+def _part_record(
+    step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram]
+) -> bytes:
+    """Timings and histograms of one part; the histograms begin anew."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.plugins.histogram.metadata import create_summary_metadata
+    from tensorboard.util.tensor_util import make_tensor_proto
+
+    summary = Summary()
+    for tag, value in scalars.items():
+        summary.value.add(tag=tag, simple_value=value)
+    metadata = create_summary_metadata(display_name="", description=_HISTOGRAM_TEXT)
+    for name, histogram in histograms.items():
+        tensor = make_tensor_proto(histogram.take())
+        summary.value.add(tag=f"activations/{name}", metadata=metadata, tensor=tensor)
+    return _record(step=step, summary=summary)
+
+
+def _graph_record(module: Any, x: Any) -> bytes:
+    """The traced graph of a module for a batch (1, 3, H, W).
+
+    It is what torch.utils.tensorboard's add_graph writes. That traces strictly, so that a model
+    that returns a dict has no graph, and runs the model three times more to check itself.
+    """
+    import torch
+    from tensorboard.compat.proto.graph_pb2 import GraphDef
+    from tensorboard.compat.proto.versions_pb2 import VersionDef
+    from torch.jit._trace import TracerWarning
+    from torch.utils.tensorboard._pytorch_graph import parse
+
+    trace: Any = torch.jit.trace  # which has no types
+    with torch.no_grad(), warnings.catch_warnings():
+        # Tracing is deprecated, and warns of whatever it cannot follow; a picture may miss that.
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", TracerWarning)
+        traced = trace(module, (x,), strict=False, check_trace=False)
+        nodes = parse(traced.inlined_graph, traced)  # type: ignore[no-untyped-call]
+    graph = GraphDef(node=nodes, versions=VersionDef(producer=22))
+    return _record(graph_def=graph.SerializeToString())

@@ -1,0 +1,226 @@
+"""The embedding projector of TensorBoard: rows of a store as points that look like their pictures.
+
+Everything is taken from the store, and the pictures are read again, so a store of any age can have
+a projector.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base.console import complain
+from featx.config import ReduceConfig
+from featx.errors import ReduceError, counted
+from featx.storage.local_folder import Disk
+from featx.store import layout
+from featx.store.reader import FeatureStore
+
+if TYPE_CHECKING:
+    from featx.pipeline.run_context import Prepared
+
+SPRITE_PIXELS = 64
+"""Longer side of one sprite, at the most; config.MAX_PICTURES of them fill a sheet."""
+
+MAX_LAYERS = 8
+"""Layers in the projector; of more, the last ones, which tell classes apart best."""
+
+MAX_WIDTH = 8192
+"""Numbers of a vector, at the most: they travel to the browser as text."""
+
+_BATCH_ROWS = 64
+_CONFIG = "projector_config.pbtxt"
+_FILES = "projector"
+_NO_PICTURE = 128
+_SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
+
+
+def write_projector(
+    disk: Disk, prepared: Prepared, store: FeatureStore, layers: Sequence[str], num_rows: int
+) -> None:
+    """Write vectors, labels and sprites of some ok rows of a store for the projector.
+
+    Args:
+        disk: of the store.
+        prepared: the run, for its pictures and their preprocessing.
+        store: open for reading.
+        layers: its layers, the deepest last.
+        num_rows: so many of its ok rows, evenly chosen.
+
+    Raises:
+        OSError, FeatxError: the disk or the store fails; there is no projector then.
+    """
+    from google.protobuf.text_format import MessageToString
+    from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
+
+    folder = disk.root / layout.TENSORBOARD
+    disk.remove(folder / _CONFIG)
+    disk.remove(folder / _FILES)
+    rows = chosen_rows(store, num_rows)
+    if not len(rows):
+        complain("tensorboard: no row is ok, so there is no projector")
+        return
+    disk.make_folder(folder / _FILES)
+    config = ProjectorConfig()
+    for number, name in enumerate(layers[-MAX_LAYERS:]):
+        if (vectors := _vectors(prepared, store, name, rows)) is None:
+            continue
+        path = f"{_FILES}/vectors-{number}.tsv"
+        disk.replace(folder / path, vectors_text(vectors))
+        config.embeddings.add(
+            tensor_name=name,
+            tensor_path=path,
+            tensor_shape=vectors.shape,
+            metadata_path=f"{_FILES}/metadata.tsv",
+        )
+    if len(layers) > MAX_LAYERS:
+        complain(f"tensorboard: the projector has the last {MAX_LAYERS} layers of the store")
+    if not config.embeddings:
+        return
+    disk.replace(folder / _FILES / "metadata.tsv", metadata_text(store, rows))
+    sheet, size = sprite_sheet(prepared, rows)
+    disk.replace(folder / _FILES / "sprites.png", _as_png(sheet))
+    for embedding in config.embeddings:
+        embedding.sprite.image_path = f"{_FILES}/sprites.png"
+        embedding.sprite.single_image_dim.extend(size)
+    disk.replace(folder / _CONFIG, MessageToString(config).encode())
+
+
+def chosen_rows(store: FeatureStore, num_rows: int) -> npt.NDArray[np.int64]:
+    """(n,) increasing: at most num_rows of the ok rows, from the first to the last."""
+    ok = np.flatnonzero(store.ok)
+    places = np.linspace(0, len(ok) - 1, min(num_rows, len(ok)))
+    return ok[np.round(places).astype(np.int64)]
+
+
+def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
+    """label, key, row and the store's columns of each point, with a header.
+
+    A column with the name of another is called column.NAME, and a missing value is an empty cell.
+    Tabs and line ends, which no cell can hold, are spelled as \\t, \\n and \\r; all other
+    characters, spaces too, stay as they are.
+    """
+    titles, columns = ["label", "key", "row"], []
+    for name in store.columns:
+        title = name
+        while title in titles:
+            title = f"column.{title}"
+        titles.append(title)
+        columns.append(_cells(store.column(name)[rows]))
+    lines = [_line(titles)]
+    for place, row in enumerate(rows.tolist()):
+        label = int(store.labels[row])
+        name = store.classes[label] if label >= 0 else "(none)"
+        lines.append(_line([name, store.keys[row], row, *(values[place] for values in columns)]))
+    # A name that is not UTF-8 has its bytes spelled, for TensorBoard reads no other text.
+    raw = "\n".join([*lines, ""]).encode("utf-8", "surrogateescape")
+    return raw.decode("utf-8", "backslashreplace").encode()
+
+
+def _cells(column: npt.NDArray[Any]) -> list[object]:
+    """Values of a column; TensorBoard takes an empty cell for a missing value."""
+    values = column.astype(object)
+    if column.dtype.kind == "f":
+        values[np.isnan(column)] = ""
+    return list(values)
+
+
+def _line(cells: Sequence[object]) -> str:
+    return "\t".join(str(cell).translate(_SPELLED) for cell in cells)
+
+
+def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
+    """(n, C) as lines of numbers with 6 digits."""
+    lines = ["\t".join(f"{value:.6g}" for value in vector.tolist()) for vector in vectors]
+    return "\n".join([*lines, ""]).encode()
+
+
+def _vectors(
+    prepared: Prepared, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float32] | None:
+    """(n, C) of a layer, maps and tokens averaged; None, and why, where it has no vectors."""
+    import torch
+
+    from featx.layers.reductions import reduction
+
+    layer, backbone = store[name], prepared.engine.backbone
+    shape = layer.shape[1:]
+    reduce = ReduceConfig("none" if len(shape) == 1 else "avg")
+    try:
+        as_vectors = reduction(
+            reduce, name, shape, backbone.preprocess.crop, backbone.num_prefix_tokens
+        )
+    except ReduceError:
+        complain(f"tensorboard: {name} {shape} is not in the projector, its channels are unknown")
+        return None
+    found = []
+    for start in range(0, len(rows), _BATCH_ROWS):
+        read = layer[rows[start : start + _BATCH_ROWS]].astype(np.float32)
+        found.append(as_vectors(torch.from_numpy(read)).numpy())
+        if found[0].shape[1] > MAX_WIDTH:
+            complain(f"tensorboard: {name} is not in the projector, over {MAX_WIDTH} numbers wide")
+            return None
+    vectors = np.concatenate(found)
+    if not np.isfinite(vectors).all():
+        complain(f"tensorboard: {name} is not in the projector, it is not complete")
+        return None
+    return vectors
+
+
+def sprite_sheet(
+    prepared: Prepared, rows: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
+    """The pictures of some rows as the backbone sees them, side by side and then line by line.
+
+    A picture that cannot be read now leaves its place grey, so that the others keep theirs.
+
+    Returns:
+        (H, W, 3) with as many places a side as it takes, and (width, height) of one.
+    """
+    side = math.ceil(math.sqrt(len(rows)))
+    height, width = prepared.engine.backbone.preprocess.crop
+    longest = min(SPRITE_PIXELS, max(height, width))
+    h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
+    places = np.full((side * side, h, w, 3), _NO_PICTURE, dtype=np.uint8)
+    missing = 0
+    for place, sprite in enumerate(_sprites(prepared, rows, (w, h))):
+        if sprite is None:
+            missing += 1
+        else:
+            places[place] = sprite
+    if missing:
+        what = counted(missing, "image")
+        complain(f"tensorboard: {what} cannot be read now; the sprites are grey")
+    sheet = places.reshape(side, side, h, w, 3).transpose(0, 2, 1, 3, 4)
+    return sheet.reshape(side * h, side * w, 3), (w, h)
+
+
+def _sprites(
+    prepared: Prepared, rows: npt.NDArray[np.int64], size: tuple[int, int]
+) -> Iterator[npt.NDArray[np.uint8] | None]:
+    """(h, w, 3) of each row for a size (w, h), None where it has no picture."""
+    from PIL import Image
+
+    preprocess = prepared.engine.backbone.preprocess
+    with prepared.loader(1) as loader:
+        for x in loader.each(rows.tolist()):
+            if x is None:
+                yield None
+                continue
+            shown = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
+            picture = Image.fromarray(shown)
+            sprite = picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
+            yield np.asarray(sprite)
+
+
+def _as_png(sheet: npt.NDArray[np.uint8]) -> bytes:
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(sheet).save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,203 @@
+"""Warnings of Pillow and libtiff while images are decoded: counted by reason, not printed.
+
+A folder of TIFF files can give a warning or more for each image. Pillow warns through `warnings`
+and `logging`; libtiff writes its lines to stderr itself, unless it is given handlers. All three are
+taken over while a decoder of featx is open, in the threads that decode for it; what other threads
+decode warns as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from PIL import _imaging
+
+from featx.base.process_setting import ProcessSetting
+
+logger = logging.getLogger(__name__)
+
+MAX_REASONS = 20
+"""Further reasons are counted together, as OTHER."""
+
+OTHER = "other warnings"
+
+_logged: set[str] = set()
+"""Reasons that this process has logged; a worker opens a decoder for each part."""
+
+_NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+_LENGTH = 160
+
+
+class DecoderWarnings:
+    """What decoders warned of, counted by reason; `collecting` is safe in several threads.
+
+    Attributes:
+        counts: reason, with N for every number in it -> images that gave it.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def collecting(self, key: bytes) -> Iterator[None]:
+        """Take the warnings of this thread, which decodes one image, and log the first of each.
+
+        Args:
+            key: of the image.
+        """
+        before, _thread.messages = _thread.messages, []
+        try:
+            yield
+        finally:
+            messages, _thread.messages = _thread.messages, before
+            if messages:
+                self._add(key, messages)
+
+    def _add(self, key: bytes, messages: list[str]) -> None:
+        found = {reason_of(message): message for message in reversed(messages)}
+        with self._lock:
+            new = []
+            for reason, message in found.items():
+                room = reason in self.counts or len(self.counts) < MAX_REASONS
+                counted = reason if room else OTHER
+                self.counts[counted] += 1
+                if counted not in _logged:
+                    _logged.add(counted)
+                    new.append(message)
+        for message in new:
+            logger.warning("%s: %s (others of this kind are counted)", os.fsdecode(key), message)
+
+
+def reason_of(message: str) -> str:
+    """A warning without what differs from image to image: its numbers are N."""
+    return _NUMBERS.sub("N", message)[:_LENGTH]
+
+
+class _Thread(threading.local):
+    """The warnings of the image that a thread decodes; None where it decodes none for featx."""
+
+    messages: list[str] | None = None
+
+
+_thread = _Thread()
+
+
+def _take(message: str) -> bool:
+    """Keep a warning where this thread decodes for featx."""
+    if _thread.messages is None:
+        return False
+    _thread.messages.append(" ".join(message.split()))
+    return True
+
+
+class _LogHandler(logging.Handler):
+    """Stands in for the handlers above Pillow's loggers."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        parent = logging.getLogger()
+        if not _take(record.getMessage()):
+            parent.callHandlers(record)
+
+
+_TIFF_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+"""TIFFErrorHandler of tiffio.h: (module, format, va_list)."""
+
+_MESSAGE_BYTES = 1024
+
+
+class _Libtiff:
+    """The handlers of the libtiff that Pillow decodes with, for warnings and for errors."""
+
+    def __init__(self) -> None:
+        self._setters: list[Any] = []
+        self._replaced: list[tuple[Any, Any]] = []
+        self._handlers: list[Any] = []
+        with contextlib.suppress(AttributeError, OSError):
+            # The symbols are found through the libraries that Pillow's own one is linked with.
+            library = ctypes.CDLL(_imaging.__file__)
+            self._setters = [library.TIFFSetWarningHandler, library.TIFFSetErrorHandler]
+            self._format = ctypes.CDLL(None).vsnprintf
+            self._format.argtypes = (
+                ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_void_p,
+            )  # fmt: skip
+        for setter in self._setters:
+            setter.restype = ctypes.c_void_p
+            setter.argtypes = (ctypes.c_void_p,)
+
+    def replace(self) -> None:
+        for setter in self._setters:
+            handler, before = self._handler()
+            before.append(setter(ctypes.cast(handler, ctypes.c_void_p)))
+            self._replaced.append((setter, before[0]))
+            self._handlers.append(handler)  # ctypes frees what nobody holds
+
+    def restore(self) -> None:
+        while self._replaced:
+            setter, before = self._replaced.pop()
+            setter(before)
+        self._handlers.clear()
+
+    def _handler(self) -> tuple[Any, list[int | None]]:
+        before: list[int | None] = []
+
+        def handle(module: bytes | None, text: bytes | None, arguments: int | None) -> None:
+            if _thread.messages is None:
+                if before and before[0]:
+                    _TIFF_HANDLER(before[0])(module, text, arguments)
+                return
+            buffer = ctypes.create_string_buffer(_MESSAGE_BYTES)
+            self._format(buffer, len(buffer), text, arguments)
+            _take(f"libtiff: {buffer.value.decode(errors='replace')}")
+
+        return _TIFF_HANDLER(handle), before
+
+
+class _Redirection:
+    """Where the warnings of the process go; `on` and `off` alternate."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._libtiff: _Libtiff | None = None
+
+    def put(self, redirected: bool) -> None:
+        if redirected:
+            self._on()
+        else:
+            self._stack.close()
+
+    def _on(self) -> None:
+        if self._libtiff is None:
+            self._libtiff = _Libtiff()
+        self._libtiff.replace()
+        self._stack.callback(self._libtiff.restore)
+        self._stack.enter_context(warnings.catch_warnings())
+        # Each of them, for Python shows a text of one place once only.
+        warnings.filterwarnings("always", module=r"PIL\.")
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if not _take(str(message)):
+                shown(message, *args, **kwargs)
+
+        warnings.showwarning = show
+        pillow, handler = logging.getLogger("PIL"), _LogHandler()
+        self._stack.callback(setattr, pillow, "propagate", pillow.propagate)
+        self._stack.callback(pillow.removeHandler, handler)
+        pillow.addHandler(handler)
+        pillow.propagate = False
+
+
+decoder_warnings_redirected: ProcessSetting[bool] = ProcessSetting(
+    lambda: False, _Redirection().put, True
+)
+"""A context manager in which warnings of decoders can be collected."""

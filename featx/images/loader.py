@@ -1,0 +1,347 @@
+"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
+
+A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
+the batch. Nothing is substituted, nothing moves up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+from torch.profiler import record_function
+
+from featx.base.thread_pool import Threads
+from featx.errors import RunError
+from featx.images.decode import Coded
+from featx.images.decode_settings import Decoding
+from featx.images.fault_tolerant_decode import GuardedDecoder
+from featx.images.gpu_decode import DeviceDecoder
+from featx.images.preprocess import cut_out
+from featx.types import (
+    NO_IMAGE,
+    Batch,
+    Failure,
+    ImageFault,
+    Listing,
+    Part,
+    Regional,
+    Source,
+    Status,
+    image_checksum,
+)
+
+PREFETCH_BATCHES = 3
+"""Batches being read while one is computed; bounds the memory whatever the number of images."""
+
+AHEAD_ROWS = 64
+"""Images being read ahead where they are asked for one by one."""
+
+PICTURES = 2
+"""Decoded pictures that are kept while regions are cut from them; one takes up to 256 MiB."""
+
+Picture = Image.Image | npt.NDArray[np.uint8]
+"""Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+
+
+@dataclass
+class LoaderTimes:
+    """Busy seconds of the loader's threads together, and of the device that decodes."""
+
+    read: float = 0.0
+    decode: float = 0.0
+    bytes: int = 0
+    on_device: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(
+        self, read: float = 0, decode: float = 0, num_bytes: int = 0, on_device: float = 0
+    ) -> None:
+        with self._lock:
+            self.read += read
+            self.decode += decode
+            self.bytes += num_bytes
+            self.on_device += on_device
+
+
+class Loader:
+    """Reads, decodes and crops the images of one run; a context manager that owns its threads.
+
+    Args:
+        batch_size: images of a Batch.
+        device: that computes. For CUDA batches lie in page-locked memory, from where it takes them
+            without a copy; where it decodes as well, they are there already.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        listing: Listing,
+        decoding: Decoding,
+        batch_size: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self.times = LoaderTimes()
+        self._listing = listing
+        self._decoding = decoding
+        self._regions = source if isinstance(source, Regional) else None
+        self._decoder = GuardedDecoder(
+            source,
+            decoding.policy,
+            None if decoding.reference else decoding.preprocess.resize,
+            decoding.timeout_s,
+            decoding.suspects,
+            "featx-loader",
+        )
+        self._pictures: deque[tuple[bytes, tuple[Picture, int]]] = deque(maxlen=PICTURES)
+        self._pictures_lock = threading.Lock()
+        self._batch_size = batch_size
+        self._pinned = device is not None and device.type == "cuda"
+        self._device_decoder: DeviceDecoder | None = None
+        if decoding.device_share is not None and device is not None:
+            self._device_decoder = DeviceDecoder(decoding.preprocess, device)
+        self._device_thread = Threads(1, None, "featx-on-device")
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Loader:
+        if self._device_decoder is not None:
+            self._stack.enter_context(self._device_thread)
+        self._stack.enter_context(self._decoder)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    @property
+    def warnings(self) -> dict[str, int]:
+        """Reason -> images whose decoder gave this warning, so far."""
+        return dict(self._decoder.warnings.counts)
+
+    def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
+        """The batches of some parts, in order; no batch crosses a part.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        waiting: deque[tuple[Part, Callable[[], Batch]]] = deque()
+        spans = (
+            (part, start, min(self._batch_size, part.stop - start))
+            for part in parts
+            for start in range(part.start, part.stop, self._batch_size)
+        )
+        for part, start, count in spans:
+            waiting.append((part, self._begin(start, count)))
+            if len(waiting) > PREFETCH_BATCHES:
+                part, finished = waiting.popleft()
+                yield part, finished()
+        while waiting:
+            part, finished = waiting.popleft()
+            yield part, finished()
+
+    def load(self, rows: Iterable[int]) -> torch.Tensor:
+        """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
+        found = [image for image in self.each(rows) if image is not None]
+        none = torch.zeros((0, 3, *self._decoding.preprocess.crop), dtype=self._dtype)
+        return torch.stack(found) if found else none
+
+    def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
+        """The image of each row in turn, (3, H, W); None where it fails.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        waiting: deque[tuple[torch.Tensor, Future[Coded | Failure | None]]] = deque()
+        for row in rows:
+            place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
+            waiting.append((place, self._decoder.submit(self._fill, row, place)))
+            if len(waiting) > AHEAD_ROWS:
+                yield _unless_failed(*waiting.popleft())
+        while waiting:
+            yield _unless_failed(*waiting.popleft())
+
+    def settle_suspects(self) -> None:
+        """Decode what a run was decoding when it died, image by image in a process of its own.
+
+        Raises:
+            RunError: the images' disk fails, and goes on failing.
+        """
+        self._decoder.settle_suspects(self._listing.keys)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float32 if self._decoding.reference else torch.uint8
+
+    def _begin(self, start: int, count: int) -> Callable[[], Batch]:
+        """Have a batch read and decoded; what is returned waits for it."""
+        shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
+        images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
+        sums = np.full(count, NO_IMAGE, dtype=np.uint64)
+        batch = Batch(images, start, count, [], sums)
+        if self._device_decoder is None:
+            filled = [
+                self._decoder.submit(self._fill, start + i, images[i], sums[i : i + 1])
+                for i in range(count)
+            ]
+            return functools.partial(_filled, batch, filled)
+        taken = [
+            self._decoder.submit(
+                self._fill, start + i, images[i], sums[i : i + 1], self._is_for_device(start + i)
+            )
+            for i in range(count)
+        ]
+        return self._device_thread.submit(self._on_to_device, batch, taken).result
+
+    def _is_for_device(self, row: int) -> bool:
+        return self._regions is None and self._decoding.is_for_device(self._listing.keys[row])
+
+    def _on_to_device(self, batch: Batch, taken: list[Future[Coded | Failure | None]]) -> Batch:
+        """Decode what is left to the device, and put the whole batch there."""
+        device = self._device_decoder
+        assert device is not None, "it is begun with one"
+        results = [future.result() for future in taken]
+        coded = {i: result for i, result in enumerate(results) if isinstance(result, Coded)}
+        begun = time.perf_counter()
+        with device.own_stream(), record_function("decode on the device"):
+            crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
+        took = time.perf_counter() - begun
+        here = [
+            self._decoder.submit(
+                self._fill, batch.start + i, batch.images[i], None, False, coded[i].data
+            )
+            for i, crop in crops.items()
+            if crop is None
+        ]
+        results += [future.result() for future in here]
+        failures = [result for result in results if isinstance(result, Failure)]
+        batch.failures = sorted(failures, key=lambda failure: failure.row)
+        begun = time.perf_counter()
+        decoded = {i: crop for i, crop in crops.items() if crop is not None}
+        with device.own_stream():
+            batch.images = batch.images.to(device.device, non_blocking=True)
+            if decoded:
+                places = torch.tensor(list(decoded), device=device.device)
+                batch.images.index_copy_(0, places, torch.stack(list(decoded.values())))
+        self.times.add(on_device=took + time.perf_counter() - begun)
+        return batch
+
+    def _fill(
+        self,
+        row: int,
+        place: torch.Tensor,
+        checksum: npt.NDArray[np.uint64] | None = None,
+        for_device: bool = False,
+        data: bytes | None = None,
+    ) -> Coded | Failure | None:
+        """Put one image in its place, or say why there is none.
+
+        Args:
+            checksum: (1,) gets that of the encoded bytes, also where they cannot be decoded; None
+                where nobody asks.
+            for_device: what the device is to decode comes back instead.
+            data: that has been read before.
+        """
+        key = bytes(self._listing.keys[row])
+        num_bytes = 0
+        begun = time.perf_counter()
+        try:
+            picture, number = self._kept(key) or (None, NO_IMAGE)
+            with record_function("read"):
+                if data is None:
+                    data = b"" if picture is not None else self._decoder.read(key)
+                    num_bytes = len(data)
+                if picture is None:
+                    number = image_checksum(data)
+                if checksum is not None:
+                    checksum[0] = number
+            read = time.perf_counter()
+            with record_function("decode"):
+                coded = self._decoder.coded(key, data) if for_device else None
+                if coded is None:
+                    if picture is None:
+                        picture = self._decoded(key, data)
+                    place.copy_(self._prepare(key, picture, number))
+        except ImageFault as fault:
+            place.zero_()
+            return Failure(row, key, fault.status, fault.error, str(fault))
+        except MemoryError as error:
+            # The machine, not the image: such a failure never becomes a row.
+            raise RunError(
+                f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
+                "and give the same command again. Less is needed with a smaller batch_size or "
+                "data.max_pixels."
+            ) from error
+        self.times.add(read - begun, time.perf_counter() - read, num_bytes)
+        return coded
+
+    def _prepare(self, key: bytes, picture: Picture, checksum: int) -> torch.Tensor:
+        resize = self._decoding.preprocess.resize
+        expected = (3, *self._decoding.preprocess.crop)
+        if self._regions is not None:
+            self._keep(key, picture, checksum)
+            picture = cut_out(picture, self._regions.box(key))
+        if isinstance(picture, Image.Image):
+            width, height = picture.size
+            transformed = functools.partial(self._decoding.preprocess.reference, picture)
+        else:
+            height, width, _ = picture.shape
+            transformed = functools.partial(self._decoding.preprocess.crop_uint8, picture)
+        short, long = sorted((width, height))
+        if resize and resize * resize * long > self._decoding.policy.max_pixels * short:
+            raise ImageFault(
+                Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
+            )
+        try:
+            x = transformed()
+            if x.shape != expected:  # copying it would spread one channel over three
+                raise ValueError(f"the transform gives {tuple(x.shape)}, expected {expected}")
+            return x
+        except MemoryError:
+            raise
+        except Exception as error:
+            if "allocate memory" in str(error) or "enough memory" in str(error):
+                raise MemoryError(str(error)) from error  # torch's is a plain RuntimeError
+            raise ImageFault(
+                Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
+            ) from error
+
+    def _kept(self, key: bytes) -> tuple[Picture, int] | None:
+        """The decoded picture that a region is cut from and its checksum, where still at hand."""
+        if self._regions is None:
+            return None
+        with self._pictures_lock:
+            return dict(self._pictures).get(self._decoder.picture_of(key))
+
+    def _keep(self, key: bytes, picture: Picture, checksum: int) -> None:
+        with self._pictures_lock:
+            if (name := self._decoder.picture_of(key)) not in dict(self._pictures):
+                self._pictures.append((name, (picture, checksum)))
+
+    def _decoded(self, key: bytes, data: bytes) -> Picture:
+        """The whole picture of a row, as the transform takes it."""
+        if self._decoding.reference:
+            return self._decoder.image(key, data)
+        return self._decoder.pixels(key, data)
+
+
+def _filled(batch: Batch, futures: list[Future[Coded | Failure | None]]) -> Batch:
+    """The batch, when all its images are in their places."""
+    results = [future.result() for future in futures]
+    batch.failures = [result for result in results if isinstance(result, Failure)]
+    return batch
+
+
+def _unless_failed(
+    image: torch.Tensor, result: Future[Coded | Failure | None]
+) -> torch.Tensor | None:
+    return image if result.result() is None else None

@@ -1,0 +1,128 @@
+"""Decode one image in a process of its own, which may crash or hang without harm to the run.
+
+The child is `python -m featx.images.subprocess_decode`: it imports the decoder and no torch, reads
+one request from stdin and writes the pixels, or the fault, to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from featx.base.supervisor import CRASHES
+from featx.errors import RunError
+from featx.images.decode import ImagePolicy, decode_pixels
+from featx.types import ImageFault, Status
+
+_READY = b"!"
+_SPARE_S = 60
+"""After its limit and this, a child ends by itself, should nobody be left to end it."""
+
+
+def decode_alone(
+    data: bytes, policy: ImagePolicy, at_least: int | None, limit_s: float | None
+) -> npt.NDArray[np.uint8]:
+    """Decode an image whole in a child process; the same pixels as `decode_pixels`.
+
+    Args:
+        data, policy, at_least: as for `decode_pixels`.
+        limit_s: seconds that the decoder may take, None for any number.
+
+    Returns:
+        (H, W, 3).
+
+    Raises:
+        ImageFault: with the status that names the reason, also where the child crashes (10) or is
+            over the limit (9).
+        MemoryError: the child was killed, as a machine does that has no memory left.
+        RunError: no child can be started here.
+    """
+    request = {"policy": asdict(policy), "at_least": at_least, "limit_s": limit_s}
+    home = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # -P keeps the user's folder off the child's path: a types.py there would be imported.
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "featx.images.subprocess_decode"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    ) as child:
+        assert child.stdout is not None
+        try:
+            child.stdout.read(len(_READY))  # the limit is the decoder's, not that of imports
+            given = json.dumps(request).encode() + b"\n" + data
+            answer, printed = child.communicate(given, timeout=limit_s)
+        except subprocess.TimeoutExpired as error:
+            message = f"decoding takes longer than data.timeout_s={limit_s:g}, also by itself"
+            raise ImageFault(Status.TIMEOUT, message, "TimeoutError") from error
+        finally:
+            child.kill()
+    if child.returncode == 0:
+        return _pixels_of(answer)
+    if -child.returncode in CRASHES:
+        name = signal.Signals(-child.returncode).name
+        message = f"decoding it ends the process with {name}, also by itself"
+        raise ImageFault(Status.CRASHES_DECODER, message, name)
+    if child.returncode == -signal.SIGKILL:
+        raise MemoryError("the process that decodes one image was killed")
+    lines = printed.decode(errors="replace").strip().splitlines()
+    raise RunError(
+        "an image that crashes or hangs its decoder cannot be decoded by itself: the process for "
+        f"it ended with {lines[-1] if lines else f'exit code {child.returncode}'}. Nothing "
+        "committed is lost; the same command goes on."
+    )
+
+
+def _pixels_of(answer: bytes) -> npt.NDArray[np.uint8]:
+    line, _, pixels = answer.partition(b"\n")
+    found = json.loads(line)
+    if "status" in found:
+        raise ImageFault(Status(found["status"]), found["message"], found["error"])
+    return np.frombuffer(bytearray(pixels), np.uint8).reshape(found["shape"])
+
+
+def _policy_of(values: Mapping[str, Any]) -> ImagePolicy:
+    red, green, blue = values["background"]
+    return ImagePolicy(**{**values, "background": (red, green, blue)})
+
+
+def _answer(request: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+    """What becomes of an image: its shape and pixels, or its fault."""
+    try:
+        pixels = decode_pixels(data, _policy_of(request["policy"]), request["at_least"])
+    except ImageFault as fault:
+        return {"status": fault.status, "message": str(fault), "error": fault.error}, b""
+    return {"shape": pixels.shape}, pixels.tobytes()
+
+
+def main() -> None:
+    """The child: one request, one answer."""
+    for signum in (signal.SIGINT, signal.SIGTERM):  # for the run, which ends its children
+        signal.signal(signum, signal.SIG_IGN)
+    Image.init()  # the plug-ins, which Pillow would import with the first image
+    answers = sys.stdout.buffer
+    answers.write(_READY)
+    answers.flush()
+    request = json.loads(sys.stdin.buffer.readline())
+    if (limit_s := request["limit_s"]) is not None:
+        signal.setitimer(signal.ITIMER_REAL, limit_s + _SPARE_S)  # SIGALRM ends it
+    found, pixels = _answer(request, sys.stdin.buffer.read())
+    answers.write(json.dumps(found).encode() + b"\n" + pixels)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""job=bench: featx beside the script a user writes, and each stage alone, in one run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from featx.base.console import complain, say
+from featx.base.text import table
+from featx.config import DataConfig
+from featx.config.run_config import Config
+from featx.errors import ConfigError
+from featx.jobs.bench import contenders
+from featx.jobs.bench.contenders import Measurement
+from featx.jobs.bench.photos import make_photos
+
+SCRIPT = "the user's script"
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Measure in alternation and print ratios with their spread; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="featx-bench-") as name:
+        folder = Path(name)
+        config = _config_to_measure(config, folder)
+        result = _measured(config, config_yaml, folder)
+    say(json.dumps(result, indent=2) if config.job.json else _text(result))
+    return 0
+
+
+def _config_to_measure(config: Config, folder: Path) -> Config:
+    """The same pictures for all: a folder of the user's, or photographs made here.
+
+    Raises:
+        ConfigError: the pictures are to come from elsewhere.
+    """
+    if config.data.boxes is not None:
+        raise ConfigError(
+            f"data.boxes={config.data.boxes} has no effect with job=bench: the script that featx "
+            "is measured against takes whole pictures."
+        )
+    if config.data.name not in ("folder", DataConfig().name):
+        raise ConfigError(
+            f"data={config.data.name}: job=bench reads files, as the script does that featx is "
+            "measured against. Give data=folder data.root=DIR, or leave data out for photographs "
+            "made here."
+        )
+    if config.data.name != "folder":
+        photos = folder / "photos"
+        make_photos(photos, config.bench.images)
+        config = replace(config, data=DataConfig(name="folder", root=str(photos)))
+    return replace(config, data=replace(config.data, limit=config.bench.images))
+
+
+def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
+    """Every contender once a round, in turn; then the stages alone."""
+    exact = replace(config, precision="fp32")
+    variants = {
+        "featx": config,
+        "featx precision=fp32": exact,
+        "featx precision=fp32 compile=true": replace(exact, compile=True),
+    }
+    runs: dict[str, list[Measurement]] = {name: [] for name in (SCRIPT, *variants)}
+    kept: dict[str, Path] = {}
+    for number in range(config.bench.runs):
+        complain(f"round {number + 1} of {config.bench.runs}")
+        for name in runs:
+            place = folder / f"{number}-{len(kept)}"
+            place.mkdir()
+            if name == SCRIPT:
+                measurement = contenders.alone(contenders.run_tutorial, config, place)
+            else:
+                measurement = contenders.alone(
+                    contenders.run_featx, variants[name], config_yaml, place
+                )
+            runs[name].append(measurement)
+            if name in kept:
+                shutil.rmtree(place)
+            kept.setdefault(name, place)
+    out = str(folder / "stages")
+    stages = contenders.alone(contenders.stages_alone, replace(config, out=out), config_yaml)
+    return _result(config, runs, kept, stages)
+
+
+def _result(
+    config: Config,
+    runs: dict[str, list[Measurement]],
+    kept: dict[str, Path],
+    stages: dict[str, float],
+) -> dict[str, Any]:
+    """Medians and spreads, in JSON types."""
+    images = runs["featx"][0].images
+    for stage in ("copy", "write"):
+        seconds = statistics.median(m.stages[stage] for m in runs["featx"])
+        stages[stage] = images / seconds if seconds else float("inf")
+    slowest = min(stages, key=lambda stage: stages[stage])
+    rows: dict[str, dict[str, Any]] = {}
+    for name, measurements in runs.items():
+        rates = [m.images_per_second for m in measurements]
+        ratios = [
+            m.images_per_second / script.images_per_second
+            for m, script in zip(measurements, runs[SCRIPT], strict=True)
+        ]
+        rows[name] = {
+            "images_per_second": statistics.median(rates),
+            "ratio": statistics.median(ratios),
+            "ratio_spread": [min(ratios), max(ratios)],
+            "cosine": contenders.smallest_cosine(kept[name], kept[SCRIPT]),
+        }
+    return {
+        "model": config.model.name,
+        "layers": config.layers,
+        "images": images,
+        "runs": config.bench.runs,
+        "contenders": rows,
+        "stages_alone": stages,
+        "slowest_stage": slowest,
+        "share_of_slowest_stage": rows["featx"]["images_per_second"] / stages[slowest],
+    }
+
+
+def _text(result: dict[str, Any]) -> str:
+    """Two tables and a sentence."""
+    body = [
+        (
+            name,
+            f"{row['images_per_second']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['ratio_spread'][0]:.2f} to {row['ratio_spread'][1]:.2f}",
+            "-" if row["cosine"] is None else f"{row['cosine']:.5f}",
+        )
+        for name, row in result["contenders"].items()
+    ]
+    header = ("", "images/s", "ratio", "spread", "smallest cosine to the script's rows")
+    stages = [(stage, f"{rate:,.1f}") for stage, rate in result["stages_alone"].items()]
+    return (
+        f"{result['model']}, layers={result['layers']}, {result['images']} images, "
+        f"{result['runs']} rounds in turn, files to store\n"
+        f"{table(header, body)}\n\n"
+        f"{table(('stage alone', 'images/s'), stages)}\n\n"
+        f"featx reaches {result['share_of_slowest_stage']:.2f} of its slowest stage alone "
+        f"({result['slowest_stage']})."
+    )

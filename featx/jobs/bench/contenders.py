@@ -1,0 +1,156 @@
+"""Who is measured: each runs from files to a closed HDF5 file, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base.machine import num_cpus
+from featx.config.run_config import Config
+from featx.types import Batch, Listing, Part
+
+T = TypeVar("T")
+
+FEATURES = "features.npy"
+"""What a contender's rows are left in, for the comparison of values."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run of one contender.
+
+    Attributes:
+        images_per_second: from the model being ready, warm and compiled, to the closed file.
+        images: that it went through.
+        stages: busy seconds, as far as the contender counts them.
+    """
+
+    images_per_second: float
+    images: int
+    stages: dict[str, float] = field(default_factory=dict)
+
+
+def alone(function: Callable[..., T], *args: Any) -> T:
+    """The result of a function in a new process: no contender finds what another one left."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        return process.submit(function, *args).result()
+
+
+def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
+    """featx itself, files to packed store."""
+    from featx.pipeline.extraction import run_extraction
+    from featx.store.reader import FeatureStore
+
+    out = folder / "store"
+    with contextlib.redirect_stderr(io.StringIO()):
+        summary = run_extraction(replace(config, out=str(out)), config_yaml)
+    store = FeatureStore(out)
+    np.save(folder / FEATURES, _rows(store[summary["layers"][0]][:]))
+    seconds = summary["rows"] / summary["images_per_second"] + summary["seconds"]["pack"]
+    return Measurement(summary["rows"] / seconds, summary["rows"], summary["seconds"])
+
+
+def run_tutorial(config: Config, folder: Path) -> Measurement:
+    """The script a user writes, for the same model, layer and pictures."""
+    import torch
+
+    from featx.base.devices import choose_device
+    from featx.config.layer_requests import layer_requests
+    from featx.jobs.bench.baseline_script import Pictures, extract
+    from featx.layers.embedding import with_evidence
+    from featx.layers.selection import select
+    from featx.layers.tracer import trace
+    from featx.models import build_backbone
+    from featx.sources import open_source
+
+    device = choose_device(config.device)
+    backbone = build_backbone(config.model, config.seed)
+    module = backbone.module.to(device)
+    noise = torch.randn(2, 3, *backbone.preprocess.crop, device=device)
+    requests, traced = layer_requests(config), trace(module, noise)
+    if "embedding" in dict(requests):
+        traced = with_evidence(traced, module, noise, backbone.embedding)
+    module.requires_grad_(True)  # as it comes from its library
+    chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
+    tap, _ = chosen[0]
+    listing = open_source(config.data).listing()
+    assert config.data.root is not None
+    paths = [Path(config.data.root) / os.fsdecode(bytes(key)) for key in listing.keys]
+    pictures = Pictures(paths[: config.data.limit], backbone.preprocess.reference)
+    with torch.no_grad():
+        module(torch.zeros(32, 3, *backbone.preprocess.crop, device=device))
+    seconds, features = extract(
+        module, tap.module, tap.capture == "input", pictures, device, num_cpus(), folder / "x.h5"
+    )
+    np.save(folder / FEATURES, _rows(features))
+    return Measurement(len(features) / seconds, len(features))
+
+
+def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
+    """Images per second of reading, decoding and the model, each with nothing beside it."""
+    from featx.pipeline.forward_passes import Passes
+    from featx.pipeline.run_context import prepare
+
+    with prepare(config, config_yaml) as prepared:
+        num_rows, engine = len(prepared.listing), prepared.engine
+        keys = [bytes(key) for key in prepared.listing.keys]
+        begun = time.perf_counter()
+        data = {key: prepared.source.read(key) for key in keys}
+        reading = time.perf_counter() - begun
+        prepared.source = _InMemory(prepared.listing, data)
+        begun = time.perf_counter()
+        images = None
+        with prepared.loader(engine.compute.batch_size) as loader:
+            for _, batch in loader.batches([Part(0, 0, num_rows)]):
+                images = batch.images
+        decoding = time.perf_counter() - begun
+        assert images is not None
+        passes = max(3, num_rows // len(images))
+        engine.run(images)
+        # All of some passes, as a run has them: the fastest would flatter it.
+        batches = [(Part(0, 0, num_rows), Batch(images, 0, len(images), []))] * passes
+        with Passes(prepared, lambda engine, batch: engine.run(batch.images)) as at_once:
+            begun = time.perf_counter()
+            for _, _, computed in at_once.each(batches):
+                computed()
+        model = (time.perf_counter() - begun) / (passes * len(images))
+    return {"read": num_rows / reading, "decode": num_rows / decoding, "model": 1 / model}
+
+
+class _InMemory:
+    """Encoded pictures that are read already: what is left is decoding."""
+
+    def __init__(self, listing: Listing, data: dict[bytes, bytes]) -> None:
+        self._listing = listing
+        self._data = data
+
+    def listing(self) -> Listing:
+        return self._listing
+
+    def read(self, key: bytes) -> bytes:
+        return self._data[key]
+
+
+def smallest_cosine(first: Path, second: Path) -> float | None:
+    """Of the rows that two contenders left; None where a reduction gave them other shapes."""
+    a, b = np.load(first / FEATURES), np.load(second / FEATURES)
+    if a.shape != b.shape:
+        return None
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float(((a * b).sum(1) / np.maximum(lengths, 1e-30)).min())
+
+
+def _rows(features: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    return features.reshape(len(features), -1).astype(np.float64)

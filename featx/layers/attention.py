@@ -1,0 +1,175 @@
+"""Attention weights: how modules that hide them are asked, and left as they were.
+
+nn.MultiheadAttention gives its weights as a second result when asked to. timm's attention modules
+hand theirs to `attn_drop`, unless they compute by a fused kernel (`fused_attn`), which never makes
+them. The weights are (N, heads, T, S): each row of S adds up to 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.base.globs import glob_to_regex
+from featx.errors import LayerError
+from featx.layers.layer_names import split_capture
+from featx.layers.operations import of_module, unwatched
+
+HIDDEN = ("matmul", "matmul_1", "softmax")
+"""The operations of a plain attention that its fused form does not call."""
+
+_NEED, _AVERAGE = "need_weights", "average_attn_weights"
+_PLACES = {_NEED: 4, _AVERAGE: 6}
+"""Places of nn.MultiheadAttention's arguments where they are given without their names."""
+
+
+def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[str]:
+    """The modules with fused attention whose weights, or operations that it hides, are asked for.
+
+    Args:
+        module: the model.
+        requests: names, globs and presets, with what to capture behind a colon.
+    """
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    fused = [name for name, m in module.named_modules() if getattr(m, "fused_attn", False) is True]
+    asked: set[str] = set()
+    for request in requests:
+        name, capture = split_capture(request)
+        pattern = re.compile(glob_to_regex(re.sub(r"\[\d+\]$|@\d+$", "", name)))
+        if capture == "attention":
+            every = name in ("all", "leaves")
+            asked.update(each for each in fused if every or pattern.fullmatch(each))
+        elif not any(pattern.fullmatch(each) for each in names):
+            asked.update(
+                each for each in fused if any(pattern.fullmatch(f"{each}.{op}") for op in HIDDEN)
+            )
+    return [name for name in fused if name in asked]
+
+
+@contextlib.contextmanager
+def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Switch the fused kernels of some modules off, and on again behind the block."""
+    targets: list[Any] = [module.get_submodule(name) for name in names]
+    try:
+        for target in targets:
+            target.fused_attn = False
+        yield
+    finally:
+        for target in targets:
+            target.fused_attn = True
+
+
+def _dropout(module: nn.Module) -> nn.Module | None:
+    """The module that timm's attention hands its weights to."""
+    dropout = getattr(module, "attn_drop", None)
+    return dropout if isinstance(dropout, nn.Module) else None
+
+
+def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Hooks that hand the weights of each call to `take`, (N, heads, T, S); returns their handles.
+
+    Raises:
+        LayerError: the module is no attention module, or computes by a fused kernel.
+    """
+    if isinstance(module, nn.MultiheadAttention):
+        return _multihead_hooks(module, take)
+    dropout = _dropout(module)
+    if dropout is None:
+        raise LayerError(
+            f"{name}:attention: a {type(module).__name__} is no attention module that featx can "
+            "ask for its weights (nn.MultiheadAttention, and those of timm). Name the softmax "
+            f"operation where they are made, such as {name + '.softmax'!r}."
+        )
+
+    def hook(module: nn.Module, args: Any) -> None:
+        take(args[0])
+
+    return [dropout.register_forward_pre_hook(of_module(dropout, hook))]
+
+
+class _Asked(threading.local):
+    """Calls that run in this thread, as (need_weights, average_attn_weights) were given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[bool, bool]] = []
+
+
+def _multihead_hooks(
+    module: nn.MultiheadAttention, take: Callable[[torch.Tensor], None]
+) -> list[Any]:
+    """The layers around get the weights only if they asked for them, and as they asked."""
+    asked = _Asked()
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = {_NEED: True, _AVERAGE: True}  # the defaults of forward
+        found |= {key: kwargs[key] for key in found if key in kwargs}
+        found |= {key: args[place] for key, place in _PLACES.items() if place < len(args)}
+        asked.calls.append((bool(found[_NEED]), bool(found[_AVERAGE])))
+        wanted = {_NEED: True, _AVERAGE: False}
+        places = {_PLACES[key]: value for key, value in wanted.items() if _PLACES[key] < len(args)}
+        args = tuple(places.get(place, value) for place, value in enumerate(args))
+        return args, {**kwargs, **{k: v for k, v in wanted.items() if _PLACES[k] >= len(args)}}
+
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        value, weights = output
+        need, average = asked.calls.pop()
+        take(weights)
+        with unwatched():
+            shown = weights.mean(dim=-3) if average else weights
+        return value, shown if need else None
+
+    return [
+        module.register_forward_pre_hook(of_module(module, before), with_kwargs=True),
+        module.register_forward_hook(of_module(module, after), prepend=True),
+    ]
+
+
+def check_weights(name: str, weights: torch.Tensor) -> None:
+    """Raise a LayerError where the rows of what was captured do not add up to 1."""
+    sums = weights.sum(-1)
+    if weights.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
+        raise LayerError(
+            f"{name}: what the module hands on as its attention weights are none: their rows do "
+            f"not add up to 1, but to {sums.min():.3g} to {sums.max():.3g}. Name an operation or "
+            "a layer inside it."
+        )
+
+
+class WeightShapes:
+    """The shapes of the weights, as one recorded pass goes by: what each call could show."""
+
+    def __init__(self) -> None:
+        self._handed: dict[int, tuple[int, ...]] = {}
+
+    def attach(self, module: nn.Module) -> list[Any]:
+        """Hooks on a module, where it hands its weights on; returns their handles."""
+        dropout = _dropout(module)
+        if dropout is None:
+            return []
+
+        def hook(_: nn.Module, args: Any) -> None:
+            if args and isinstance(args[0], torch.Tensor):
+                self._handed[id(module)] = tuple(args[0].shape)
+
+        return [dropout.register_forward_pre_hook(hook)]
+
+    def of_call(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[int, ...] | None:
+        """(N, heads, T, S) of the call that just ended, None where it shows none."""
+        if isinstance(module, nn.MultiheadAttention):
+            query = args[0] if args else kwargs["query"]
+            key = args[1] if len(args) > 1 else kwargs["key"]
+            if query.dim() != 3:
+                return None
+            batch, time = (0, 1) if module.batch_first else (1, 0)
+            more = int(module.bias_k is not None) + int(module.add_zero_attn)
+            length = key.shape[time] + more
+            return query.shape[batch], module.num_heads, query.shape[time], length
+        return self._handed.pop(id(module), None)

@@ -1,0 +1,158 @@
+"""featx.capture: the tensors of named layers, of any module, while a block runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.base.torchscript import refuse_scripted
+from featx.errors import LayerError
+from featx.layers.attention import needs_plain_attention, plain_attention
+from featx.layers.capture_hooks import PassRecord, TapHooks
+from featx.layers.layer_names import check_operation_capture, parse_operation, parse_tap
+from featx.layers.operations import is_function_name, of_module
+from featx.layers.trace import Tap
+
+
+@contextlib.contextmanager
+def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
+    """Keep the outputs, inputs or gradients of named layers while the block runs.
+
+        with featx.capture(model, ["layer4", "avgpool"]) as features:
+            model(x)
+            features["layer4"]          # (B, 2048, 7, 7), as the layer gave it
+
+    Each forward pass replaces what the one before left. What is read belongs to the last pass of
+    the thread that reads: several threads may use one model, each reads its own features, and a
+    gradient that belongs to an earlier pass is an error, not a value. Passes of a deep copy or a
+    replica of the model are not captured. The tensors are copies, so that in-place operations later
+    in the model cannot change them; they stay attached to the graph, on their device, in their
+    dtype. The hooks go with the block, also after an exception.
+
+    Args:
+        model: any torch.nn.Module, in whatever mode it is.
+        layers: a dotted name, or several; `relu@2` for the second call of a module that is called
+            several times, `encoder[0]` or `block.hidden` for one element of a nested output,
+            `layer4:input` for what goes into a layer; `layer4:grad_output`, `layer4:grad_input` for
+            the gradients there, which are filled in by your `loss.backward()`;
+            `layer1.0.add` for an operation that no module owns, as torch.fx names it;
+            `blocks.3.attn:attention` for the weights of an attention module.
+
+    Raises:
+        LayerError: there is no such module; on access, the layer was not called in the last forward
+            pass of this thread, or several times, or no gradient of that pass has arrived.
+        ModelError: the model or one of these layers is TorchScript.
+    """
+    layers = [layers] if isinstance(layers, str) else layers
+    modules = dict(model.named_modules(remove_duplicate=False))
+    names = {name: name for name in modules}
+    taps = [tap for layer in layers for tap in _parse(layer, names)]
+    refuse_scripted((name, modules[name]) for name in ["", *(tap.module for tap in taps)])
+    captured = Captured(model, taps)
+    plain = plain_attention(model, needs_plain_attention(model, layers))
+    with plain, captured.hooks as hooks:
+        begin = of_module(model, captured.begin)
+        handle = model.register_forward_pre_hook(begin, prepend=True)
+        try:
+            with hooks.watch:
+                yield captured
+        finally:
+            handle.remove()
+
+
+def _parse(layer: str, names: Mapping[str, str]) -> list[Tap]:
+    """The taps that a name may mean: only a pass tells the key `mean` of a result from a mean()."""
+    parsed = parse_operation(layer)
+    name, capture, path = parsed or ("", "", ())
+    module, _, plain = name.rpartition(".")
+    if not plain or name in names or module not in names or not is_function_name(plain):
+        return [parse_tap(layer, names)]
+    operation = Tap(layer.removesuffix(":output"), module, capture, None, path, name)
+    if not module:
+        check_operation_capture(layer, capture)
+        return [operation]
+    element = parse_tap(layer, names)
+    return [element, operation] if capture in ("output", "grad_output") else [element]
+
+
+class _CapturedPass(PassRecord):
+    """The tensors of one forward pass, of every call of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
+
+
+class _CaptureHooks(TapHooks):
+    """Hooks that keep a copy of what each call gave, in the record of its own pass."""
+
+    record_type: type[PassRecord] = _CapturedPass
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the hooks; what was captured can be read behind the block as well."""
+        self._detach()
+
+    def _store(self, record: PassRecord, tap: Tap, tensor: torch.Tensor) -> None:
+        assert isinstance(record, _CapturedPass)
+        record.tensors.setdefault((tap.name, tap.operation), []).append(tensor.clone())
+
+
+class Captured(Mapping[str, torch.Tensor]):
+    """The tensors of the reading thread's last forward pass in a `featx.capture` block, by name."""
+
+    def __init__(self, model: nn.Module, taps: Sequence[Tap]) -> None:
+        self._taps = {tap.name: tap for tap in taps}
+        self._threads: set[int] = set()
+        operations = [tap.name for tap in taps if tap.operation]
+        self.hooks = _CaptureHooks(model, taps, optional=operations, per_thread=True)
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Begin the record of a forward pass of the calling thread."""
+        self._threads.add(threading.get_ident())
+        self.hooks.reset()
+
+    def __getitem__(self, layer: str) -> torch.Tensor:
+        if layer not in self._taps:
+            raise LayerError(f"{layer!r} is not captured; this block captures {list(self._taps)}.")
+        tap = self._taps[layer]
+        record = self.hooks.record
+        assert isinstance(record, _CapturedPass)
+        # What a module gave under that name goes before an operation of that name.
+        found = record.tensors.get((layer, "")) or record.tensors.get((layer, tap.operation), [])
+        if len(found) == 1:
+            return found[0]
+        if found:
+            calls = ", ".join(f"{layer}@{i + 1}" for i in range(len(found)))
+            raise LayerError(
+                f"the layer {layer!r} was called {len(found)} times in the last forward pass; "
+                f"capture one of its calls: {calls}."
+            )
+        if self._threads and threading.get_ident() not in self._threads:
+            raise LayerError(
+                f"{layer!r}: this thread has run no forward pass in the block, other threads have. "
+                "Read the features in the thread that called the model."
+            )
+        if tap.is_gradient:
+            raise LayerError(
+                f"no gradient of {layer!r} has arrived for the last forward pass of this thread. "
+                "Call backward() on what that pass returned, before the next pass begins: a "
+                "gradient of an earlier pass does not belong to what is captured now."
+            )
+        if tap.operation:
+            raise LayerError(
+                f"the operation {layer!r} was not called in the last forward pass, and no layer "
+                f"gave an element of that name; {tap.module or 'the model'} called "
+                f"{', '.join(record.done) or 'none'}."
+            )
+        raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._taps)
+
+    def __len__(self) -> int:
+        return len(self._taps)

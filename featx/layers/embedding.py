@@ -1,0 +1,225 @@
+"""What the preset `embedding` rests on: evidence from passes of the model, not from layer names.
+
+A library that defines its embedding (timm's `forward_head(..., pre_logits=True)`) is asked for it,
+and the tensors of a plain forward pass that equal it are looked up. Elsewhere a last linear layer
+counts as the classifier only if its output alone decides what the model returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from featx.base.nested_tensors import Path, elements
+from featx.errors import LayerError
+from featx.layers.operations import Watch, unwatched
+from featx.layers.selection import last_linear
+from featx.layers.trace import Tap, Trace
+from featx.models.base import LibraryEmbedding
+
+_ROUNDING = 1e-6
+"""Largest difference to the library's embedding, relative to its largest value.
+
+Both come from the same kernels, so nearly all are equal in every bit. A BatchNorm with its initial
+statistics changes values by 5e-6 and must not pass for the identity.
+"""
+
+
+def with_evidence(
+    trace: Trace, module: nn.Module, x: torch.Tensor, library: LibraryEmbedding | None
+) -> Trace:
+    """The trace with what the preset `embedding` needs to know beside names and shapes.
+
+    Args:
+        trace: of `module`.
+        module: in eval mode.
+        x: (B, 3, H, W) noise, B at least 2. One image is smoothed, as photographs are.
+        library: the embedding as the library of the model defines it, None where it defines none.
+
+    Raises:
+        LayerError: the library's embedding is no vector, or is the same for different images.
+    """
+    x = _noise_and_smooth(x)
+    with torch.no_grad():
+        if library is None:
+            candidate = last_linear(trace)
+            undecided = candidate is not None and not _decides(module, candidate, x)
+            return replace(trace, undecided=candidate if undecided else None)
+        expected = _library_embedding(library, x)
+        found = _best_match(module, x, expected)
+        if found is None:
+            # The embedding is no tensor of the plain pass, such as the mean of two tokens.
+            library.expose()
+            found = _best_match(module, x, expected)
+    if found is None:
+        raise LayerError(
+            "the preset embedding: the library's own pre-logits of this model are no tensor of its "
+            "forward pass. Name a layer: job=layers lists them."
+        )
+    several = not found.operation and len(trace.by_module.get(found.module, ())) > 1
+    number = found.number if several else None
+    tap = Tap("embedding", found.module, found.capture, number, found.path, found.operation)
+    return replace(trace, library_embedding=(tap, "none" if found.is_vector else "flatten"))
+
+
+def is_exposed(trace: Trace) -> bool:
+    """Whether the library's embedding comes from a module that the traced pass did not have."""
+    found = trace.library_embedding
+    return found is not None and found[0].module not in trace.names
+
+
+def _noise_and_smooth(x: torch.Tensor) -> torch.Tensor:
+    """The batch with its last image made of 4 x 4 smooth patches of the same variance."""
+    height, width = x.shape[2:]
+    coarse = F.adaptive_avg_pool2d(x[-1:], 4)
+    smooth = F.interpolate(coarse, (height, width), mode="bilinear", align_corners=False)
+    return torch.cat([x[:-1], smooth / smooth.std()])
+
+
+def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tensor:
+    found = library.compute(x.clone())
+    if not isinstance(found, torch.Tensor) or found.dim() != 2 or len(found) != len(x):
+        what = f"a {type(found).__name__}"
+        if isinstance(found, torch.Tensor):
+            what = f"rows of shape {tuple(found.shape[1:])}"
+        raise LayerError(
+            "the preset embedding is a vector, and the library's own pre-logits of this model are "
+            f"{what}. Name a layer with a reduction: job=layers lists them."
+        )
+    if not torch.isfinite(found).all() or torch.equal(found[0], found[-1]):
+        raise LayerError(
+            "the preset embedding: the library's own pre-logits of this model are the same for "
+            "different images, or not finite, so no layer can be compared with them. Check the "
+            "weights, or name a layer: job=layers lists them."
+        )
+    return found
+
+
+def _best_match(module: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> _Match | None:
+    """The tensor of a pass that equals the expected one; of several, the nearest to the classifier.
+
+    Inputs and outputs of modules come before operations, which forbid compilation and parallel
+    batches.
+    """
+    for watched in (False, True):
+        with _Comparison(module, expected, watched) as comparison, comparison.watch:
+            module(x.clone())
+        if comparison.found:
+            return max(comparison.found, key=lambda match: match.rank)
+    return None
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A tensor of the pass that equals the embedding.
+
+    Attributes:
+        module, capture, path, operation: as of a Tap.
+        number: which call of the module, from 1.
+        is_vector: its rows are vectors as they are.
+        rank: the larger, the better.
+    """
+
+    module: str
+    capture: str
+    number: int
+    path: Path
+    operation: str
+    is_vector: bool
+    rank: tuple[bool, bool, bool, int]
+
+
+class _Comparison:
+    """Hooks that compare every tensor of a pass with an expected one; a context manager."""
+
+    def __init__(self, module: nn.Module, expected: torch.Tensor, watched: bool) -> None:
+        self.found: list[_Match] = []
+        self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self._module = module
+        self._expected = expected
+        self._close = _ROUNDING * float(expected.abs().max())
+        self._watched = watched
+        self._calls: dict[tuple[str, str], int] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> _Comparison:
+        for name, module in self._module.named_modules():
+            self._handles += [
+                module.register_forward_pre_hook(self._input_hook(name), with_kwargs=True),
+                module.register_forward_hook(self._output_hook(name)),
+            ]
+        if self._watched:
+            watch = Watch(self._module, self._operation)
+            self._handles += watch.attach()
+            self.watch = watch
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _input_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._compare(name, "input", [*args, *kwargs.values()])
+
+        return hook
+
+    def _output_hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._compare(name, "output", output)
+
+        return hook
+
+    def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
+        self._compare(module, "output", result, name)
+
+    def _compare(self, module: str, capture: str, value: Any, operation: str = "") -> None:
+        key = (operation or module), capture
+        number = self._calls[key] = self._calls.get(key, 0) + 1
+        with unwatched():
+            found = elements(value)
+            for path, tensor in found.items():
+                exact = self._same(tensor)
+                if exact is not None and (module or operation or capture == "output"):
+                    vector = tensor.dim() == 2
+                    rank = (exact, vector, capture == "input", len(self.found))
+                    way = () if len(found) == 1 else path
+                    match = _Match(module, capture, number, way, operation, vector, rank)
+                    self.found.append(match)
+
+    def _same(self, tensor: torch.Tensor) -> bool | None:
+        """Whether every bit is equal; None where the values differ."""
+        expected = self._expected
+        if len(tensor.shape) < 2 or len(tensor) != len(expected):
+            return None
+        if tensor.numel() != expected.numel() or not tensor.is_floating_point():
+            return None
+        flat = tensor.reshape(len(tensor), -1)
+        if torch.equal(flat, expected):
+            return True
+        return False if bool(((flat - expected).abs() <= self._close).all()) else None
+
+
+def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:
+    """Whether the model's output depends on the image through the output of one layer only.
+
+    That output is replaced by zeros: what the model returns must then be the same for every image.
+    The last linear layer of a transformer block or of a squeeze-and-excitation fails this.
+    """
+
+    def zeros(layer: nn.Module, args: Any, output: Any) -> Any:
+        return torch.zeros_like(output)
+
+    handle = module.get_submodule(classifier).register_forward_hook(zeros)
+    try:
+        output = elements(module(x.clone()))
+    finally:
+        handle.remove()
+    return bool(output) and all(
+        len(tensor) == len(x) and torch.equal(tensor[0], tensor[-1]) for tensor in output.values()
+    )

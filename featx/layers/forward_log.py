@@ -1,0 +1,147 @@
+"""A pass told call by call while it goes on, up to the call that fails."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from featx.base.devices import synchronise
+from featx.base.nested_tensors import elements
+from featx.errors import ModelError
+from featx.layers.call_hooks import OpenCall, every_call
+
+
+def watch(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:
+    """Run one pass and tell of every call as a hook sees it, when it ends.
+
+    A line holds the name, the class, the shapes that go in and come out, the dtype, and ms, with
+    the calls inside it; values that are not finite are counted behind it. A call with calls inside
+    has a line when it begins as well, which ends in dots.
+
+    Args:
+        module: in eval mode; called under the caller's no_grad and autocast.
+        x: (B, 3, H, W), normalised, on the module's device.
+        tell: what becomes of a line.
+
+    Raises:
+        ModelError: the pass failed; its last lines say in which call.
+    """
+    lines = _Lines(module, x.device, tell)
+    with every_call(module, lines.begin, lines.end) as going_on:
+        try:
+            module(x)
+        except Exception as error:
+            if not going_on:
+                raise
+            lines.failed(going_on[-1], error)
+            raise ModelError(_failure_text(going_on, error)) from error
+
+
+_WHOLE = "(the model)"
+
+
+class _Lines:
+    """The lines of one pass; what telling them takes is not in the times."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, tell: Callable[[str], None]
+    ) -> None:
+        self._device = device
+        self._tell = tell
+        self._telling_s = 0.0
+        self._all_finite = True
+        names = [name or _WHOLE for name, _ in module.named_modules()]
+        self._name_width = max(len(name) + 2 * name.count(".") for name in names)
+        self._type_width = max(len(type(m).__name__) for m in module.modules())
+
+    def begin(self, call: OpenCall, inputs: list[Any]) -> None:
+        synchronise(self._device)
+        begun = time.perf_counter()
+        outer = call.parent
+        if outer is not None and not outer.note.opened:
+            outer.note.opened = True
+            self._tell(f"{self._head(outer, outer.name)} -> ...")
+        call.note = _Note(_shapes(inputs), any(_bad(t) for t in elements(inputs).values()))
+        ended = time.perf_counter()
+        self._telling_s += ended - begun
+        call.note.begun = ended - self._telling_s
+
+    def end(self, call: OpenCall, number: int, output: Any) -> None:
+        synchronise(self._device)
+        ended = time.perf_counter()
+        milliseconds = 1e3 * (ended - self._telling_s - call.note.begun)
+        name = f"{call.name}@{number}" if number > 1 else call.name
+        found = elements(output)
+        dtypes = ", ".join(
+            dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in found.values())
+        )
+        text = f"{self._head(call, name)} -> {_shapes(output)}"
+        self._tell(
+            f"{text:<{self._name_width + self._type_width + 33}}  {dtypes or '-':<8}"
+            f"{milliseconds:>8.2f} ms{self._alarm(call, output)}"
+        )
+        self._telling_s += time.perf_counter() - ended
+
+    def failed(self, call: OpenCall, error: Exception) -> None:
+        self._tell(f"{self._head(call, call.name)} -> {type(error).__name__}")
+
+    def _head(self, call: OpenCall, name: str) -> str:
+        indented = "  " * max(0, call.depth - 1) + (name or _WHOLE)
+        kind = type(call.target).__name__
+        return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.note.shapes}"
+
+    def _alarm(self, call: OpenCall, output: Any) -> str:
+        bad = sum(_bad(t) for t in elements(output).values())
+        if not bad:
+            return ""
+        text = f"  {bad:,} NOT FINITE"
+        if self._all_finite:
+            text += ", as some of its input" if call.note.bad_input else ", the first"
+        self._all_finite = False
+        return text
+
+
+class _Note:
+    """What the line at the end of a call needs from its begin."""
+
+    def __init__(self, shapes: str, bad_input: bool) -> None:
+        self.shapes = shapes
+        self.bad_input = bad_input
+        self.opened = False
+        self.begun = 0.0
+
+
+def _bad(x: torch.Tensor) -> int:
+    """How many values are NaN or infinite."""
+    return int((~torch.isfinite(x)).sum())
+
+
+def _shapes(value: Any) -> str:
+    """The shapes of all tensors in a nested value, the batch included; equal ones counted."""
+    counts: dict[str, int] = {}
+    for tensor in elements(value).values():
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        counts[shape] = counts.get(shape, 0) + 1
+    listed = [shape if n == 1 else f"{n} of {shape}" for shape, n in counts.items()]
+    return ", ".join(listed) or "no tensor"
+
+
+def _failure_text(going_on: list[OpenCall], error: Exception) -> str:
+    call = going_on[-1]
+    outer = [c.name or _WHOLE for c in reversed(going_on[:-1])]
+    frames = traceback.extract_tb(error.__traceback__)
+    library = str(Path(torch.__file__).parent)
+    where = [f for f in frames if not f.filename.startswith(library)][-1]
+    message = " ".join(str(error).split())
+    return (
+        f"the pass failed in {call.name or _WHOLE} ({type(call.target).__name__})"
+        f"{', inside ' + ', '.join(outer) if outer else ''}: {type(error).__name__}: {message} "
+        f"({where.filename}, line {where.lineno}). The lines above say what every layer before it "
+        "gave."
+    )

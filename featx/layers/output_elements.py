@@ -1,0 +1,71 @@
+"""Elements of nested outputs by their paths: `layer[0]`, `layer.name`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from featx.base.nested_tensors import Path, elements, shapes_of
+from featx.errors import LayerError
+from featx.layers.trace import Tap, element_name
+
+
+def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
+    """The way to the one tensor meant; () means the only one there is.
+
+    Args:
+        request: for the message.
+        elements: the ways into a nested value -> shape.
+        path: what was asked for.
+
+    Raises:
+        LayerError: it is not there, or () and there are several; the message lists them.
+    """
+    if path in elements:
+        return path
+    if path == () and len(elements) == 1:
+        return next(iter(elements))
+    listed = ", ".join(f"{element_name(p)} {s}" for p, s in elements.items())
+    name, colon, capture = request.partition(":")
+    plain = name.removesuffix(element_name(path))
+    gives = "takes" if colon else "gives"
+    example = plain + element_name(next(iter(elements), ())) + colon + capture
+    if list(elements) == [()]:
+        raise LayerError(f"{request}: {plain} gives one tensor {elements[()]}, without elements.")
+    raise LayerError(
+        f"{plain} {gives} {len(elements)} tensors ({listed or 'none'}); "
+        + (f"name one of them, such as {example!r}." if elements else "choose another layer.")
+    )
+
+
+def path_to(value: Any, tap: Tap) -> Path:
+    """The way to the tensor of a nested value that a tap means.
+
+    Raises:
+        LayerError: it is not there, or there are several to choose from.
+    """
+    return pick_path(tap.name, shapes_of(value), tap.path)
+
+
+def pick(value: Any, tap: Tap) -> torch.Tensor:
+    """The tensor of a nested value that a tap means; raises as `path_to`."""
+    if isinstance(value, torch.Tensor) and tap.path == ():
+        return value
+    return elements(value)[path_to(value, tap)]
+
+
+def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
+    """A nested value with one tensor replaced; the containers on the way are copied."""
+    if not path:
+        return new
+    step, *rest = path
+    if isinstance(value, Mapping):
+        key = next(key for key in value if str(key) == str(step))
+        kind: Any = type(value)
+        return kind({**value, key: with_element(value[key], tuple(rest), new)})
+    items = list(value)
+    items[int(step)] = with_element(items[int(step)], tuple(rest), new)
+    named = hasattr(value, "_fields")  # a named tuple takes its items one by one
+    return type(value)(*items) if named else type(value)(items)

@@ -1,0 +1,303 @@
+"""Layer names, globs and presets -> taps: what exactly is taken from one model.
+
+Everything is decided on a Trace, the record of one forward pass; nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from featx.base.globs import glob_to_regex
+from featx.base.nested_tensors import Path
+from featx.config import PRESETS, ReduceConfig
+from featx.errors import ConfigError, LayerError, nearest
+from featx.layers.layer_names import (
+    check_operation_capture,
+    no_layer,
+    parse_operation,
+    parse_tap,
+    split_capture,
+    with_capture,
+)
+from featx.layers.output_elements import pick_path
+from featx.layers.stages import find_stages
+from featx.layers.trace import Call, Tap, Trace, element_name
+
+
+@dataclass
+class Selection:
+    """What `select` found: taps with their reductions, and what presets and globs left out."""
+
+    chosen: list[tuple[Tap, ReduceConfig]]
+    left_out: list[str]
+
+
+def select(
+    requests: Sequence[tuple[str, ReduceConfig]],
+    trace: Trace,
+    classifier: str | None,
+    stages: Sequence[str] | None,
+) -> Selection:
+    """The taps for a list of names, globs and presets, in the order of the requests.
+
+    Raises:
+        LayerError: a name does not exist, does not fire, fires several times, or is ambiguous.
+        ConfigError: one layer is asked for with two reductions.
+    """
+    selection = Selection([], [])
+    seen: dict[str, ReduceConfig] = {}
+    for request, reduce in requests:
+        for tap in _taps(request, trace, classifier, stages, selection.left_out):
+            if tap.name not in seen:
+                seen[tap.name] = reduce
+                selection.chosen.append((tap, _embedding_reduce(tap, reduce, trace)))
+            elif seen[tap.name] != reduce:
+                raise ConfigError(
+                    f"layers asks for {tap.name} with reduce={seen[tap.name].name} and with "
+                    f"reduce={reduce.name}; one store holds a layer once."
+                )
+    return selection
+
+
+def _taps(
+    request: str,
+    trace: Trace,
+    classifier: str | None,
+    stages: Sequence[str] | None,
+    left_out: list[str],
+) -> Iterator[Tap]:
+    name, capture = split_capture(request)
+    if name in PRESETS:
+        if trace.names.get(name) in trace.by_module:
+            left_out.append(
+                f"the module {name!r} of this model: layers={name} is the preset, the module is "
+                f"{name}@1"
+            )
+        if name == "embedding":
+            if capture != "output":
+                raise LayerError(
+                    f"{request!r}: the preset embedding is a vector of its own, the input of the "
+                    f"classifier; capture={capture} needs the name of a layer."
+                )
+            yield embedding_tap(trace, classifier)
+        elif name == "stages":
+            found = list(stages) if stages is not None else find_stages(trace)
+            for stage in found:
+                try:
+                    yield named_tap(with_capture(_meant(stage, trace), capture), trace)
+                except LayerError as error:
+                    raise LayerError(
+                        f"the preset stages means {', '.join(found)} in this model, and one of "
+                        f"these cannot be taken: {error}"
+                    ) from error
+        else:
+            yield from _every_tap(trace, name == "leaves", capture, left_out)
+    elif any(sign in name for sign in "*?"):
+        yield from _globbed(name, capture, trace, left_out)
+    else:
+        yield named_tap(request, trace)
+
+
+def named_tap(request: str, trace: Trace) -> Tap:
+    """The tap of one exact name, a module's or an operation's, checked against the trace.
+
+    Raises:
+        LayerError: see `select`.
+    """
+    operation = _operation_tap(request, trace)
+    if operation is not None:
+        return operation
+    tap = parse_tap(request, trace.names, trace.known_names())
+    module, number = tap.module, tap.call
+    calls = trace.by_module.get(trace.names[module], [])
+    if not calls:
+        raise LayerError(
+            f"the layer {module!r} exists but is not called in the forward pass, so nothing can be "
+            "captured there (nn.MultiheadAttention uses its out_proj without calling it, for one). "
+            "Choose the module around it; job=layers lists what is called."
+        )
+    if number is None and len(calls) > 1:
+        choices = ", ".join(f"{module}@{call.number} {_shapes(call)}" for call in calls)
+        raise LayerError(
+            f"the layer {module!r} is called {len(calls)} times in one forward pass; name one of "
+            f"its calls: {choices}."
+        )
+    if number is not None and not 1 <= number <= len(calls):
+        raise LayerError(f"{request!r}: {module} is called {len(calls)} times, counted from 1.")
+    call = calls[(number or 1) - 1]
+    tensors = call.tensors(tap.capture)
+    if tap.path and list(call.outputs) == [()] and "output" in tap.capture:
+        # layer4.7, where layer4 is one tensor: a typo
+        raise no_layer(split_capture(request)[0], trace.known_names())
+    if tap.capture == "attention" and not tensors:
+        raise _no_attention(call, trace)
+    _check_element(request, tensors, tap.path, trace.batch_size)
+    return tap
+
+
+def _operation_tap(request: str, trace: Trace) -> Tap | None:
+    """The tap of an operation; None where the name means a module, or an element of its output."""
+    parsed = parse_operation(request)
+    if parsed is None:
+        return None
+    name, capture, path = parsed
+    operation = trace.by_operation.get(name)
+    if operation is None or name in trace.names:
+        return None
+    key = name.rpartition(".")[2]
+    calls = trace.by_module.get(operation.module, [])
+    if any(way[:1] == (key,) for call in calls for way in call.outputs):
+        return None
+    check_operation_capture(request, capture)
+    _check_element(request, operation.outputs, path, trace.batch_size)
+    named = with_capture(name + element_name(path), capture)
+    return Tap(named, operation.module, capture, None, path, name)
+
+
+def _no_attention(call: Call, trace: Trace) -> LayerError:
+    """Where else the weights are to be found."""
+    softmax = f"{call.module}.softmax"
+    below = [
+        other.module
+        for other in trace.calls
+        if other.attention and other.module.startswith(f"{call.module}.")
+    ]
+    made = trace.by_operation.get(softmax)
+    if made is not None and made.outputs[()][0] != trace.batch_size:
+        way = (
+            f"Its weights are what the operation {softmax!r} gives, {made.outputs[()]} for a batch "
+            f"of {trace.batch_size}: of windows, which are not told apart by image."
+        )
+    elif made is not None:
+        way = f"Its weights are what its softmax gives: name the operation {softmax!r}."
+    elif below:
+        way = f"Attention modules below it: {', '.join(below)}."
+    else:
+        way = (
+            "Attention modules are nn.MultiheadAttention and those of timm; elsewhere name the "
+            "softmax operation: job=layers lists operations."
+        )
+    return LayerError(
+        f"{call.module}:attention: a {call.type_name} is no attention module that featx can ask "
+        f"for its weights. {way}"
+    )
+
+
+def embedding_tap(trace: Trace, classifier: str | None) -> Tap:
+    """The vector before the classifier: the library's own, or what goes into the classifier.
+
+    Args:
+        trace: with what `featx.layers.embedding.with_evidence` found.
+        classifier: where the library names it, else the last linear layer.
+
+    Raises:
+        LayerError: there is no such layer.
+    """
+    if trace.library_embedding is not None:
+        return trace.library_embedding[0]
+    if classifier is None:
+        classifier = last_linear(trace)
+        if classifier is None:
+            leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
+            last = leaves[-1].module if leaves else "none"
+            raise LayerError(
+                f"the preset embedding needs a model that ends in a linear layer; the last layer "
+                f"with parameters here is {last}. Name a layer: job=layers lists them."
+            )
+        if classifier == trace.undecided:
+            raise LayerError(
+                f"the preset embedding is the input of the classifier. The last linear layer here, "
+                f"{classifier}, is none: what the model returns depends on the image also in other "
+                "ways than through that layer's output. Name a layer: job=layers lists them."
+            )
+    calls = trace.by_module.get(trace.names.get(classifier, classifier), [])
+    if len(calls) != 1:
+        raise LayerError(
+            f"the preset embedding is the input of {classifier}, which is called {len(calls)} "
+            "times in one forward pass. Name a layer: job=layers lists them."
+        )
+    _check_element(f"the input of {classifier}", calls[0].inputs, (), trace.batch_size)
+    return Tap("embedding", classifier, "input")
+
+
+def last_linear(trace: Trace) -> str | None:
+    """The last layer with parameters, where it is linear or a 1 x 1 convolution, else None."""
+    leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
+    return leaves[-1].module if leaves and leaves[-1].is_linear else None
+
+
+def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str]) -> Iterator[Tap]:
+    for call in trace.calls:
+        if not call.module or (leaves_only and not call.is_leaf and capture != "attention"):
+            continue
+        if capture == "attention" and not call.attention:
+            continue
+        stem = trace.call_name(call)
+        tensors = call.tensors(capture)
+        single = len(tensors) == 1
+        if not tensors:
+            left_out.append(f"{with_capture(stem, capture)} (no tensor)")
+        for path, shape in tensors.items():
+            name = with_capture(stem if single else stem + element_name(path), capture)
+            if not shape or shape[0] != trace.batch_size:
+                left_out.append(f"{name} {shape} (the batch is not in front)")
+            else:
+                number = None if stem == call.module else call.number
+                yield Tap(name, call.module, capture, number, () if single else path)
+
+
+def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[Tap]:
+    pattern = re.compile(glob_to_regex(glob))
+    matches = [name for name in trace.names if name and pattern.fullmatch(name)]
+    fired = [name for name in matches if trace.names[name] in trace.by_module]
+    operations = [name for name in trace.by_operation if pattern.fullmatch(name)]
+    if operations and not matches:
+        yield from (named_tap(with_capture(name, capture), trace) for name in operations)
+        return
+    if not fired:
+        what = "names only layers that are never called" if matches else "matches no layer"
+        raise LayerError(
+            f"the glob {glob!r} {what} of this model (* stays within one part of a dotted "
+            f"name, ** crosses dots).{nearest(glob.replace('*', ''), trace.known_names())} "
+            "job=layers lists every layer."
+        )
+    left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
+    order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
+    for name in sorted(fired, key=lambda name: order[trace.names[name]]):
+        yield named_tap(with_capture(_meant(name, trace), capture), trace)
+
+
+def _meant(name: str, trace: Trace) -> str:
+    """What to write for a module: its name, or its only call where a preset is called so too."""
+    is_single = len(trace.by_module.get(trace.names.get(name, name), ())) == 1
+    return f"{name}@1" if name in PRESETS and is_single else name
+
+
+def _check_element(
+    request: str, elements: Mapping[Path, tuple[int, ...]], path: Path, batch_size: int
+) -> None:
+    shape = elements[pick_path(request, elements, path)]
+    if not shape or shape[0] != batch_size:
+        raise LayerError(
+            f"{request} has shape {shape} for a batch of {batch_size}: the batch is not in front, "
+            "so its rows cannot be told apart. Choose a layer around it."
+        )
+
+
+def _embedding_reduce(tap: Tap, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
+    """An embedding is a vector: a map in front of a convolutional classifier is averaged."""
+    if tap.name != "embedding" or reduce.name != "none":
+        return reduce
+    if trace.library_embedding is not None:
+        return ReduceConfig(trace.library_embedding[1])
+    call = trace.by_module[trace.names.get(tap.module, tap.module)][0]
+    shape = next(iter(call.inputs.values()))
+    if len(shape) == 2:
+        return reduce
+    return ReduceConfig("flatten" if set(shape[2:]) == {1} else "avg")
+
+
+def _shapes(call: Call) -> str:
+    return " ".join(str(shape[1:]) for shape in call.outputs.values())

@@ -1,0 +1,134 @@
+"""One pass over a model that records every call and operation: what there is to capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import resolve_name
+from torch.utils.hooks import RemovableHandle
+
+from featx.base.nested_tensors import shapes_of
+from featx.base.process_setting import ProcessSetting
+from featx.layers.attention import WeightShapes
+from featx.layers.operations import Watch
+from featx.layers.trace import Call, Operation, Trace
+
+
+def trace(module: nn.Module, x: torch.Tensor) -> Trace:
+    """Run one whole forward pass and record every call of a module, and every operation.
+
+    Args:
+        module: in eval mode.
+        x: (B, 3, H, W) on the module's device.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    first_names = {id(m): name for name, m in module.named_modules()}
+    every_name = {
+        name: first_names[id(m)] for name, m in module.named_modules(remove_duplicate=False)
+    }
+    counter = FlopCounterMode(display=False)
+    calls = _Calls(len(x), lambda: float(counter.get_total_flops()))
+    operations = _Operations(calls.found)
+    watch = Watch(module, operations.add)
+    handles = []
+    try:
+        handles += watch.attach()
+        for name, target in module.named_modules():
+            handles += calls.attach(name, target, operations.returned)
+        # Fused kernels hide their operations from the counter.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, watch:
+            module(x)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Trace(calls.found, every_name, len(x), operations.found)
+
+
+class _Calls:
+    """The calls of a pass, in the order in which they end.
+
+    Args:
+        batch_size: of the pass.
+        flops: gives the floating point operations so far.
+    """
+
+    def __init__(self, batch_size: int, flops: Callable[[], float]) -> None:
+        self.found: list[Call] = []
+        self._batch_size = batch_size
+        self._flops = flops
+        self._started: dict[str, list[float]] = {}
+        self._weights = WeightShapes()
+
+    def attach(
+        self, name: str, target: nn.Module, returned: Callable[[str, Any], None]
+    ) -> list[RemovableHandle]:
+        """Record the calls of a module; `returned` hears of each what it gave."""
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._started.setdefault(name, []).append(self._flops())
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            returned(name, output)
+            self._add(name, module, args, kwargs, output)
+
+        return [
+            *self._weights.attach(target),
+            target.register_forward_pre_hook(before),
+            target.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        shown = self._weights.of_call(module, args, kwargs)
+        flops = self._flops() - self._started[name].pop()
+        self.found.append(
+            Call(
+                module=name,
+                number=1 + sum(call.module == name for call in self.found),
+                type_name=type(module).__name__,
+                is_leaf=not any(True for _ in module.children()),
+                is_linear=_is_linear(module),
+                num_parameters=sum(p.numel() for p in module.parameters()),
+                outputs=shapes_of(output),
+                inputs=shapes_of([*args, *kwargs.values()]),
+                mflops=flops / self._batch_size / 1e6,
+                attention={} if shown is None else {(): shown},
+            )
+        )
+
+
+class _Operations:
+    """The operations of a pass, each with its place among the calls."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self.found: list[Operation] = []
+        self._calls = calls
+        self._last: Any = None
+
+    def add(self, name: str, module: str, function: Any, result: Any) -> None:
+        full = resolve_name(function) or function.__name__
+        place = len(self._calls)
+        self.found.append(Operation(name, module, full, shapes_of(result), place, False))
+        self._last = result
+
+    def returned(self, module: str, output: Any) -> None:
+        """A module ended: was the last thing that ran an operation of its own, and its result?"""
+        if self._last is not None and self.found[-1].module == module and output is self._last:
+            self.found[-1] = replace(self.found[-1], is_returned=True)
+        self._last = None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    pointwise = isinstance(module, nn.Conv2d) and set(module.kernel_size) == {1}
+    return isinstance(module, nn.Linear) or pointwise
+
+
+# nn.TransformerEncoderLayer's fused kernel, which calls no sub-module, is off.
+no_fast_path = ProcessSetting(
+    torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
+)

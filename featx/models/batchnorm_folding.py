@@ -1,0 +1,181 @@
+"""BatchNorm folded into the convolution before it: one pass over the map less, the same numbers.
+
+In eval mode y = (conv(x) - mean) / sqrt(var + eps) * gamma + beta is a convolution with other
+weights and another bias (Jacob et al. 2018, arXiv:1712.05877, section 3.2). Equal to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from featx.base.nested_tensors import elements
+
+_CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
+"""Classes whose forward uses weight and bias as nn.Conv2d does; a standardised weight would not."""
+
+_NORMS = frozenset({"BatchNorm2d", "BatchNormAct2d"})
+"""torch's own, and timm's with the activation inside."""
+
+
+Pair = tuple[nn.Conv2d, nn.BatchNorm2d]
+
+
+def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) -> list[Pair]:
+    """The convolutions whose output goes straight into a BatchNorm, and nowhere else.
+
+    Found in one pass, from what its operations take and its modules give, not from values: a
+    reader whose result is masked for these images is found as well. What the model does not do in
+    this pass is not found, so a model whose course follows the data must not be folded.
+
+    Args:
+        module: in eval mode.
+        x: (B, 3, H, W) to run it on.
+        kept: names of modules that stay as they are, because somebody looks at them.
+    """
+    names = dict(module.named_modules(remove_duplicate=False))
+    untouched = {id(names[name]) for name in kept if name in names}
+    readers = _Readers()
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            name = type(part).__name__
+            stays = id(part) in untouched or not _is_plain(part)
+            if isinstance(part, nn.Conv2d) and name in _CONVOLUTIONS and not stays:
+                stack.callback(part.register_forward_hook(readers.convolved).remove)
+                continue
+            if isinstance(part, nn.BatchNorm2d) and name in _NORMS and not stays:
+                before = part.register_forward_pre_hook(readers.begin_norm)
+                stack.callback(before.remove)
+                stack.callback(part.register_forward_hook(readers.end_norm).remove)
+            stack.callback(part.register_forward_hook(readers.returned).remove)
+        with torch.no_grad(), readers:
+            module(x.clone())
+    return readers.pairs()
+
+
+class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows the outputs of convolutions through a pass: which module or operation takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # The outputs are kept, so that no other tensor gets the memory by which they are known.
+        self._made: dict[int, tuple[nn.Conv2d, torch.Tensor]] = {}
+        self._found: list[Pair] = []
+        self._calls: Counter[int] = Counter()
+        self._read: set[int] = set()
+        self._taken: int | None = None
+
+    def pairs(self) -> list[Pair]:
+        """Those that are called once, and whose convolution has no other reader."""
+        return [
+            (conv, norm)
+            for conv, norm in self._found
+            if self._calls[id(conv)] == self._calls[id(norm)] == 1 and id(conv) not in self._read
+        ]
+
+    def convolved(self, conv: Any, args: Any, output: torch.Tensor) -> None:
+        """A convolution gave its output."""
+        self._calls[id(conv)] += 1
+        self._made[_memory(output)] = conv, output
+
+    def begin_norm(self, norm: Any, args: Any) -> None:
+        """A BatchNorm takes its input."""
+        self._calls[id(norm)] += 1
+        memory = _memory(args[0]) if args else 0
+        if memory in self._made and self._made[memory][1] is args[0]:
+            self._found.append((self._made[memory][0], norm))
+            self._taken = memory
+
+    def end_norm(self, norm: Any, args: Any, output: Any) -> None:
+        """It has done with it."""
+        self._taken = None
+
+    def returned(self, part: Any, args: Any, output: Any) -> None:
+        """A module gave something; others may take it there."""
+        self._note(elements(output).values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._note(x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        return func(*args, **kwargs)
+
+    def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        for memory in map(_memory, tensors):
+            if memory in self._made and memory != self._taken:
+                self._read.add(id(self._made[memory][0]))
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor lie, which its views share; 0 where they lie nowhere."""
+    # A tensor that is made of others, as int8 tensors of torchao, has no memory of its own.
+    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage().data_ptr() if plain else 0
+
+
+@contextlib.contextmanager
+def folded(pairs: list[Pair]) -> Iterator[None]:
+    """The pairs folded, until the block ends; the modules come back with their own parameters."""
+    weights = [_fused(conv, norm) for conv, norm in pairs]
+    before = [(conv, dict(conv._parameters)) for conv, _ in pairs]
+    try:
+        for (conv, norm), (weight, bias) in zip(pairs, weights, strict=True):
+            conv._parameters.update(weight=weight, bias=bias)
+            passed_on = _activated if hasattr(norm, "act") else _unchanged
+            norm.forward = types.MethodType(passed_on, norm)  # type: ignore[method-assign]
+        yield
+    finally:
+        for conv, parameters in before:
+            conv._parameters.update(parameters)
+        for _, norm in pairs:
+            norm.__dict__.pop("forward", None)
+
+
+def _fused(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight,
+        conv.bias,
+        norm.running_mean,
+        norm.running_var,
+        norm.eps,
+        norm.weight,
+        norm.bias,
+    )
+    for parameter in (weight, bias):
+        parameter.requires_grad_(False)
+    return weight, bias
+
+
+def _unchanged(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _activated(norm: Any, x: torch.Tensor) -> Any:
+    """What timm's BatchNormAct2d does after its normalisation."""
+    return norm.act(norm.drop(x))
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether a module computes what its class says, from parameters of its own, in eval mode.
+
+    Weights may be made anew in each pass, by a parametrisation or by a hook (torch.nn.utils.prune,
+    and weight_norm and spectral_norm of old); a hook may also look at what is folded away.
+    """
+    hooks = part._forward_pre_hooks or part._forward_hooks
+    own = hasattr(part, "parametrizations") or "forward" in part.__dict__ or bool(hooks)
+    names = ["weight", "bias"]
+    names += ["running_mean", "running_var"] if isinstance(part, nn.BatchNorm2d) else []
+    registered = part._parameters.keys() | part._buffers.keys()
+    if own or part.training or not registered.issuperset(names):
+        return False
+    return getattr(part, "running_mean", part) is not None

@@ -1,0 +1,44 @@
+"""The stage of a run that the others waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from featx.base.progress import WAITING_SHARE
+
+
+def bottleneck(
+    seconds: Mapping[str, float], took: float, threads: int, device: str, precision: str
+) -> str:
+    """The stage that the others waited for, its share of the time, and what would move it.
+
+    Args:
+        seconds: stage -> busy seconds; reading and decoding of all threads together.
+        took: seconds of the run, from its first batch to its last commit.
+        threads: that read and decode.
+        device: 'cpu', 'cuda', 'mps'.
+        precision: as the config has it; auto has tried the others.
+    """
+    waited = seconds["wait"] / took
+    if waited > WAITING_SHARE:
+        stage = max(("read", "decode"), key=lambda stage: seconds[stage])
+        gpu = ", or decode=gpu" if device == "cuda" and "decode_on_device" not in seconds else ""
+        busy = f"{seconds[stage] / took:.1f} of {threads} threads busy, {waited:.0%} of the time "
+        return {
+            "read": f"reading images: {busy}waited for; a faster disk or network would help",
+            "decode": f"decoding: {busy}waited for; more CPU cores would help, and for JPEGs "
+            'pip install "featx[jpeg]" where it is missing' + gpu,
+        }[stage]
+    known = ("model", "copy", "write", "statistics")
+    stage = max((s for s in known if s in seconds), key=lambda stage: seconds[stage])
+    model = "a GPU or an earlier layer" if device == "cpu" else "compile=true or an earlier layer"
+    if precision == "fp32":
+        model += ", or precision=auto,"
+    text = {
+        "model": f"the model: {{share:.0%}} of the time; {model} would help",
+        "copy": "copying from the device: {share:.0%} of the time; a reduction moves less",
+        "write": "writing: {share:.0%} of the time; a reduction leaves less to write",
+        "statistics": "summing up: {share:.0%} of the time; a reduction or stats.kind=diagonal "
+        "leaves less to sum",
+    }[stage]
+    return text.format(share=seconds[stage] / took)

@@ -1,0 +1,65 @@
+"""executor=local without `devices`: this process computes all parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from featx.pipeline.executors.worker_spec import Maker, Session
+from featx.pipeline.executors.worker_stats import Outcome
+from featx.pipeline.loop import run_parts
+from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_metrics import peak_memory_mib
+from featx.types import Batch, Failure, Part
+
+if TYPE_CHECKING:
+    from featx.export.tensorboard.events import RunEvents
+
+
+def run(
+    prepared: Prepared, session: Session, maker: Maker, events: RunEvents | None = None
+) -> Outcome:
+    """Compute what is missing in this process.
+
+    Args:
+        prepared: the run.
+        session: its store or statistics, held.
+        maker: computes the parts, and commits them to the session.
+        events: is told of every part; None where nobody wants to know.
+
+    Raises:
+        FeatxError: the run failed on its way.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    figures = run_parts(prepared, _WorkHere(session, maker), session.disk, events)
+    return Outcome(figures, maker.faint, peak_memory_mib())
+
+
+class _WorkHere:
+    """What the session lacks, computed by the maker."""
+
+    def __init__(self, session: Session, maker: Maker) -> None:
+        self.compute: Callable[[Any, Batch], Any] = maker.compute
+        self.take: Callable[[Part, Batch, Callable[[], Any]], list[Failure]] = maker.take
+        self.hand_over: Callable[[], Callable[[], object]] = maker.hand_over
+        self._session = session
+        self._maker = maker
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self._maker.seconds
+
+    @property
+    def rows_asked(self) -> int:
+        return self._session.rows_asked
+
+    @property
+    def rows_done(self) -> int:
+        return self._session.rows_done
+
+    @property
+    def rows_failed(self) -> int:
+        return self._session.num_failed
+
+    def missing(self) -> list[Part]:
+        return self._session.missing()

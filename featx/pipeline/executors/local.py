@@ -1,0 +1,385 @@
+"""executor=local with `devices`: one worker process a device, which draw parts from one queue.
+
+The driver holds the store's lock, hands out the parts, and notes what is durable. A worker that
+dies is replaced and its parts are done again; one that fails ends the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from featx import errors
+from featx.base.console import complain
+from featx.base.machine import num_cpus
+from featx.base.progress import Progress
+from featx.base.supervisor import CRASHES, MAX_CRASHES
+from featx.config.run_config import Config
+from featx.errors import FeatxError, RunError, TooManyFailuresError
+from featx.images.crash_journal import was_decoding
+from featx.pipeline.executors.local_worker import STOP
+from featx.pipeline.executors.part_worker import rows_text
+from featx.pipeline.executors.worker_spec import Order, Session
+from featx.pipeline.executors.worker_stats import Done, Harvest, Labour, Outcome
+from featx.pipeline.run_context import Prepared
+from featx.pipeline.stop_signals import GRACE_S, Interrupted, stop_signals
+from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
+from featx.types import Part
+
+MAX_DEATHS = 3
+"""Workers that a part may take with it, or that may die with no part, before the run ends."""
+
+_LISTEN_S = 0.2
+_LAST_WORDS = 20
+
+COMMAND = (sys.executable, "-P", "-m", "featx.pipeline.executors.local_worker")
+"""-P keeps the user's folder off the path until the worker is told the driver's."""
+
+
+def check(config: Config) -> None:
+    """Nothing is needed beside featx."""
+
+
+def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+    """Compute what is missing in processes of their own.
+
+    Raises:
+        RunError: a worker failed, or a part took MAX_DEATHS workers with it.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    parts = session.missing()
+    devices = [str(device) for device in prepared.devices]
+    _warn(prepared, len(devices))
+    crew = Crew(order, devices[: len(parts)], session, parts)
+    with Heartbeat(session.disk, "driver"):
+        crew.work()
+    return crew.harvest.outcome(len(devices[: len(parts)]), order)
+
+
+def _warn(prepared: Prepared, num_workers: int) -> None:
+    """Say what is slow, or not the same on all devices."""
+    threads = prepared.at_once.threads or 0
+    if threads * num_workers > num_cpus():
+        complain(
+            f"warning: {num_workers} workers of {threads} threads share {num_cpus()} "
+            "CPUs. The store was begun with so many threads each, and the last bits of its rows "
+            "depend on them; overwrite=true begins anew with fewer."
+        )
+    if prepared.engine.device.type == "cuda":
+        import torch
+
+        models = {torch.cuda.get_device_name(device) for device in prepared.devices}
+        if len(models) > 1:
+            complain(
+                f"warning: the devices differ ({', '.join(sorted(models))}); rows that one or the "
+                "other computes may differ in their last bits."
+            )
+
+
+@dataclass
+class _Worker:
+    """A process, as its driver knows it.
+
+    Attributes:
+        held: parts that it drew and has not told of as durable.
+        waits: it asked for a part and wants to wait for one.
+        words: the last lines of its output.
+    """
+
+    number: int
+    device: str
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    held: dict[int, Part] = field(default_factory=dict)
+    ready: bool = False
+    waits: bool = False
+    finished: bool = False
+    closed: bool = False
+    rest: bytes = b""
+    words: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_WORDS))
+
+    def __str__(self) -> str:
+        return f"worker {self.number} ({self.device})"
+
+    def close(self) -> None:
+        """Let go of what leads to a process that ended."""
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.connection.close()
+
+    @property
+    def output(self) -> int:
+        """Where its stdout and stderr arrive."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
+
+class Crew:
+    """The workers of a run and the queue of its parts.
+
+    A part whose worker died is given out alone from then on: when it happens again, it is known
+    which part it was.
+
+    Args:
+        order: for every worker.
+        devices: one for each worker.
+        session: of the store, held; told of every durable part.
+        parts: to do, in order.
+        command: starts a worker.
+
+    Attributes:
+        harvest: what the workers did so far.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        devices: Sequence[str],
+        session: Session,
+        parts: Sequence[Part],
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        self.harvest = Harvest(sum(len(part) for part in parts))
+        self._order = order
+        self._devices = devices
+        self._session = session
+        self._command = command
+        self._pending = deque(parts)
+        self._suspects: deque[Part] = deque()
+        self._deaths: Counter[int] = Counter()
+        self._idle_deaths = self._crashes = 0
+        self._workers: list[_Worker] = []
+        self._ending: BaseException | None = None
+
+    def work(self) -> None:
+        """Start the workers and see to it that every part is done."""
+        session = self._session
+        with (
+            stop_signals() as stop,
+            Progress(session.rows_asked, session.rows_done) as self._progress,
+            self._burial(),
+        ):
+            for number, device in enumerate(self._devices):
+                self._start(number, device)
+            while self._workers:
+                self._listen()
+                for worker in list(self._workers):
+                    self._look_after(worker)
+                if stop:
+                    self._end(Interrupted(stop[0]))
+                if self._ending is not None and time.monotonic() > self._deadline:
+                    break
+        if self._ending is not None:
+            raise self._ending
+
+    def _start(self, number: int, device: str) -> None:
+        """Another process; it hears of parts when it says that it is ready."""
+        ours, theirs = Pipe()
+        home = str(Path(__file__).resolve().parents[3])
+        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            process = subprocess.Popen(
+                [*self._command, str(theirs.fileno()), str(os.getpid())],
+                env={**os.environ, "PYTHONPATH": path},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                # The lock as well: nobody else can begin to write while a worker lives.
+                pass_fds=(theirs.fileno(), self._session.lock),
+                process_group=0,  # the terminal's Ctrl-C is for the driver
+            )
+        worker = _Worker(number, device, process, ours)
+        os.set_blocking(worker.output, False)
+        self._workers.append(worker)
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen later
+            ours.send([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - '' too
+            ours.send((self._order, device))
+
+    def _listen(self) -> None:
+        """Wait a moment for what the workers say, and do it."""
+        sources: dict[Any, _Worker] = {}
+        for worker in self._workers:
+            if not worker.closed:
+                sources[worker.connection] = worker
+            sources[worker.output] = worker
+        for source in wait(list(sources), _LISTEN_S):
+            worker = sources[source]
+            if source is worker.connection:
+                self._hear(worker)
+            else:
+                self._read_output(worker)
+
+    def _hear(self, worker: _Worker) -> None:
+        """Every message that has arrived from a worker."""
+        try:
+            while worker.connection.poll():
+                kind, *values = worker.connection.recv()
+                getattr(self, f"_on_{kind}")(worker, *values)
+        except (EOFError, OSError):
+            worker.closed = True
+
+    def _on_ready(self, worker: _Worker) -> None:
+        worker.ready = True
+        if not self.harvest.begun:
+            self.harvest.begin()
+            self._progress.begin()
+
+    def _on_ask(self, worker: _Worker, waits: bool) -> None:
+        if waits:
+            worker.waits = True  # answered with all others that wait
+        else:
+            self._give(worker, self._next_for(worker))
+
+    def _on_done(self, worker: _Worker, done: Done) -> None:
+        del worker.held[done.part.index]
+        self._session.committed(done.part, done.failures)
+        self.harvest.add(done)
+        waited = done.waited / len(self._devices)
+        self._progress.step(len(done.part), len(done.failures), waited)
+        try:
+            self.harvest.refuse_failures(self._order, self._session)
+        except TooManyFailuresError as error:
+            self._end(error)
+
+    def _on_failed(self, worker: _Worker, kind: str, text: str, trace: str, at: str) -> None:
+        worker.finished = True
+        found = getattr(errors, kind, None)
+        known = isinstance(found, type) and issubclass(found, FeatxError)
+        what = text if known else f"{kind}: {text}"
+        error = (found if known and found else RunError)(
+            f"{worker}, {at}: {what}"
+            + ("" if known else ". Nothing committed is lost; the same command goes on.")
+        )
+        error.add_note(trace)
+        self._end(error)
+
+    def _on_bye(self, worker: _Worker, labour: Labour) -> None:
+        worker.finished = True
+        self.harvest.labour.add(labour)
+
+    def _next_for(self, worker: _Worker) -> Part | None:
+        """The part that a worker is given now; None where it has to wait, or there is none."""
+        if self._ending is not None:
+            return None
+        if not worker.held:
+            queue = self._pending or self._suspects
+            return queue.popleft() if queue else None
+        alone = any(self._deaths[index] for index in worker.held)
+        few = len(self._pending) <= len(self._workers)  # nobody should sit on the last ones
+        return None if alone or few else self._pending.popleft()
+
+    def _give(self, worker: _Worker, part: Part | None) -> None:
+        if part is not None:
+            worker.held[part.index] = part
+        with contextlib.suppress(OSError):  # it is dead, which is seen later
+            worker.connection.send(part)
+
+    def _look_after(self, worker: _Worker) -> None:
+        """Answer a worker that waits; replace one that died."""
+        if worker.waits:
+            part = self._next_for(worker)
+            # What others hold may come back.
+            others = any(other.held for other in self._workers)
+            if part is not None or not others or self._ending is not None:
+                worker.waits = False
+                self._give(worker, part)
+        elif not worker.ready and not self._is_work_left():
+            worker.process.kill()  # it came too late to be of use
+            worker.finished = True
+        if worker.process.poll() is not None:
+            self._hear(worker)
+            self._read_output(worker)
+            self._workers.remove(worker)
+            worker.close()
+            clear_sign(self._session.disk, sign_name(worker.process.pid))
+            if not worker.finished and self._ending is None:
+                self._replace(worker)
+
+    def _is_work_left(self) -> bool:
+        queued = self._pending or self._suspects
+        return bool(queued) or any(worker.held for worker in self._workers)
+
+    def _replace(self, worker: _Worker) -> None:
+        """Somebody else takes over from a worker that died, unless it goes on like that."""
+        self.harvest.is_labour_complete = False
+        held = [worker.held[index] for index in sorted(worker.held)]
+        # The next worker decodes with care what this one noted, so it is not the part's fault.
+        crashed = -worker.process.returncode in CRASHES
+        decoding = crashed and was_decoding(self._session.root, worker.process.pid)
+        self._crashes += decoding
+        counts = not decoding or self._crashes > MAX_CRASHES
+        for part in reversed(held):
+            self._deaths[part.index] += counts
+            self._suspects.appendleft(part)
+        self._idle_deaths += counts and not held
+        deaths = max([self._deaths[part.index] for part in held], default=self._idle_deaths)
+        where = f"in {rows_text(held)}" if held else "before it had a part"
+        how = f"{worker} {_how(worker.process.returncode)} {where}"
+        if deaths < MAX_DEATHS:
+            self._progress.tell(f"{how}; another one takes its place")
+            self._start(worker.number, worker.device)
+            return
+        words = "\n".join(f"  {line}" for line in worker.words)
+        said = f" Its last words:\n{words}" if words else ""
+        self._end(
+            RunError(
+                f"{how}, the {deaths}rd worker that did. Nothing committed is lost, and the same "
+                f"command tries again; with devices=null the part is computed here.{said}"
+            )
+        )
+
+    def _read_output(self, worker: _Worker) -> None:
+        """Pass on what a worker printed, line by line."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(worker.output, 1 << 16):
+                *lines, worker.rest = (worker.rest + data).split(b"\n")
+                for line in lines:
+                    text = line.decode(errors="replace").rstrip()
+                    worker.words.append(text)
+                    self._progress.tell(f"{worker}: {text}")
+
+    def _end(self, error: BaseException) -> None:
+        """Have the workers commit what is whole and go; `error` is raised then."""
+        if self._ending is not None:
+            return
+        self._ending = error
+        self._deadline = time.monotonic() + GRACE_S
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.connection.send(STOP)
+            if not worker.ready:
+                worker.process.kill()
+
+    @contextlib.contextmanager
+    def _burial(self) -> Iterator[None]:
+        """No worker is left behind, whatever ends the run."""
+        try:
+            yield
+        finally:
+            for worker in self._workers:
+                worker.process.kill()
+            for worker in self._workers:
+                worker.process.wait()
+                self._hear(worker)  # what it made durable before
+                worker.close()
+                clear_sign(self._session.disk, sign_name(worker.process.pid))
+
+
+def _how(code: int) -> str:
+    """How a process came to its end."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"

@@ -1,0 +1,134 @@
+"""One worker process of executor=local.
+
+The driver starts it as `python -m featx.pipeline.executors.local_worker DESCRIPTOR PARENT`.
+It is told its order over a socket, asks for parts as it has room for more, and tells of those that
+are durable. It ends at once when its driver does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from featx.base.allocator import keep_freed_memory
+
+if TYPE_CHECKING:
+    from featx.types import Part
+
+STOP = "stop"
+"""What the driver sends instead of a part when the run ends before all are done."""
+
+
+class Link:
+    """The worker's end of the socket: what it tells, and the parts it is given.
+
+    Attributes:
+        stopping: the driver asked for the end.
+        held: parts drawn and not told as durable yet.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.stopping = threading.Event()
+        self.held: dict[int, Part] = {}
+        self._connection = connection
+        self._telling = threading.Lock()
+        self._given: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True, name="featx-link").start()
+
+    def tell(self, kind: str, *values: Any) -> None:
+        """Send a message; any thread may. It has arrived also when this process dies next."""
+        with self._telling:
+            self._connection.send((kind, *values))
+
+    def draw(self, wait: bool) -> Part | None:
+        """The next part; None where there is none now or, with wait, none any more."""
+        if self.stopping.is_set():
+            return None
+        self.tell("ask", wait)
+        part = self._given.get()
+        if part is not None:
+            self.held[part.index] = part
+        return part
+
+    def parts(self, first: Part) -> Iterator[Part]:
+        """One part, and those that can be had without waiting."""
+        yield first
+        while (part := self.draw(wait=False)) is not None:
+            yield part
+
+    def done(self, done: Any) -> None:
+        """Tell of a part that is durable."""
+        self.tell("done", done)
+        self.held.pop(done.part.index)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._connection.recv()
+            except (EOFError, OSError):
+                os._exit(1)  # the driver is gone, and with it the use of what is being computed
+            if message == STOP:
+                self.stopping.set()
+                message = None  # for who waits for a part
+            self._given.put(message)
+
+
+def main(descriptor: int, parent: int) -> int:
+    """Do parts until there are no more; returns the exit code."""
+    os.set_inheritable(descriptor, False)
+    _die_with(parent)
+    connection = Connection(descriptor)
+    sys.path[:] = connection.recv()
+    order, device = connection.recv()
+    if device == "cpu":
+        keep_freed_memory()  # before any thread allocates
+    link = Link(connection)
+    # Only now: what the order names may lie in folders that this process did not know.
+    from featx.pipeline.executors.part_worker import PartWork, rows_text
+    from featx.pipeline.executors.worker_spec import prepared_as_ordered
+    from featx.pipeline.executors.worker_stats import Labour
+    from featx.pipeline.stop_signals import Interrupted
+    from featx.storage.s3_folder import disk_at
+    from featx.store.heartbeat import Heartbeat
+
+    labour, work = Labour(), None
+    try:
+        heart = Heartbeat(disk_at(order.root), f"worker on {device}", order.driver)
+        with heart, prepared_as_ordered(order, device) as prepared:
+            work = PartWork(prepared, order, link.done, heart, link.stopping)
+            link.tell("ready")
+            while (first := link.draw(wait=True)) is not None:
+                labour.add(work.do(link.parts(first)))
+    except Interrupted as interrupted:
+        if not link.stopping.is_set():
+            return 128 + interrupted.signum  # a signal to this process alone
+    except Exception as error:  # noqa: BLE001 - a worker's boundary: the driver raises it
+        at = [work.part] if work is not None and work.part is not None else link.held.values()
+        told = traceback.format_exc()
+        link.tell("failed", type(error).__name__, str(error), told, rows_text(list(at)))
+        return 1
+    link.tell("bye", labour)
+    return 0
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when its driver dies, even while no Python code can run."""
+    if sys.platform.startswith("linux"):
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl.h
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):  # the driver died while it was told something
+        sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,263 @@
+"""executor=ray: a pool of actors that each load the backbone once, on this machine or a cluster.
+
+The driver holds the store's lock (in a bucket there is none), gives each actor a part at a time,
+and notes what is durable. An actor that dies, or whose node does, is replaced and its part is done
+again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from featx.base.progress import Progress
+from featx.config.run_config import Config
+from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.pipeline.executors.part_worker import PartWork, blamed_on, rows_text
+from featx.pipeline.executors.worker_spec import Order, SentOrder, Session, prepared_as_ordered
+from featx.pipeline.executors.worker_stats import Done, Harvest, Labour, Outcome
+from featx.pipeline.run_context import Prepared
+from featx.pipeline.stop_signals import Interrupted, stop_signals
+from featx.storage.s3_folder import disk_at
+from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
+from featx.types import Part
+
+WAIT_S = 0.5
+CONNECT_S = 10.0
+
+MAX_DEATHS = 3
+"""Actors that may die at a part, or before they are ready, before the run ends."""
+
+
+def check(config: Config) -> None:
+    """Raise where Ray is not installed, or no cluster answers at its address."""
+    _ray()
+    host, _, port = (config.executor.address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():  # Ray itself goes on asking for many minutes
+        try:
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise _no_cluster(config, error) from error
+
+
+def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+    """Compute what is missing in actors of a Ray cluster.
+
+    Raises:
+        RunError: an actor failed; the message names its part and rows.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
+        pool = Pool(ray, order, prepared, session)
+        pool.work()
+    return pool.harvest.outcome(pool.size, order)
+
+
+class Actor:
+    """A process somewhere that does parts; it loads the backbone once."""
+
+    def __init__(self, order: SentOrder, device: str) -> None:
+        self._order = order
+        self._device = device
+        self._name = f"actor {os.getpid()} on {device}"
+        self._stack = contextlib.ExitStack()
+        self._work: PartWork | None = None
+        self._done: list[Done] = []
+
+    def ready(self) -> str:
+        """Returns once this process can do parts: the name of its sign of life."""
+        with blamed_on(self._name, lambda: rows_text([])):
+            order = self._order.open()
+            heart = Heartbeat(disk_at(order.root), f"actor on {self._device}", order.driver)
+            self._stack.enter_context(heart)
+            prepared = self._stack.enter_context(prepared_as_ordered(order, self._device))
+            self._work = PartWork(prepared, order, self._done.append, heart)
+        return sign_name(os.getpid())
+
+    def do(self, part: Part) -> tuple[list[Done], Labour]:
+        """Compute and commit a part."""
+        assert self._work is not None, "the actor is not ready"
+        with blamed_on(self._name, lambda: rows_text([part])):
+            labour = self._work.do(iter([part]))
+        done = list(self._done)
+        self._done.clear()
+        return done, labour
+
+    def leave(self) -> None:
+        """Let go of everything."""
+        self._stack.close()
+
+
+@dataclass
+class _Hand:
+    """An actor, as its driver knows it.
+
+    Attributes:
+        handle: Ray's.
+        sign: the name of its sign of life, once it is ready.
+    """
+
+    handle: Any
+    sign: str | None = None
+
+
+class Pool:
+    """The actors of a run and the queue of its parts.
+
+    Attributes:
+        harvest: what was done so far.
+        size: how many actors there are.
+    """
+
+    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: Session) -> None:
+        keys = prepared.config.executor
+        self._pending = deque(session.missing())
+        self.harvest = Harvest(sum(len(part) for part in self._pending))
+        self._asked = order
+        self._device = prepared.engine.device.type
+        gpus = keys.gpus or 1.0 if self._device == "cuda" else 0.0
+        there = ray.cluster_resources()
+        room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
+        self.size = min(keys.tasks or max(1, room), len(self._pending))
+        self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
+        self._order = ray.put(SentOrder(order))
+        self._ray, self._session = ray, session
+        self._at: dict[Any, tuple[_Hand, Part | None]] = {}
+        self._idle: list[_Hand] = []
+        self._deaths: Counter[int | None] = Counter()
+
+    def work(self) -> None:
+        """Start the actors and see to it that every part is done."""
+        session = self._session
+        with (
+            stop_signals() as stop,
+            Progress(session.rows_asked, session.rows_done) as self._progress,
+        ):
+            try:
+                for _ in range(self.size):
+                    self._start()
+                while self._is_work_left():
+                    ended, _ = self._ray.wait(list(self._at), num_returns=1, timeout=WAIT_S)
+                    for reference in ended:
+                        self._take(reference)
+                    if stop:
+                        raise Interrupted(stop[0])
+            finally:
+                self._dismiss()
+
+    def _is_work_left(self) -> bool:
+        return bool(self._pending) or any(part is not None for _, part in self._at.values())
+
+    def _start(self) -> None:
+        """One more actor; it gets a part when it is ready, for which a machine may have to come."""
+        hand = _Hand(self._kind.remote(self._order, self._device))
+        self._at[hand.handle.ready.remote()] = hand, None
+
+    def _give(self, hand: _Hand) -> None:
+        """The next part for an actor, which waits where there is none now."""
+        if self._pending:
+            part = self._pending.popleft()
+            self._at[hand.handle.do.remote(part)] = hand, part
+        else:
+            self._idle.append(hand)
+
+    def _take(self, reference: Any) -> None:
+        """What an actor gives back, and the next part for it."""
+        hand, part = self._at.pop(reference)
+        try:
+            result = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:
+            said = str(getattr(error, "cause", None) or error).rstrip(".")
+            told = RunError(f"{said}. Nothing committed is lost; the same command goes on.")
+            told.add_note(str(error))
+            raise told from None
+        except self._ray.exceptions.RayError as error:
+            if hand.sign is not None:
+                clear_sign(self._session.disk, hand.sign)
+            self._replace(part, str(error).strip().splitlines()[0])
+            return
+        if part is None:
+            hand.sign = result
+            if not self.harvest.begun:
+                self._progress.begin()
+            self.harvest.begin()
+        else:
+            done, labour = result
+            for each in done:
+                self._session.committed(each.part, each.failures)
+                self.harvest.add(each)
+                waited = each.waited / self.size
+                self._progress.step(len(each.part), len(each.failures), waited)
+                self.harvest.refuse_failures(self._asked, self._session)
+            self.harvest.labour.add(labour)
+        self._give(hand)
+
+    def _replace(self, part: Part | None, reason: str) -> None:
+        """Another actor takes over from one that died, unless it goes on like that."""
+        index = None if part is None else part.index
+        self._deaths[index] += 1
+        where = rows_text([] if part is None else [part])
+        if self._deaths[index] >= MAX_DEATHS:
+            raise RunError(
+                f"{MAX_DEATHS} actors died in {where}: {reason} Nothing committed is lost, and "
+                "the same command tries again."
+            )
+        self._progress.tell(f"an actor died in {where} ({reason}); another one takes its place")
+        if part is not None:
+            self._pending.appendleft(part)
+        if self._idle:
+            self._give(self._idle.pop())  # a full cluster may have no room for one more
+        else:
+            self._start()
+
+    def _dismiss(self) -> None:
+        """No actor goes on, whatever ends the run."""
+        for hand in (*self._idle, *(hand for hand, _ in self._at.values())):
+            self._ray.kill(hand.handle)
+        # Also of those that were not ready yet.
+        clear_signs(self._session.disk, self._asked.driver)
+
+
+@contextlib.contextmanager
+def _cluster(config: Config) -> Iterator[Any]:
+    """Ray, connected to a cluster that is there or to one of this machine alone."""
+    ray = _ray()
+    ours = not ray.is_initialized()
+    if ours:
+        address = config.executor.address
+        try:
+            ray.init(
+                address=address or "local",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                **({} if address else {"include_dashboard": False}),
+            )
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise _no_cluster(config, error) from error
+    try:
+        yield ray
+    finally:
+        if ours:
+            ray.shutdown()
+
+
+def _no_cluster(config: Config, error: Exception) -> ConfigError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ConfigError(
+        f"executor.address={config.executor.address}: no Ray cluster answers there ({reason}). "
+        "Leave it out to start one on this machine."
+    )
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError('executor=ray needs Ray: pip install "featx[ray]".') from error
+    return ray

@@ -1,0 +1,283 @@
+"""What Slurm's controller says: of partitions, of the tasks of a run, and of the time they have.
+
+submitit asks the accounting database alone (sacct), which not every cluster has; without it a
+cancelled task looks like one that waits for ever. So featx asks squeue, which every cluster has,
+and sacct only about tasks that the controller has forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from featx.base.text import time_text
+from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
+
+ASK_S = 10.0
+"""The controller is asked about the tasks this often, to spare one that many people ask."""
+
+REPORT_S = 60.0
+"""Tasks that wait, and a controller that does not answer, are reported this often."""
+
+_ANSWER_S = 60.0
+_ENDED = frozenset({
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
+    "PREEMPTED", "REVOKED", "TIMEOUT",
+})  # fmt: skip
+"""States that a task does not leave again; one that is queued again becomes PENDING."""
+
+FORGOTTEN = "no longer known to Slurm"
+
+_NO_CONTROLLER = re.compile(
+    "unable to contact slurm controller|socket timed out|connection refused|connection reset|"
+    "transport endpoint|zero bytes|temporarily unable|communication connection failure|"
+    "unexpected message received",
+    re.IGNORECASE,
+)
+_ADVICE = {
+    "PartitionTimeLimit": "lower executor.time_limit_min",
+    "PartitionNodeLimit": "choose another executor.partition",
+    "PartitionDown": "choose another executor.partition",
+    "PartitionInactive": "choose another executor.partition",
+    "PartitionConfig": "no node of the partition has what executor.cpus or memory_gib ask for",
+    "BadConstraints": "no node has what executor.gres, cpus or memory_gib ask for",
+    "InvalidAccount": "choose another executor.account",
+    "JobHeldUser": "scontrol release JOB lets it go",
+    "JobHeldAdmin": "only an administrator can release it",
+    "launch failed requeued held": "its node could not start it; scontrol release JOB tries again",
+}
+
+
+def is_no_controller(text: str) -> bool:
+    """Whether what a command of Slurm printed says that the controller does not answer now."""
+    return _NO_CONTROLLER.search(text) is not None
+
+
+def last_line(text: str) -> str:
+    """What a command of Slurm says in the end, without its name: 'Invalid partition name'."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return re.sub(r"^\w+(:? (error|fatal))?: ", "", lines[-1]) if lines else "no reason given"
+
+
+def check_partition(partition: str | None) -> None:
+    """Ask the controller for its partitions, before anything is listed, loaded or begun.
+
+    Args:
+        partition: the option `executor.partition`, several separated by commas; None for the
+            cluster's default.
+
+    Raises:
+        RunError: the controller does not answer.
+        ConfigError: this machine has no configuration of Slurm, or the cluster no such partition.
+    """
+    code, out, error = _asked(["sinfo", "--noheader", "--all", "--format=%R"])
+    if code is None:
+        return  # sbatch will say what is wrong
+    if code:
+        raise no_controller(error)
+    names = sorted(set(out.split()))
+    for name in (partition or "").split(","):
+        if name and name not in names:
+            raise ConfigError(
+                f"executor.partition={partition}: this cluster has no partition {name}."
+                f"{nearest(name, names)} It has: {', '.join(names)}."
+            )
+
+
+def no_controller(said: str) -> FeatxError:
+    """The error for a cluster that cannot be asked, by what its command printed on stderr."""
+    if is_no_controller(said):
+        return RunError(
+            f"the controller of Slurm does not answer ({last_line(said)}). Nothing was submitted; "
+            "give the same command again when `sinfo` shows the cluster."
+        )
+    return ConfigError(
+        f"executor=slurm: Slurm does not work on this machine ({last_line(said)}). Start the "
+        "command where `sinfo` shows the cluster; executor.mode=local runs the same path here."
+    )
+
+
+def seconds_left(limit_s: float) -> float:
+    """How long this task may still run.
+
+    Args:
+        limit_s: its time limit, where Slurm does not say when it began.
+    """
+    if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():  # since Slurm 23.02
+        return int(end) - time.time()
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is not None:
+        code, out, _ = _asked(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])
+        if code == 0 and (found := re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", out.strip())):
+            days, hours, minutes, seconds = (int(group or 0) for group in found.groups())
+            return ((days * 24 + hours) * 60 + minutes) * 60.0 + seconds
+    return limit_s
+
+
+@dataclass(frozen=True)
+class TaskState:
+    """What Slurm says of a task.
+
+    Attributes:
+        state: as squeue names it, such as PENDING or NODE_FAIL.
+        reason: why it waits, as squeue says; of a forgotten one what it was when last seen.
+    """
+
+    state: str
+    reason: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the task does not run again by itself."""
+        return self.state in _ENDED or self.state == FORGOTTEN
+
+    def __str__(self) -> str:
+        return f"{self.state}, {self.reason}" if self.state == FORGOTTEN else self.state
+
+
+class SlurmQueue:
+    """The tasks of one run in Slurm's queue.
+
+    Args:
+        report: takes a line for the user.
+        clock: seconds, as time.monotonic.
+    """
+
+    def __init__(
+        self, report: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._report = report
+        self._clock = clock
+        self._states: dict[str, TaskState] = {}
+        self._asked_at: float | None = None
+        self._waiting_since: float | None = None
+        self._reported_at: dict[str, float] = {}
+
+    def states(self, ids: Iterable[str]) -> Mapping[str, TaskState]:
+        """What is known of some tasks, at most ASK_S old; a task of which nothing is known yet is
+        left out.
+
+        Args:
+            ids: of tasks that have not ended: '7_0' of an array, '8' of a single job.
+        """
+        ids = list(ids)
+        now = self._clock()
+        if ids and (self._asked_at is None or now - self._asked_at >= ASK_S):
+            self._ask(ids)
+            self._asked_at = now
+        self._report_waiting(ids, now)
+        return {task: self._states[task] for task in ids if task in self._states}
+
+    def cancel(self, ids: Iterable[str]) -> None:
+        """Cancel tasks, as far as the controller can be reached."""
+        if ids := list(ids):
+            _asked(["scancel", *ids])
+
+    def _ask(self, ids: list[str]) -> None:
+        jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
+        command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
+        code, out, error = _asked([*command, f"--jobs={jobs}"])
+        # squeue fails where it knows none of the jobs, and leaves out those that it does not know.
+        if code == 0 or "invalid job id" in error.lower():
+            found = {}
+            for line in out.splitlines():
+                task, state, reason = line.split("|", 2)
+                found[task] = TaskState(state, "" if reason == "None" else reason)
+            lacking = [task for task in ids if task not in found]
+            self._states.update({**found, **self._of_accounting(lacking)})
+            return
+        if self._is_due("silent", self._clock()):
+            self._report(
+                f"the controller of Slurm does not answer ({last_line(error)}); tasks that run go "
+                "on, and it is asked again"
+            )
+
+    def _of_accounting(self, ids: list[str]) -> dict[str, TaskState]:
+        """The states of tasks that the controller does not know any more.
+
+        It forgets a task some minutes after its end, and at once where a task of an array is
+        cancelled while it waits.
+        """
+        if not ids:
+            return {}
+        known = {}
+        jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
+        command = ["sacct", "--noheader", "--allocations", "--parsable2", "--format=JobID,State"]
+        code, out, _ = _asked([*command, f"--jobs={jobs}"])
+        for line in out.splitlines() if code == 0 else ():
+            task, _, state = line.partition("|")
+            known[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
+        # The database may lag behind: what is gone from the controller has ended all the same.
+        return {
+            task: known[task]
+            if task in known and known[task].has_ended
+            else TaskState(FORGOTTEN, self._last_seen(task))
+            for task in ids
+        }
+
+    def _last_seen(self, task: str) -> str:
+        before = self._states.get(task)
+        if before is None:
+            return "never seen in the queue"
+        return before.reason if before.state == FORGOTTEN else f"last seen as {before.state}"
+
+    def _report_waiting(self, ids: list[str], now: float) -> None:
+        """Say why tasks wait, REPORT_S after they began to and as often from then on."""
+        waiting = [self._states[t] for t in ids if t in self._states and _waits(self._states[t])]
+        if not waiting:
+            self._waiting_since = None
+            return
+        if self._waiting_since is None:
+            self._waiting_since = now
+            self._reported_at["waiting"] = now - REPORT_S + 2 * ASK_S  # first soon, then seldom
+        if not self._is_due("waiting", now):
+            return
+        reasons = Counter(state.reason or "no reason yet" for state in waiting)
+        text = ", ".join(f"{reason} ({count})" for reason, count in reasons.most_common(3))
+        advice = {_ADVICE[reason] for reason in reasons if reason in _ADVICE}
+        more = f"; {'; '.join(sorted(advice))}" if advice else ""
+        waited = time_text(now - self._waiting_since)
+        self._report(
+            f"{len(waiting)} of {counted(len(ids), 'task')} wait in the queue for {waited} now: "
+            f"{text}{more}"
+        )
+
+    def _is_due(self, what: str, now: float) -> bool:
+        """Whether REPORT_S are over since this was last reported, which it is now."""
+        last = self._reported_at.get(what)
+        if last is not None and now - last < REPORT_S:
+            return False
+        self._reported_at[what] = now
+        return True
+
+
+def _waits(state: TaskState) -> bool:
+    return state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
+
+
+def _asked(command: list[str]) -> tuple[int | None, str, str]:
+    """Exit code, stdout and stderr of a command of Slurm; no code where there is no such command.
+
+    The messages are in English whatever the user's language, and no terminal is passed on.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_S,
+            env={**os.environ, "LC_ALL": "C"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return 1, "", f"Socket timed out: no answer within {_ANSWER_S:.0f} s"
+    except OSError as error:
+        return None, "", f"{command[0]}: {error.strerror}"
+    return done.returncode, done.stdout, done.stderr

@@ -1,0 +1,374 @@
+"""The main job itself: what is missing in a store is computed, committed and packed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base.console import announce, complain
+from featx.config.run_config import Config
+from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.export.tensorboard.events import RunEvents, require_tensorboard
+from featx.pipeline.executors import check, in_process, spread
+from featx.pipeline.executors.worker_stats import Outcome
+from featx.pipeline.feature_sink import FeatureWork, StoreProduct
+from featx.pipeline.image_changes import (
+    ImageChanges,
+    changed_images_text,
+    changed_text,
+    gone_images_text,
+    image_changes,
+    mended_images_text,
+    rows_of_two_images,
+    unknown_images_text,
+)
+from featx.pipeline.loop import run_parts
+from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
+from featx.pipeline.retry import RetryWork, readable_again
+from featx.pipeline.row_failures import exit_code, failures_text
+from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_metrics import peak_memory_mib
+from featx.pipeline.run_summary import describe_run
+from featx.pipeline.run_target import StorePurpose
+from featx.storage.s3_path import is_url, place_of
+from featx.store import layout
+from featx.store.heartbeat import Heartbeat
+from featx.store.pack import pack_in_child, packed_size_bound
+from featx.store.session import StoreSession
+from featx.types import Source, Status
+
+
+def run_extraction(
+    config: Config,
+    config_yaml: str,
+    known_rows_only: bool = False,
+    finish: Callable[[Prepared, StoreSession], None] | None = None,
+    source: Source | None = None,
+) -> dict[str, Any]:
+    """Begin or go on with the store of a config until it is whole; says what happens on stderr.
+
+    Args:
+        config: checked.
+        config_yaml: as the user gave it, for the store.
+        known_rows_only: leave pictures alone that the store does not know.
+        finish: called once the store is whole, while the model is still at hand.
+        source: the data set, where it is an object from Python; None opens the config's.
+
+    Returns:
+        the summary, as in summary.json.
+
+    Raises:
+        FeatxError: the config or the store does not fit, or the run failed on its way.
+        Interrupted: a signal asked for the end; what was whole is committed.
+    """
+    mark = OverwriteMark(place_of(config.out) / layout.OVERWRITING, config, source is None)
+
+    def run(config: Config) -> dict[str, Any]:
+        return _run(config, config_yaml, mark, known_rows_only, finish, source)
+
+    return resumed_or_anew(config, mark, run)
+
+
+def _run(
+    config: Config,
+    config_yaml: str,
+    mark: OverwriteMark,
+    known_rows_only: bool,
+    finish: Callable[[Prepared, StoreSession], None] | None,
+    source: Source | None,
+) -> dict[str, Any]:
+    """As `run_extraction`, and overwrite=true deletes what is there."""
+    out = place_of(config.out)
+    _check(config, out)
+    with contextlib.ExitStack() as stack:
+        purpose = StorePurpose(config, known_rows_only, source)
+        prepared = stack.enter_context(prepare(config, config_yaml, purpose))
+        session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
+        stack.enter_context(session.hold(config.overwrite))
+        if config.overwrite:
+            mark.write(session.disk)
+        session.write_config(config_yaml)
+        announce([*describe_run(prepared), ("store", _store_text(session))])
+        events = RunEvents(prepared, session) if config.tensorboard else None
+        _compute_lost(prepared, session)
+        _mind_images(prepared, session, only_tell=known_rows_only)
+        if config.retry_failed:
+            _retry(prepared, session)
+        outcome = (
+            spread(prepared, session, product_of(purpose, prepared, session), config_yaml)
+            if config.is_spread
+            else _done_here(prepared, session, events)
+        )
+        figures = outcome.figures
+        packing = time.perf_counter()
+        _pack(config, session)
+        figures.seconds["pack"] = time.perf_counter() - packing
+        session.write_failures()
+        summary = _summary(session, outcome)
+        session.write_summary(summary)
+        if events is not None:
+            events.finish()
+        if finish is not None:
+            finish(prepared, session)
+        if session.whole:
+            mark.remove(session.disk)
+    _complain_of_rows(session, summary["faint_rows"])
+    return summary
+
+
+def _check(config: Config, out: Path) -> None:
+    """Refuse what cannot work here, before anything is listed or loaded."""
+    if config.grow and is_url(out):
+        raise ConfigError(
+            f"grow=true needs a store on a disk, and {out} lies in an object store: without a lock "
+            "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
+            "it back."
+        )
+    writes_images = config.job.name == "attribute" or config.tensorboard
+    if writes_images and config.data.root and not is_url(out):
+        root = Path(config.data.root).expanduser()
+        if root.is_dir() and root.resolve() == out.resolve():
+            raise ConfigError(
+                f"out={config.out} is data.root as well, and heat maps and sprites would become "
+                "images of the data set. Choose another folder; below data.root is fine."
+            )
+    if config.tensorboard:
+        require_tensorboard()
+    if config.is_spread:
+        check(config)
+
+
+def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
+    """Say which rows failed, and which are too small for their dtype.
+
+    Args:
+        session: of the run.
+        faint: layer -> how many of its rows are.
+    """
+    if session.failures:
+        complain(failures_text(session.failures))
+    for layer, count in faint.items():
+        complain(
+            f"warning: {counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
+            "above 6.1e-5; float16 holds so little with few bits or as zero. dtype=float32 keeps "
+            "it."
+        )
+
+
+def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
+    """0, or that of more failed rows than max_failures allows, which it then says."""
+    failures = place_of(config.out) / layout.FAILURES_CSV
+    return exit_code(
+        config,
+        summary["rows"],
+        summary["failures"],
+        f"Their rows are NaN with a status; see {failures}.",
+    )
+
+
+def _mind_images(prepared: Prepared, session: StoreSession, only_tell: bool) -> None:
+    """Compare the images with what the rows that are there were computed from.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+        only_tell: go on all the same; it is a repair, which refuses nothing that it can mend.
+
+    Raises:
+        StoreMismatchError: some have changed, and refresh=true was not given or could not compute
+            all their layers.
+    """
+    config, keys = prepared.config, prepared.listing.keys
+    changes = _changes(prepared, session)
+    if changes.num_unknown:
+        complain(
+            f"warning: {unknown_images_text(changes.num_unknown)} (an early featx wrote them, or "
+            "this was damaged and could not be repaired): whether it has changed is not known. "
+            "overwrite=true begins the store anew.\n"
+        )
+    if len(changes.gone):
+        complain(f"warning: {gone_images_text(keys, changes.gone)}. Their rows stay as they are.\n")
+    if config.refresh:
+        complain(f"{changed_text(len(changes.rows))} since their rows were computed\n")
+        rows = _of_runs_asked(session, changes)
+        if len(rows):
+            _compute_anew(prepared, session, rows.tolist(), "refresh")
+            changes = _changes(prepared, session)
+    failed = {failure.row for failure in session.failures}
+    mended = [row for row in changes.rows.tolist() if row in failed]
+    changed = [row for row in changes.rows.tolist() if row not in failed]
+    if mended and not config.retry_failed:
+        complain(f"{mended_images_text(keys, mended)}\n")
+    if not changed:
+        return
+    layers = [
+        f"layers=[{','.join(sorted(run.names))}]"
+        for run, rows in zip(session.manifest.runs, changes.changed, strict=True)
+        if np.isin(rows, changed).any()
+    ]
+    what = _anew_text(list(dict.fromkeys(layers)))
+    text = changed_images_text(session.root, keys, changed, what)
+    if not only_tell:
+        raise StoreMismatchError(text)
+    complain(f"warning: {text}\n")
+
+
+def _anew_text(layers: Sequence[str]) -> str:
+    """What refresh=true does, for runs with these layers, as they are given to the command."""
+    each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
+    return f"computes those rows anew and no others{each}"
+
+
+def _changes(prepared: Prepared, session: StoreSession) -> ImageChanges:
+    """What has changed by now; the states of the images are kept for the next look."""
+    changes = image_changes(
+        prepared.source,
+        prepared.listing.keys,
+        session.root,
+        session.manifest,
+        read_all=prepared.config.refresh,
+    )
+    if changes.states is not None:
+        session.write_image_states(changes.states)
+    return changes
+
+
+def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[np.int64]:
+    """The rows that have changed for the layers that are asked for."""
+    pairs = zip(session.manifest.runs, changes.changed, strict=True)
+    return np.unique(
+        np.concatenate([[], *(rows for run, rows in pairs if session.makes(run))]).astype(np.int64)
+    )
+
+
+def _compute_lost(prepared: Prepared, session: StoreSession) -> None:
+    """Compute the rows that damaged chunks held, and put them to the rows that a repair kept."""
+    rows = session.lost_rows()
+    if rows:
+        complain(f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n")
+        run_parts(prepared, RetryWork(prepared, session, rows))
+        session.survey_anew()
+
+
+def _retry(prepared: Prepared, session: StoreSession) -> None:
+    """Try the failed images again, and put those that can be read now into their rows."""
+    failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
+    rows = readable_again(prepared, failed)
+    complain(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
+    if rows:
+        _compute_anew(prepared, session, rows, "retry_failed")
+
+
+def _compute_anew(
+    prepared: Prepared, session: StoreSession, rows: Sequence[int], option: str
+) -> None:
+    """Compute some rows once more, in their place; no other row changes.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+        rows: of the listing.
+        option: that asks for it.
+
+    Raises:
+        ConfigError: the layers asked for are not those of a run.
+    """
+    if not session.parts_with(rows):
+        together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
+        raise ConfigError(
+            f"{option}=true computes all layers again that were computed together. Give it with "
+            f"the layers of one run: {', '.join(dict.fromkeys(together))}."
+        )
+    session.unpack()
+    run_parts(prepared, RetryWork(prepared, session, rows))
+    session.survey_anew()
+
+
+def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
+    """What a store lacks, computed by this process alone."""
+    with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
+        maker = FeatureWork(prepared, session.commit, heart, events)
+        return in_process.run(prepared, session, maker, events)
+
+
+def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession) -> StoreProduct:
+    """What the workers of a spread run are to make."""
+    return StoreProduct(
+        dtype=purpose.dtype,
+        settings=purpose.settings,
+        datasets=frozenset(spec.name for spec in prepared.specs),
+        manifest=session.manifest.to_json(),
+    )
+
+
+def _pack(config: Config, session: StoreSession) -> None:
+    """The parts into one features.h5, where that is wanted and there is room."""
+    if session.packed or not session.whole or _is_mixed(session) or config.pack is False:
+        return
+    if is_url(session.root):
+        complain(
+            "the parts are kept: an object store has no disk to pack on. featx.open reads parts."
+        )
+        return
+    needed, free = packed_size_bound(session.stored_bytes()), session.disk.free_bytes()
+    if config.pack == "auto" and free < needed:
+        complain(
+            f"the parts are kept: packing needs {needed} bytes and {free} are free. "
+            "featx.open reads parts as well."
+        )
+        return
+    pack_in_child(session.root, session.lock)
+    session.after_packing()
+
+
+def _is_mixed(session: StoreSession) -> bool:
+    """Whether layers of some rows were computed from different images; says so.
+
+    Raises:
+        StoreMismatchError: of rows that have not failed.
+    """
+    runs = session.manifest.runs
+    if len(runs) == 1:
+        return False
+    mixed = rows_of_two_images(session.root, session.manifest).tolist()
+    if not mixed:
+        return False
+    failed = {failure.row for failure in session.failures}
+    layers = dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs)
+    if ok := [row for row in mixed if row not in failed]:
+        keys = session.listing.keys
+        what = _anew_text(list(layers))
+        raise StoreMismatchError(changed_images_text(session.root, keys, ok, what))
+    complain(
+        f"the parts are kept: "
+        f"{counted(len(mixed), 'failed image has', 'failed images have')} been mended for some "
+        "layers only. "
+        f"retry_failed=true with each of {' and '.join(layers)} computes the others.\n"
+    )
+    return True
+
+
+def _summary(session: StoreSession, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "rows": len(session.listing),
+        "failures": len(session.failures),
+        **outcome.figures.as_dict(),
+        "faint_rows": dict(+outcome.faint),
+        "layers": [spec.name for spec in session.manifest.layers.values()],
+        "bytes": session.stored_bytes(),
+        "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),
+        "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def _store_text(session: StoreSession) -> str:
+    done, total = session.rows_done, session.rows_asked
+    if not done:
+        return f"{session.root}, begun"
+    return f"{session.root}, {done} of {total} rows are there already"

@@ -1,0 +1,281 @@
+"""Images that have changed since the rows of a store were computed from them.
+
+As with git's index, an image whose size and time of change are what they were is taken to be the
+same, and of the others the bytes are compared. An image that was changed within RECENT_NS before it
+was looked at may change again without another time, so its state is not kept.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.base.console import complain
+from featx.base.machine import num_cpus
+from featx.errors import counted
+from featx.images.fault_tolerant_decode import read_image
+from featx.store import layout
+from featx.store.image_states import UNSETTLED, read_image_states, stored_image_checksums
+from featx.store.manifest import Manifest
+from featx.types import (
+    NO_IMAGE,
+    UNKNOWN_IMAGE,
+    ImageFault,
+    Regional,
+    Source,
+    Stateful,
+    image_checksum,
+)
+
+RECENT_NS = 2_000_000_000
+"""The coarsest time of change that a file system keeps: 2 s, on FAT."""
+
+_AT_ONCE = 1 << 12
+"""Images that wait to be read."""
+
+_SHOWN = 10
+"""Keys that a message names."""
+
+
+@dataclass(frozen=True)
+class ImagesOfRun:
+    """The images that a run computed its rows from.
+
+    Attributes:
+        first_row: of the run.
+        checksums: (n,) of its rows' images, UNKNOWN_IMAGE where nothing is known.
+        computed: (n,) whether the rows are there.
+    """
+
+    first_row: int
+    checksums: npt.NDArray[np.uint64]
+    computed: npt.NDArray[np.bool_]
+
+    @property
+    def rows(self) -> slice:
+        """Of the listing."""
+        return slice(self.first_row, self.first_row + len(self.checksums))
+
+
+@dataclass(frozen=True)
+class ImageChanges:
+    """What became of the images of a store, or of statistics.
+
+    Attributes:
+        changed: for each run, the rows that it computed from another image.
+        gone: rows whose image gives no bytes now, though it did.
+        num_rows: that are there, whose images were looked at.
+        num_read: of them, those whose bytes were compared.
+        num_unknown: rows that are there without a checksum of their image.
+        states: (N,) IMAGE_STATE to be kept; None where the data set does not tell any.
+    """
+
+    changed: tuple[npt.NDArray[np.int64], ...]
+    gone: npt.NDArray[np.int64]
+    num_rows: int
+    num_read: int
+    num_unknown: int
+    states: npt.NDArray[np.void] | None
+
+    @property
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The rows that some run computed from another image, in order."""
+        return np.unique(np.concatenate(self.changed))
+
+
+def image_changes(
+    source: Source,
+    keys: npt.NDArray[np.bytes_],
+    root: Path,
+    manifest: Manifest,
+    present: npt.NDArray[np.bool_] | None = None,
+    read_all: bool = False,
+) -> ImageChanges:
+    """Compare the images of a store with what its rows were computed from.
+
+    Args:
+        source: of the images.
+        keys: (N,) of the store's rows.
+        root: of the store, a folder.
+        manifest: its runs.
+        present: (N,) which keys the data set has; None for all.
+        read_all: read every image of a data set that tells nothing of their states; else it is not
+            compared.
+
+    Raises:
+        RunError: the images' disk fails, and goes on failing.
+        StoreError: the store cannot be read now.
+    """
+    runs = _images_of_runs(root, manifest)
+    return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all)
+
+
+def compare_images(
+    source: Source,
+    keys: npt.NDArray[np.bytes_],
+    runs: Sequence[ImagesOfRun],
+    states_file: Path,
+    present: npt.NDArray[np.bool_] | None = None,
+    read_all: bool = False,
+) -> ImageChanges:
+    """Compare the images of a data set with those that runs computed their rows from.
+
+    Args:
+        source, keys, present, read_all: as for `image_changes`.
+        runs: at least one.
+        states_file: where the states of the images were kept.
+
+    Raises:
+        RunError: the images' disk fails, and goes on failing.
+    """
+    present = np.ones(len(keys), np.bool_) if present is None else present
+    now_ns = time.time_ns()  # before anything is read
+    states = np.full(len(keys), UNSETTLED)
+    found = source.states(keys[present]) if isinstance(source, Stateful) else None
+    if found is not None:
+        states[present] = found
+    expected, mixed, computed = _expected(len(keys), runs)
+    known = expected != UNKNOWN_IMAGE
+    doubtful = np.full(len(keys), read_all)
+    if found is not None:
+        doubtful = states != read_image_states(states_file, len(keys))
+    doubtful = known & present & (doubtful | mixed)
+    rows = np.flatnonzero(doubtful)
+    current = expected.copy()
+    current[rows] = _current_checksums(source, keys[rows])
+    current[known & ~present] = NO_IMAGE
+    changed = []
+    for run in runs:
+        sums, now = run.checksums, current[run.rows]
+        other = run.computed & (sums != UNKNOWN_IMAGE) & (sums != now) & (now != NO_IMAGE)
+        changed.append(np.flatnonzero(other) + run.first_row)
+    gone = known & (expected != NO_IMAGE) & (current == NO_IMAGE)
+    unsettled = gone | (np.abs(states["mtime_ns"] - now_ns) < RECENT_NS)
+    unsettled[np.concatenate(changed)] = True
+    states[unsettled] = UNSETTLED
+    return ImageChanges(
+        changed=tuple(changed),
+        gone=np.flatnonzero(gone),
+        num_rows=int(known.sum()) if found is not None or read_all else len(rows),
+        num_read=len(rows),
+        num_unknown=int((computed & ~known).sum()),
+        states=None if found is None else states,
+    )
+
+
+def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
+    """Rows whose layers were not all computed from the same image, by what the store says."""
+    _, mixed, _ = _expected(manifest.num_rows, _images_of_runs(root, manifest))
+    return np.flatnonzero(mixed)
+
+
+def changed_images_text(
+    path: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], what: str
+) -> str:
+    """The message for images that are others than those that something was computed from.
+
+    Args:
+        path: of what was computed: a store, or statistics.
+        keys: of all rows.
+        rows: that are concerned.
+        what: refresh=true does: "computes ...".
+    """
+    return (
+        f"{changed_text(len(rows))} since {path} was computed from them: "
+        f"{named_keys(keys[list(rows)].tolist(), len(rows))}. The command of the run with "
+        f"refresh=true {what}. Or put the images back, choose another out=DIR, or "
+        "overwrite=true to delete what is there."
+    )
+
+
+def changed_text(count: int) -> str:
+    """So many images have changed."""
+    return counted(count, "image has changed", "images have changed")
+
+
+def gone_images_text(keys: npt.NDArray[np.bytes_], rows: npt.NDArray[np.int64]) -> str:
+    """Images that are not there any more."""
+    count = len(rows)
+    named = named_keys(keys[rows].tolist(), count)
+    return f"{counted(count, 'image is', 'images are')} not there any more: {named}"
+
+
+def mended_images_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:
+    """Failed images that are others now."""
+    named = named_keys(keys[list(rows)].tolist(), len(rows))
+    return (
+        f"{counted(len(rows), 'failed image has changed', 'failed images have changed')} since: "
+        f"refresh=true computes anew what they failed for ({named})"
+    )
+
+
+def unknown_images_text(count: int) -> str:
+    """Rows without a checksum of their image."""
+    return (
+        f"{counted(count, 'row does', 'rows do')} not say which image "
+        f"{'it was' if count == 1 else 'they were'} computed from"
+    )
+
+
+def named_keys(keys: Iterable[bytes], count: int) -> str:
+    """Some keys for a message: all of a few, the first of many."""
+    shown = [os.fsdecode(key) for _, key in zip(range(_SHOWN), keys, strict=False)]
+    return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
+
+
+def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
+    """What a store says of its images, run by run."""
+    stored = stored_image_checksums(root, manifest)
+    return [
+        ImagesOfRun(run.grid.first_row, sums, there)
+        for run, (sums, there) in zip(manifest.runs, stored, strict=True)
+    ]
+
+
+def _expected(
+    num_rows: int, runs: Sequence[ImagesOfRun]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Each row's checksum, whether runs differ in it, and whether it is there."""
+    expected = np.full(num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
+    mixed, computed = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
+    for run in runs:
+        rows, sums = run.rows, run.checksums
+        before = expected[rows]
+        both = (before != UNKNOWN_IMAGE) & (sums != UNKNOWN_IMAGE)
+        mixed[rows] |= both & (before != sums)
+        computed[rows] |= run.computed
+        before[~both] = np.maximum(before, sums)[~both]
+    return expected, mixed, computed
+
+
+def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint64]:
+    """(n,) of the images as they are now, each read once however many rows are cut from it."""
+    if not len(keys):
+        return np.empty(0, dtype=np.uint64)
+    which = np.arange(len(keys))
+    if isinstance(source, Regional):
+        pictures = [source.picture(key) for key in keys.tolist()]
+        _, firsts, which = np.unique(pictures, return_index=True, return_inverse=True)
+        keys = keys[firsts]
+    complain(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
+
+    def checksum(key: bytes) -> int:
+        try:
+            return image_checksum(read_image(source, key))
+        except ImageFault:
+            return NO_IMAGE
+
+    found = np.empty(len(keys), dtype=np.uint64)
+    with ThreadPoolExecutor(num_cpus(), thread_name_prefix="featx-compare") as threads:
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE].tolist()
+            found[start : start + len(some)] = list(threads.map(checksum, some))
+    checksums: npt.NDArray[np.uint64] = found[which]
+    return checksums

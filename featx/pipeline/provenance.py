@@ -1,0 +1,103 @@
+"""Where the values of a run come from: its fingerprint, and what a store says of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from importlib.metadata import version as version_of
+from typing import TYPE_CHECKING, Any
+
+from featx.config import GRADIENTS
+from featx.config.run_config import Config
+from featx.images.decode import PILLOW
+from featx.store.listing import listing_identity
+from featx.types import LayerSpec, Listing, StoreHeader
+
+if TYPE_CHECKING:
+    from featx.images.decode_settings import Decoding
+    from featx.models.base import Backbone
+
+_VERSIONED = ("torch", "torchvision", "timm", "pillow")
+
+
+def fingerprint(
+    config: Config,
+    engine: Any,
+    decoding: Decoding,
+    specs: list[LayerSpec],
+    listing: Listing,
+    part_rows: int,
+) -> dict[str, Any]:
+    """Everything that changes values; a resume with another one is refused."""
+    backbone, policy = engine.backbone, decoding.policy
+    jpeg = policy.jpeg
+    return {
+        "model": backbone.name,
+        "weights": backbone.weights,
+        "weights_sha256": backbone.weights_sha256,
+        **({"model.args": dict(backbone.args)} if backbone.args else {}),
+        # Where it is not there nothing is said, for stores of before it was a key.
+        **({"model.init": config.model.init} if config.model.init != "loaded" else {}),
+        **{f"layer.{spec.name}": layer_line(spec, config) for spec in specs},
+        "layers": [spec.name for spec in specs],
+        "transform": backbone.preprocess.describe(),
+        "decode": "reference" if decoding.reference else "fast",
+        **_of_device_decoder(decoding),
+        # Stores of early runs knew Pillow only, whose version stands below.
+        **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
+        **({} if policy.heif is None else {"version.pillow_heif": policy.heif}),
+        "data.exif": policy.exif,
+        "data.background": list(policy.background),
+        "data.max_pixels": policy.max_pixels,
+        "listing": listing_identity(listing),
+        "device": engine.device.type,
+        **engine.compute.as_dict(),
+        "part_rows": part_rows,
+        "nonfinite": config.nonfinite,
+        **{f"version.{name}": version for name, version in _versions().items()},
+    }
+
+
+def _of_device_decoder(decoding: Decoding) -> dict[str, Any]:
+    """What is said where a device decodes: of how many pictures, and with what."""
+    if decoding.device_share is None:
+        return {}
+    import torch
+
+    return {"decode": "gpu", "gpu_share": decoding.device_share, "version.cuda": torch.version.cuda}
+
+
+def layer_line(spec: LayerSpec, config: Config) -> str:
+    """What a layer's values are, in words; for gradients also of what."""
+    target = f", target {config.target}" if spec.capture in GRADIENTS else ""
+    of_layer = f" of {spec.layer}" if spec.layer else ""
+    return (
+        f"{spec.capture}{of_layer}, reduce {spec.reduce} {dict(spec.reduce_args)}, "
+        f"shape {list(spec.shape)}{target}"
+    )
+
+
+def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> StoreHeader:
+    """What a store says of a run.
+
+    Args:
+        config_yaml: as the user gave it.
+        backbone: that computes it.
+        settings: the fingerprint.
+    """
+    from featx.base.version import __version__
+
+    return StoreHeader(
+        fingerprint=settings,
+        config=config_yaml,
+        model=backbone.name,
+        weights=backbone.weights,
+        weights_sha256=backbone.weights_sha256,
+        transform=backbone.preprocess.describe(),
+        versions={**_versions(), "featx": __version__},
+    )
+
+
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    return {name: version_of(name) for name in _VERSIONED}

@@ -1,0 +1,119 @@
+"""Some rows of a store computed again, each put in its place: all others stay as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import require
+from featx.pipeline.feature_sink import Rows, compute_rows
+from featx.pipeline.run_context import Prepared
+from featx.store.part_builder import PartBuilder
+from featx.store.session import StoreSession
+from featx.types import Batch, Failure, Part
+
+
+def readable_again(prepared: Prepared, rows: Sequence[int]) -> list[int]:
+    """Those of some failed rows whose image can be read and decoded now."""
+    with prepared.loader(1) as loader:
+        images = loader.each(rows)
+        return [row for row, image in zip(rows, images, strict=True) if image is not None]
+
+
+class RetryWork:
+    """Rows computed again and put into the parts that hold their neighbours: those that failed, of
+    changed images, or lost with a damaged chunk.
+
+    A row's last bits depend on its batch, so whole batches are computed, as they would have been;
+    of these only the rows that are retried are taken. All others stay as they are stored.
+
+    Args:
+        prepared: the run.
+        session: its store, held, in parts.
+        rows: of the listing; of a part in pieces all that these lack.
+
+    Attributes:
+        seconds: there are no stages beside those of every run.
+    """
+
+    def __init__(self, prepared: Prepared, session: StoreSession, rows: Sequence[int]) -> None:
+        self.seconds: dict[str, float] = {}
+        self._prepared = prepared
+        self._session = session
+        self._rows = frozenset(rows)
+        self._parts = {part.index: part for part in session.parts_with(rows)}
+        self._spans = [span for part in self._parts.values() for span in self._batches_of(part)]
+        self._taken = 0
+        self._features: dict[int, dict[str, npt.NDArray[Any]]] = {}
+        self._checksums: dict[int, np.uint64] = {}
+        self._failures: list[Failure] = []
+
+    @property
+    def rows_asked(self) -> int:
+        return sum(len(span) for span in self._spans)
+
+    @property
+    def rows_done(self) -> int:
+        return sum(len(span) for span in self._spans[: self._taken])
+
+    @property
+    def rows_failed(self) -> int:
+        return 0  # they are few, and most have failed before: no reason to stop
+
+    def missing(self) -> list[Part]:
+        """The batches with such rows; each has the number of its part."""
+        return self._spans
+
+    def compute(self, engine: Any, batch: Batch) -> Rows:
+        return compute_rows(self._prepared, engine, batch)
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        rows = computed()
+        for row in self._rows.intersection(range(batch.start, batch.start + batch.count)):
+            place = row - batch.start
+            self._features[row] = {name: values[place] for name, values in rows.features.items()}
+            if rows.checksums is not None:
+                self._checksums[row] = rows.checksums[place]
+        failed = [failure for failure in rows.failures if failure.row in self._rows]
+        self._failures += failed
+        return failed
+
+    def hand_over(self) -> Callable[[], None]:
+        index = self._spans[self._taken].index
+        self._taken += 1
+        if self._taken < len(self._spans) and self._spans[self._taken].index == index:
+            return lambda: None  # more batches of the same part follow
+        features, failures, sums = self._features, self._failures, self._checksums
+        self._features, self._failures, self._checksums = {}, [], {}
+        return functools.partial(self._replace, self._parts[index], features, failures, sums)
+
+    def _batches_of(self, part: Part) -> list[Part]:
+        size = self._prepared.engine.compute.batch_size
+        inside = [row for row in self._rows if part.start <= row < part.stop]
+        starts = {row - (row - part.start) % size for row in inside}
+        return [Part(part.index, i, min(i + size, part.stop)) for i in sorted(starts)]
+
+    def _replace(
+        self,
+        part: Part,
+        features: Mapping[int, Mapping[str, npt.NDArray[Any]]],
+        failures: Sequence[Failure],
+        checksums: Mapping[int, np.uint64],
+    ) -> None:
+        """The part once more, with other values in the rows that were computed."""
+        stored, before, images = self._session.stored(part)
+        lacking = set(self._session.lacking_rows(part))
+        require(lacking <= features.keys(), "a row that no piece holds was not computed")
+        for row, checksum in checksums.items():
+            images[row - part.start] = checksum
+        for row, values in features.items():
+            for name, value in values.items():
+                stored[name][row - part.start] = value
+        kept = [failure for failure in before if failure.row not in features]
+        builder = PartBuilder(part, self._prepared.specs)
+        builder.add(part.start, stored, [*kept, *failures], images)
+        self._session.replace(builder)

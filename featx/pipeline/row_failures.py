@@ -1,0 +1,110 @@
+"""Rows that failed: which of a batch do, how many a run bears, and what is said of them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from featx.base.console import complain
+from featx.config.run_config import Config
+from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
+from featx.pipeline.run_context import Prepared
+from featx.types import Batch, Failure, Status
+
+EARLY_STOP_S = 60.0
+"""A run with too many failures ends early where at least this much work is left."""
+
+
+def failures_of(
+    prepared: Prepared, engine: Any, batch: Batch, values: Mapping[str, Any]
+) -> list[Failure]:
+    """The rows of a batch that failed: in reading, or because a feature is not finite.
+
+    Args:
+        prepared: the run.
+        engine: that computed it.
+        batch: n rows of it, and padding.
+        values: dataset name -> (B, ...), of any device.
+
+    Raises:
+        NonFiniteError: a feature is not finite, and nonfinite=error.
+    """
+    from featx.engine.row_checks import finite_rows
+
+    failures = list(batch.failures)
+    failed = {failure.row for failure in failures}
+    for name, finite in finite_rows(values).items():
+        for i in range(batch.count):
+            row = batch.start + i
+            if finite[i] or row in failed:
+                continue
+            failed.add(row)
+            failures.append(_non_finite(prepared, engine, batch, row, name))
+    return failures
+
+
+def _non_finite(prepared: Prepared, engine: Any, batch: Batch, row: int, layer: str) -> Failure:
+    """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
+    key = bytes(prepared.listing.keys[row])
+    labels = prepared.labels_of(batch)
+    reason = engine.explain(batch.images, labels, row - batch.start, layer)
+    if prepared.config.nonfinite == "error":
+        wide = prepared.specs[0].dtype == "float32"
+        wider = "" if wide else "store larger values: dtype=float32; to "
+        raise NonFiniteError(
+            f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
+            f"To {wider}compute more exactly: precision=fp32; to go on and mark such rows: "
+            "nonfinite=record. Each needs overwrite=true or a new out."
+        )
+    return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
+
+
+def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: float) -> None:
+    """Raise TooManyFailuresError where going on would only give more of the same.
+
+    Args:
+        config: of the run.
+        failed: images so far.
+        done: rows that are computed.
+        rows: that are asked for.
+        left_s: how long the others will take.
+    """
+    if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
+        raise TooManyFailuresError(
+            f"{failed} of the first {counted(done, 'image')} failed, more than max_failures="
+            f"{config.max_failures} allows of {rows} in all, and about "
+            f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
+            "the images. To go on, give the same command with a larger max_failures."
+        )
+
+
+def failures_text(failures: list[Failure]) -> str:
+    """How many images failed for which reason, with an example of each."""
+    counts = Counter(failure.status for failure in failures)
+    lines = [f"{counted(len(failures), 'image')} failed:"]
+    for status, count in counts.most_common():
+        example = next(f for f in failures if f.status == status)
+        lines.append(
+            f"  {count} {status.label}, such as {os.fsdecode(example.key)}: {example.message}"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) -> int:
+    """0, or that of more failures than max_failures allows or nothing else, which it then says.
+
+    Args:
+        config: of the run.
+        num_rows, num_failed: images in all, and those that failed.
+        what_became: of the failed ones, a sentence.
+    """
+    allowed = config.allowed_failures(num_rows)
+    if num_failed <= allowed and num_failed < num_rows:
+        return 0
+    limit = f"more than max_failures={config.max_failures} ({counted(allowed, 'image')})"
+    if num_failed == num_rows:
+        limit = "all of them"
+    complain(f"{num_failed} of {counted(num_rows, 'image')} failed, {limit}. {what_became}")
+    return EXIT_TOO_MANY_FAILURES

@@ -1,0 +1,58 @@
+"""Seconds, rows and memory of a run."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Figures:
+    """What a run measured.
+
+    Attributes:
+        seconds: stage -> busy ones; None where a worker ended before it could tell them.
+        images_per_second: None where nothing was left to do.
+        bytes_read: of encoded images; None as for seconds.
+        bottleneck: a sentence on the stage that the others waited for.
+        trial_images_per_second: what the trial before the run promised; None where workers compute.
+        share_of_trial: of it, which the run reached; None also for a run that is too short.
+        below_trial: a sentence on the likely cause, where the share is below 0.7.
+        decoder_warnings: reason -> images whose decoder gave this warning.
+    """
+
+    seconds: dict[str, float | None]
+    images_per_second: float | None
+    bytes_read: int | None
+    bottleneck: str | None
+    trial_images_per_second: float | None = None
+    share_of_trial: float | None = None
+    below_trial: str | None = None
+    decoder_warnings: Mapping[str, int] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of summary.json."""
+        return {
+            "images_per_second": self.images_per_second and round(self.images_per_second, 3),
+            "trial_images_per_second": self.trial_images_per_second
+            and round(self.trial_images_per_second, 3),
+            "share_of_trial": self.share_of_trial and round(self.share_of_trial, 3),
+            "below_trial": self.below_trial,
+            "seconds": {
+                stage: None if value is None else round(value, 3)
+                for stage, value in self.seconds.items()
+            },
+            "bytes_read": self.bytes_read,
+            "bottleneck": self.bottleneck,
+            "decoder_warnings": dict(self.decoder_warnings),
+        }
+
+
+def peak_memory_mib() -> int:
+    """Of this process, so far."""
+    # ru_maxrss is in KiB on Linux and in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20

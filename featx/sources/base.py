@@ -1,0 +1,363 @@
+"""A folder of image files as a Source: what the kinds that live on a local disk share."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import stat
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import DataError, counted
+from featx.sources.labels import of_any_kind
+from featx.store import layout
+from featx.types import IMAGE_STATE, NO_STATE, ImageFault, Listing, Status
+
+EXTENSIONS = frozenset(
+    b".jpg .jpeg .jpe .jfif .png .apng .webp .bmp .dib .gif .tif .tiff .ppm .pgm .pbm .pnm "
+    b".avif .avifs .heic .heif .hif".split()
+)
+"""Names with these endings, in any case, count as images; what they hold is found out later."""
+
+MAX_FILE_BYTES = 1 << 30
+"""A larger file is a recorded failure; it is not read."""
+
+_PIECE = 1 << 16
+"""Keys that are Python's objects at once."""
+
+_DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+_OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENXIO}
+"""What opening one file may fail with that says nothing of the disk."""
+
+
+_STATS = 512
+"""Files whose state is asked for in a row."""
+
+_STAT_THREADS = 16
+_SLOW_STAT_S = 1e-4
+
+
+def state_of(info: os.stat_result) -> tuple[int, int, int]:
+    """A file's IMAGE_STATE."""
+    return info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt.NDArray[np.void]:
+    """(count,) the same IMAGE_STATE for all rows of some files: other where any of them is.
+
+    Args:
+        paths: of the files.
+        count: of the rows.
+        tag: of what else changes with the images.
+    """
+    infos = [os.stat(path) for path in paths]  # noqa: PTH116 - unusual bytes
+    size = sum(info.st_size for info in infos)
+    newest = max((info.st_mtime_ns for info in infos), default=-1)
+    told = [*(state_of(info) for info in infos), tag]
+    return np.full(count, np.array((size, newest, tag_of(told)), IMAGE_STATE))
+
+
+def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.NDArray[np.void]:
+    """States of files whose paths are no keys: another path is another image as well."""
+    there = states != NO_STATE
+    states["tag"][there] ^= np.array([tag_of(path) for path in paths], dtype=np.int64)[there]
+    return states
+
+
+def tag_of(told: object) -> int:
+    """A number for whatever has a repr."""
+    return int.from_bytes(blake2b(repr(told).encode(), digest_size=8).digest(), "little") >> 1
+
+
+def endings(extensions: Iterable[str] | None) -> frozenset[bytes]:
+    """The key data.extensions as endings of names, in small letters with their dot."""
+    if extensions is None:
+        return EXTENSIONS
+    return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
+
+
+def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> Listing:
+    """A listing whose classes are folders, with other names or numbers for them.
+
+    Args:
+        listing: as `FolderSource` gives it.
+        names: folder -> the name or number of its class; several may share one.
+        where: the names stand, for messages.
+
+    Raises:
+        DataError: a folder is missing there, or a number is no class index.
+    """
+    unknown = [name for name in listing.classes if name not in names]
+    if unknown:
+        shown = ", ".join(unknown[:5])
+        raise DataError(
+            f"{where} has no class for {counted(len(unknown), 'folder')} of the data set, such as "
+            f"{shown}."
+        )
+    values, classes = of_any_kind([names[name] for name in listing.classes], where)
+    table = np.append(values, -1)  # -1, an image in no folder, picks the last entry
+    return replace(listing, labels=table[listing.labels], classes=classes)
+
+
+def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
+    """(N,) keys in bytewise order, joined from pieces: as Python's objects they take twice as much
+    memory as the listing."""
+    names = iter(found)
+    pieces = []
+    while piece := list(itertools.islice(names, _PIECE)):
+        pieces.append(np.array(piece, dtype=np.bytes_))
+    keys = np.empty(sum(map(len, pieces)), f"S{max([p.itemsize for p in pieces], default=1)}")
+    row = 0
+    pieces.reverse()
+    while pieces:
+        keys[row : row + len(pieces[-1])] = pieces[-1]
+        row += len(pieces.pop())
+    keys.sort(kind="stable")  # which is quick where much is in order already
+    return keys
+
+
+def _each(keys: npt.NDArray[np.bytes_]) -> Iterator[bytes]:
+    """Every key as Python's bytes, a piece of them at a time."""
+    for start in range(0, len(keys), _PIECE):
+        yield from keys[start : start + _PIECE].tolist()
+
+
+class FolderSource:
+    """All images below a folder; the first sub-folder is the label.
+
+    Keys are paths relative to the folder, with extension, as the bytes the file system gives.
+
+    Args:
+        root: the folder.
+        follow_links: list and read what lies outside of it, where links lead there.
+        extensions: endings of the names that count, in small letters.
+        depth: folders between the root and an image at the most, None for any number.
+        what: the files are, for messages.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        follow_links: bool = False,
+        extensions: frozenset[bytes] = EXTENSIONS,
+        depth: int | None = None,
+        what: str = "images",
+    ) -> None:
+        self.root = root
+        self._what = what
+        self._follow_links = follow_links
+        self._extensions = extensions
+        self._depth = depth
+        self._root_bytes = os.path.abspath(os.fsencode(root))  # noqa: PTH100 - bytes paths
+        self._real_root = os.path.realpath(self._root_bytes)
+        self._identity: tuple[int, int] | None = None
+        self._skipped: Counter[str] = Counter()
+
+    def listing(self) -> Listing:
+        if not self.root.is_dir():
+            what = "is a file, not a folder" if self.root.exists() else "does not exist"
+            raise DataError(
+                f"data.root={self.root} {what} (taken from {Path.cwd()}). "
+                "Give the folder that holds your images or their class folders."
+                f"{_kind_of(self.root)}"
+            )
+        info = self.root.stat()
+        self._identity = info.st_dev, info.st_ino
+        self._skipped.clear()
+        keys = _in_order(self._walk())
+        if not len(keys):
+            left_out = ", ".join(f"{n} {why}" for why, n in sorted(self._skipped.items()))
+            named = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
+            depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
+            raise DataError(
+                f"no {self._what} below {self.root}: looked at {depth} for names ending in "
+                f"{named}. Left out: {left_out or 'nothing'}."
+            )
+        names = sorted({key.split(b"/", 1)[0] for key in _each(keys) if b"/" in key})
+        number = {name: i for i, name in enumerate(names)}
+        labels = (number[key.split(b"/", 1)[0]] if b"/" in key else -1 for key in _each(keys))
+        return Listing(
+            keys=keys,
+            labels=np.fromiter(labels, dtype=np.int64, count=len(keys)),
+            classes=tuple(os.fsdecode(name) for name in names),
+            skipped=dict(self._skipped),
+        )
+
+    def read(self, key: bytes) -> bytes:
+        path = os.path.join(self._root_bytes, key)
+        try:
+            # Not blocking: a FIFO that took the file's place must not hang the run.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in _OF_THE_FILE:
+                raise
+            self.check_root()
+            reason = (error.strerror or "cannot be opened").lower()
+            raise ImageFault(Status.MISSING, reason, type(error).__name__) from error
+        try:
+            info = os.fstat(descriptor)
+            if not stat.S_ISREG(info.st_mode):
+                raise ImageFault(Status.MISSING, "not a regular file")
+            if info.st_size == 0:
+                raise ImageFault(Status.EMPTY, "the file has no bytes")
+            if info.st_size > MAX_FILE_BYTES:
+                raise ImageFault(Status.TOO_LARGE, f"{info.st_size} bytes, over {MAX_FILE_BYTES}")
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Size, time of change and ctime of some files; the tag is the ctime, which no tool that
+        restores times can set back."""
+        found = np.full(len(keys), NO_STATE, dtype=IMAGE_STATE)
+        # Relative to the folder: the kernel need not walk the whole path for every file.
+        folder = os.open(self._root_bytes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        def look(start: int) -> None:
+            for row, key in enumerate(keys[start : start + _STATS].tolist(), start):
+                try:
+                    found[row] = state_of(os.stat(key, dir_fd=folder))
+                except OSError as error:
+                    if error.errno not in _OF_THE_FILE:
+                        raise
+
+        try:
+            begun = time.perf_counter()
+            look(0)
+            is_slow = time.perf_counter() - begun > _STATS * _SLOW_STAT_S
+            starts = range(_STATS, len(keys), _STATS)
+            # A server answers many at once; on a local disk threads would only wait for each other.
+            with ThreadPoolExecutor(_STAT_THREADS if is_slow else 1) as threads:
+                for _ in threads.map(look, starts):
+                    pass
+        finally:
+            os.close(folder)
+        return found
+
+    def read_inside(self, path: bytes) -> bytes:
+        """As `read`, for a path that was not listed: links out of the folder are not followed.
+
+        Raises:
+            ImageFault: also where the path leads out of the folder, unless that was asked for.
+        """
+        if not self._follow_links:
+            real = os.path.realpath(os.path.join(self._root_bytes, path))
+            if not self._is_inside(real):
+                raise ImageFault(
+                    Status.MISSING,
+                    "leads out of the folder (data.follow_links=true follows it)",
+                )
+        return self.read(path)
+
+    def check_root(self) -> None:
+        """Raise OSError where the whole folder is gone: that is no fault of the image."""
+        info = os.stat(self._root_bytes)  # noqa: PTH116 - bytes paths
+        if self._identity not in (None, (info.st_dev, info.st_ino)):
+            raise OSError(errno.ESTALE, "the folder was replaced or unmounted", str(self.root))
+        os.scandir(self._root_bytes).close()
+
+    def _walk(self) -> Iterator[bytes]:
+        """The keys of all images, in no order; a loop of links is left where it closes."""
+        waiting = [_Folder(self._root_bytes, self._real_root, b"", frozenset())]
+        while waiting:
+            folder = waiting.pop()
+            if folder.real in folder.above:
+                self._skipped["links to a folder above"] += 1
+                continue
+            above = folder.above | {folder.real}
+            if folder.prefix and _is_store(folder.path):
+                self._skipped["stores of featx"] += 1
+                continue
+            try:
+                with os.scandir(folder.path) as entries:
+                    for entry in entries:
+                        found = self._sort_out(entry, folder, above)
+                        if isinstance(found, bytes):
+                            yield found
+                        elif isinstance(found, _Folder):
+                            waiting.append(found)
+                        else:
+                            self._skipped[found] += 1
+            except OSError as error:
+                raise DataError(
+                    f"cannot list {os.fsdecode(folder.path)}: {error.strerror}. Its images would "
+                    "be missing from the store; make it readable or move it out of data.root."
+                ) from error
+
+    def _sort_out(
+        self, entry: os.DirEntry[bytes], folder: _Folder, above: frozenset[bytes]
+    ) -> bytes | _Folder | str:
+        """An entry as an image's key, a folder to go into, or the reason why it is left out."""
+        if entry.name.startswith(b"."):
+            return "hidden"
+        real = None
+        if entry.is_symlink():
+            real = os.path.realpath(entry.path)
+            if not (self._follow_links or self._is_inside(real)):
+                return "links out of the folder (data.follow_links=true follows them)"
+        key = folder.prefix + entry.name
+        mode = _mode(entry)
+        if mode == stat.S_IFDIR:
+            if self._depth is not None and folder.prefix.count(b"/") >= self._depth:
+                return "folders below data.depth"
+            real = real or os.path.join(folder.real, entry.name)
+            return _Folder(entry.path, real, key + b"/", above)
+        if os.path.splitext(entry.name)[1].lower() not in self._extensions:  # noqa: PTH122 - bytes
+            return "other names"
+        # A link that leads nowhere is listed under its name; its row says 'missing'.
+        return key if mode in (stat.S_IFREG, 0) else "not a regular file"
+
+    def _is_inside(self, target: bytes) -> bool:
+        return os.path.commonpath((target, self._real_root)) == self._real_root
+
+
+def _is_store(folder: bytes) -> bool:
+    """Whether a folder is a store of featx: its images (heat maps, sprites) are no data."""
+    return os.path.lexists(os.path.join(folder, os.fsencode(layout.DESCRIPTOR)))
+
+
+_OTHER_KINDS = {
+    "webdataset": (".tar", ".tgz", ".gz"),
+    "table": (".csv", ".tsv", ".parquet"),
+    "hdf5": (".h5", ".hdf5"),
+}
+
+
+def _kind_of(path: Path) -> str:
+    """Which kind of data a file is, where its name tells, as the end of a message."""
+    for kind, suffixes in _OTHER_KINDS.items():
+        if path.is_file() and path.suffix.lower() in suffixes:
+            return f" Such a file is read with data={kind}."
+    return ""
+
+
+class _Folder(NamedTuple):
+    """A folder to be listed: its path, the same without links, its key, the folders above it."""
+
+    path: bytes
+    real: bytes
+    prefix: bytes
+    above: frozenset[bytes]
+
+
+def _mode(entry: os.DirEntry[bytes]) -> int:
+    """S_IFREG, S_IFDIR, ... of what an entry leads to, 0 of a link that leads nowhere."""
+    try:
+        if entry.is_file():  # known from the listing, mostly: no system call
+            return stat.S_IFREG
+        return stat.S_IFDIR if entry.is_dir() else stat.S_IFMT(entry.stat().st_mode)
+    except OSError as error:
+        if error.errno not in _DANGLING:
+            raise
+        return 0

@@ -1,0 +1,96 @@
+"""data=folder: the images below a folder of the user's own."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+from featx.config import DataConfig
+from featx.errors import DataError
+from featx.sources.base import FolderSource, endings, relabelled
+from featx.types import Listing, Source
+
+
+def open_source(config: DataConfig) -> Source:
+    """The folder data.root, as the user's shell sees it."""
+    assert config.root is not None
+    root = Path(config.root).expanduser()
+    folder = FolderSource(root, config.follow_links, endings(config.extensions), config.depth)
+    if config.classes is None:
+        return folder
+    return _Relabelled(folder, Path(config.classes).expanduser())
+
+
+class _Relabelled:
+    """A folder whose classes another file names.
+
+    Args:
+        folder: the images.
+        file: JSON or CSV, as `read_class_map` takes it.
+    """
+
+    def __init__(self, folder: FolderSource, file: Path) -> None:
+        self._folder = folder
+        self._names = read_class_map(file)
+        self._file = file
+        self.read = folder.read
+        self.states = folder.states
+
+    def listing(self) -> Listing:
+        return relabelled(self._folder.listing(), self._names, f"data.classes={self._file}")
+
+
+def read_class_map(file: Path) -> dict[str, str | int]:
+    """Folder name -> class name or number.
+
+    JSON: one object. CSV: two columns without a header, the folder and the class; classes that are
+    all whole numbers are numbers.
+
+    Raises:
+        DataError: the file is missing or something else, or a folder stands there twice.
+    """
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.classes={file} cannot be read as text: {error}.") from error
+    pairs = _from_json(file, text) if file.suffix.lower() == ".json" else _from_csv(file, text)
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        folders = [folder for folder, _ in pairs]
+        twice = next(folder for folder in folders if folders.count(folder) > 1)
+        raise DataError(f"data.classes={file} has two classes for the folder {twice}.")
+    if all(isinstance(value, str) and _is_number(value) for value in names.values()):
+        return {folder: int(value) for folder, value in names.items()}
+    return names
+
+
+def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
+    try:
+        pairs = json.loads(text, object_pairs_hook=list)
+    except ValueError as error:
+        raise DataError(f"data.classes={file} is no JSON: {error}.") from error
+    if not (
+        isinstance(pairs, list)
+        and all(isinstance(pair, tuple) and isinstance(pair[1], str | int) for pair in pairs)
+    ):
+        raise DataError(
+            f"data.classes={file}: expected one object, such as "
+            '{"n01440764": "tench"} or {"n01440764": 0}.'
+        )
+    return pairs
+
+
+def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
+    rows = [row for row in csv.reader(text.splitlines()) if row]
+    for line in rows:
+        if len(line) != 2:
+            raise DataError(
+                f"data.classes={file}: {','.join(line)!r} has {len(line)} columns; expected two, "
+                "the folder and its class."
+            )
+    return [(folder, name.strip()) for folder, name in rows]
+
+
+def _is_number(text: str) -> bool:
+    return text.isdecimal()

@@ -1,0 +1,166 @@
+"""data=hdf5: images in a dataset of an HDF5 file, as pixels or as encoded bytes.
+
+The file may come from strangers: as with stores, links to other places, virtual and external
+datasets, and datasets that claim more than the file holds are refused before anything is read.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import DataConfig
+from featx.errors import DataError, StoreError
+from featx.sources.base import MAX_FILE_BYTES, state_of_files
+from featx.sources.labels import Labels, from_names, from_numbers
+from featx.sources.pixel_encoding import encode_pixels
+from featx.sources.row_keys import numbered_keys, row_of, sampled_marks
+from featx.store import codecs, layout
+from featx.store.hdf5_files import check_plain, open_hdf5
+from featx.types import ImageFault, Listing, Source, Status
+
+_CACHE_BYTES = 64 << 20
+"""Of chunks: one that holds many images is decompressed once for rows in order."""
+
+
+def open_source(config: DataConfig) -> Source:
+    """The dataset of the file data.root."""
+    assert config.root is not None
+    assert config.dataset is not None
+    return Hdf5Source(Path(config.root).expanduser(), config.dataset, config.labels)
+
+
+class Hdf5Source:
+    """Rows of a dataset; keys are their numbers.
+
+    Args:
+        file: HDF5.
+        dataset: (N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8; or (N,) encoded bytes, of
+            variable length (uint8) or fixed length (padded with zeros).
+        labels: (N,) whole numbers or text; None for no labels.
+    """
+
+    def __init__(self, file: Path, dataset: str, labels: str | None) -> None:
+        self._path = file
+        self._name = dataset.strip("/")
+        self._label_name = labels.strip("/") if labels else None
+        self._images: Any = None
+        self._first_channels = False
+        self._lock = threading.RLock()
+
+    def listing(self) -> Listing:
+        file = self._open()
+        self._images = self._plain(file, self._name)
+        self._first_channels = _channels_come_first(self._images, f"{self._path}: /{self._name}")
+        count = len(self._images)
+        if not count:
+            raise DataError(f"{self._path}: /{self._name} has no rows.")
+        labels, classes = self._labels(file, count)
+        marks = sampled_marks(count, self._mark)
+        return Listing(numbered_keys(count), labels, classes, {}, marks)
+
+    def read(self, key: bytes) -> bytes:
+        with self._lock:
+            if self._images is None:
+                self.listing()
+        row = row_of(key)
+        try:
+            value = self._images[row : row + 1]
+        except layout.UNREADABLE as error:
+            if not layout.is_damage(error):
+                raise
+            raise ImageFault(
+                Status.DECODE_ERROR,
+                f"row {row} cannot be read: {str(error)[:150]}",
+                type(error).__name__,
+            ) from error
+        if self._images.ndim > 1:
+            pixels = value[0].transpose(1, 2, 0) if self._first_channels else value[0]
+            return encode_pixels(pixels)
+        # Fixed-length bytes as they lie there: numpy would strip zeros that belong to the image.
+        whole = value[0] if value.dtype == object else value.view(np.uint8)
+        if not len(whole) or not whole.any():
+            raise ImageFault(Status.EMPTY, f"row {row} has no bytes")
+        return np.asarray(whole, dtype=np.uint8).tobytes()
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """That of the file."""
+        return state_of_files([self._path], len(keys))
+
+    def _mark(self, row: int) -> bytes:
+        try:
+            return self.read(b"%d" % row)
+        except ImageFault as fault:
+            return str(fault).encode()
+
+    def _open(self) -> h5py.File:
+        try:
+            with self._path.open("rb"):
+                pass
+            file = open_hdf5(self._path, rdcc_nbytes=_CACHE_BYTES)
+        except StoreError as error:
+            raise DataError(str(error)) from error
+        except OSError as error:
+            raise DataError(
+                f"data.root={self._path} cannot be read as HDF5: {error.strerror or error} (taken "
+                f"from {Path.cwd()})."
+            ) from error
+        codecs.load_plugin()
+        return file
+
+    def _plain(self, file: h5py.File, name: str) -> h5py.Dataset:
+        try:
+            return check_plain(file, name)
+        except StoreError as error:
+            there = ", ".join(f"/{key}" for key in list(file)[:20])
+            raise DataError(f"{error} At the top of the file: {there or 'nothing'}.") from error
+
+    def _labels(self, file: h5py.File, count: int) -> Labels:
+        if self._label_name is None:
+            return np.full(count, -1, dtype=np.int64), ()
+        where = f"{self._path}: /{self._label_name}"
+        dataset = self._plain(file, self._label_name)
+        if dataset.shape != (count,):
+            raise DataError(f"{where} is {dataset.shape}; expected ({count},), one for each image.")
+        values = dataset[:]
+        if values.dtype.kind in "iu":
+            return from_numbers(values, where)
+        if values.dtype.kind == "S" or h5py.check_string_dtype(dataset.dtype) is not None:
+            return from_names(os.fsdecode(value) for value in values.tolist())
+        raise DataError(f"{where} is {values.dtype}; expected whole numbers or text.")
+
+
+def _channels_come_first(images: h5py.Dataset, where: str) -> bool:
+    """Whether pixels are (N, C, H, W).
+
+    Raises:
+        DataError: the dataset holds no images of a known layout.
+    """
+    shape, dtype = images.shape, images.dtype
+    if images.ndim == 1 and (
+        h5py.check_vlen_dtype(dtype) == np.uint8
+        or (dtype.kind == "V" and dtype.fields is None)
+        or dtype.kind == "S"
+    ):
+        return False
+    expected = (
+        "(N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8, or (N,) encoded bytes as uint8 of "
+        "variable length or as fixed-length bytes"
+    )
+    if images.ndim not in (3, 4) or dtype != np.uint8:
+        raise DataError(f"{where} is {shape} {dtype}; expected {expected}.")
+    if int(np.prod(shape[1:])) > MAX_FILE_BYTES:
+        raise DataError(f"{where} is {shape}: over {MAX_FILE_BYTES} bytes an image.")
+    if images.ndim == 3:
+        return False
+    last, first = shape[3] in (1, 3), shape[1] in (1, 3)
+    if last == first:
+        why = "the channels may come first or last" if last else "no axis has 1 or 3 channels"
+        raise DataError(f"{where} is {shape}: {why}; expected {expected}.")
+    return first

@@ -1,0 +1,162 @@
+"""data=huggingface: a data set that datasets.Dataset.save_to_disk wrote, read where it lies."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import DataConfig
+from featx.errors import DataError, MissingExtraError, nearest
+from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
+from featx.sources.labels import Labels, named, of_any_kind
+from featx.sources.row_keys import numbered_keys, row_of
+from featx.types import ImageFault, Listing, Source, Status
+
+_PREFIX = "row-"
+
+
+def open_source(config: DataConfig) -> Source:
+    """The split of the data set below data.root.
+
+    Raises:
+        DataError: it is not there, or has no such split or column.
+        MissingExtraError: the package datasets is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(
+            'data=huggingface needs the package datasets: pip install "featx[huggingface]".'
+        ) from error
+    assert config.root is not None
+    root = Path(config.root).expanduser()
+    try:
+        found: Any = datasets.load_from_disk(str(root))
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"data.root={root} (taken from {Path.cwd()}) is no folder that save_to_disk wrote: "
+            f"{str(error).rstrip('.')}."
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        split = config.split or next(iter(found))
+        if split not in found:
+            raise DataError(
+                f"data.split={split}: {root} has {', '.join(found)}.{nearest(split, list(found))}"
+            )
+        found = found[split]
+    elif config.split:
+        raise DataError(f"data.split={config.split}: {root} holds one data set, no splits.")
+    return HuggingFaceSource(found, root, config)
+
+
+class HuggingFaceSource:
+    """Rows of a data set; keys are 'row-000123', their places.
+
+    Args:
+        dataset: with a column of images.
+        root: its folder, which images that are kept as paths must lie in.
+        config: for the columns.
+    """
+
+    def __init__(self, dataset: Any, root: Path, config: DataConfig) -> None:
+        from datasets import Image
+
+        self._where = str(root)
+        self._column = _image_column(dataset, config.path_column, root)
+        self._label_column = _label_column(dataset, config.label_column, root)
+        self._folder = FolderSource(root, config.follow_links)
+        self._dataset = dataset.with_format(None)
+        # Not decoded: the encoded bytes go to featx's own decoder.
+        self._images = self._dataset.select_columns([self._column]).cast_column(
+            self._column, Image(decode=False)
+        )
+        self._lock = threading.Lock()
+
+    def listing(self) -> Listing:
+        count = len(self._dataset)
+        if not count:
+            raise DataError(f"data.root={self._where} has no rows.")
+        labels, classes = self._labels(count)
+        # Changes with every operation on the data set, and with another one.
+        mark = zlib.crc32(str(self._dataset._fingerprint).encode())
+        marks = np.full(count, mark, dtype=np.int64)
+        return Listing(numbered_keys(count, _PREFIX), labels, classes, {}, marks)
+
+    def read(self, key: bytes) -> bytes:
+        with self._lock:
+            value = self._images[row_of(key, _PREFIX)][self._column]
+        if not value or not (value.get("bytes") or value.get("path")):
+            raise ImageFault(Status.EMPTY, "the row has no image")
+        if data := value.get("bytes"):
+            return bytes(data)
+        return self._folder.read_inside(value["path"].encode())
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """That of the data set's files; of images that are files of their own, those of these."""
+        files = [file["filename"] for file in self._dataset.cache_files]
+        states = state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
+        rows = np.array([row_of(key, _PREFIX) for key in keys.tolist()])
+        paths = self._paths(rows)
+        own = np.flatnonzero([path is not None for path in paths])
+        if len(own):
+            found = [path for path in paths if path is not None]
+            states[own] = of_other_paths(self._folder.states(np.array(found)), found)
+        return states
+
+    def _paths(self, rows: npt.NDArray[np.int64]) -> list[bytes | None]:
+        """The path of each of some rows whose image is a file of its own; else None."""
+        import pyarrow.compute as pc
+
+        # Only paths are copied, whatever the size of the images beside them.
+        flat = self._images.flatten()
+        column = flat.data.column(f"{self._column}.path")
+        column = pc.if_else(pc.is_null(flat.data.column(f"{self._column}.bytes")), column, None)
+        chosen = self._images._indices  # of a selection; None where the table is the data set
+        if chosen is not None:
+            rows = chosen.column(0).to_numpy()[rows]
+        found = column.take(rows).to_pylist()
+        return [None if not path else path.encode() for path in found]
+
+    def _labels(self, count: int) -> Labels:
+        if self._label_column is None:
+            return np.full(count, -1, dtype=np.int64), ()
+        where = f"{self._where}, column {self._label_column}"
+        values = list(self._dataset[self._label_column])
+        names = getattr(self._dataset.features[self._label_column], "names", None)
+        if names and not any(isinstance(value, str) for value in values):
+            numbers = [-1 if value is None else value for value in values]
+            return named(np.array(numbers, dtype=np.int64), names, where)
+        return of_any_kind(values, where)
+
+
+def _image_column(dataset: Any, name: str | None, root: Path) -> str:
+    from datasets import Image
+
+    images: list[str] = [
+        column for column, kind in dataset.features.items() if isinstance(kind, Image)
+    ]
+    if name is None and len(images) == 1:
+        return images[0]
+    if name is not None and name in images:
+        return name
+    asked = "" if name is None else f"data.path_column={name}: "
+    raise DataError(
+        f"{asked}{root} has the columns {', '.join(dataset.features)}, of which "
+        f"{', '.join(images) or 'none'} hold images; say which with data.path_column=NAME."
+    )
+
+
+def _label_column(dataset: Any, name: str | None, root: Path) -> str | None:
+    if name is None:
+        return "label" if "label" in dataset.features else None
+    if name and name not in dataset.features:
+        known = list(dataset.features)
+        raise DataError(
+            f"data.label_column={name}: {root} has {', '.join(known)}.{nearest(name, known)}"
+        )
+    return name or None

@@ -1,0 +1,292 @@
+"""Data sets that a Python program hands over as objects: featx.extract(data=dataset)."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageFile
+
+from featx.config import DataConfig
+from featx.errors import DataError
+from featx.sources.base import FolderSource, of_other_paths
+from featx.sources.labels import Labels, named, of_any_kind
+from featx.sources.pixel_encoding import encode_array, encode_image
+from featx.sources.row_keys import doubles, numbered_keys, place_of, rows_of
+from featx.sources.table_columns import check_columns
+from featx.types import (
+    IMAGE_STATE,
+    UNTOLD,
+    ImageFault,
+    Listing,
+    Source,
+    Stateful,
+    Status,
+    image_checksum,
+)
+
+_WHERE = "labels of the data set"
+
+_FILES = FolderSource(Path("/"))
+"""Reads a file wherever it lies: the user's own code named it."""
+
+
+def open_source(config: DataConfig) -> Source:
+    """Always an error: a config cannot hold the object.
+
+    Raises:
+        DataError: says how it is given.
+    """
+    raise DataError(
+        "data=python is a data set that a Python program gave as an object; it can be opened from "
+        "there only: featx.extract(data=dataset, ...)."
+    )
+
+
+def source_of_object(given: Any) -> Source:
+    """A Source as it is, its listing checked; else a map-style data set.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(given, Source):
+        return _Checked(given)
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__"):
+        return MapSource(given)
+    raise DataError(
+        f"data is a {type(given).__name__}; expected a path, a mapping, a data set with __len__ "
+        "and __getitem__ (a list will do), or an object with listing() and read(key)."
+    )
+
+
+class MapSource:
+    """A map-style data set: dataset[i] is (image, label) or the image alone.
+
+    An image is a Pillow image, an array (H, W), (H, W, 1|3|4) or (1|3, H, W) uint8, encoded bytes,
+    or the path of a file. Labels come from `dataset.targets`, else from `dataset.labels`, else
+    every item is asked for once before the run (only the first, where it has no label). Keys are
+    `dataset.keys` where it is a list of str or bytes, else numbers.
+
+    One item is asked for at a time, whatever the number of reading threads: data sets that are made
+    for worker processes need not stand several threads.
+
+    Args:
+        dataset: the user's own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._lock = threading.RLock()
+        self._keys: npt.NDArray[np.bytes_] | None = None
+        self._rows: npt.NDArray[np.int64] | None = None
+        self._labels: list[object] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process, where nobody holds the lock."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
+    def listing(self) -> Listing:
+        count = len(self._dataset)
+        if not count:
+            raise DataError("the data set has no rows: len(dataset) is 0.")
+        keys = self._keys_of(count)
+        labels, classes = self._labels_of(count)
+        order = np.argsort(keys, kind="stable")
+        self._keys = keys[order]
+        if twice := doubles(self._keys):
+            shown = ", ".join(os.fsdecode(key) for key in twice)
+            raise DataError(f"dataset.keys has some more than once: {shown}. Rows need their own.")
+        self._rows = order
+        return Listing(self._keys, labels[order], classes)
+
+    def read(self, key: bytes) -> bytes:
+        with self._lock:
+            if self._rows is None:
+                self.listing()
+        assert self._keys is not None
+        assert self._rows is not None
+        row = int(self._rows[place_of(self._keys, key)])
+        # The user's own code: whatever it raises is this row's, and recorded.
+        try:
+            with self._lock:
+                image, label = _split(self._dataset[row])
+                if self._labels is not None and not _same(self._labels[row], label):
+                    raise ImageFault(
+                        Status.DECODE_ERROR,
+                        f"dataset[{row}] has label {label}, but {self._labels[row]} when listed",
+                        "LabelMismatch",
+                    )
+                found = _encoded(image)
+        except (ImageFault, MemoryError):
+            raise
+        except Exception as error:
+            text = str(error).replace("\n", " ")[:200] or "no message"
+            raise ImageFault(Status.DECODE_ERROR, text, type(error).__name__) from error
+        if isinstance(found, Path):
+            return _FILES.read(os.path.abspath(os.fsencode(found)))  # noqa: PTH100 - bytes paths
+        if not found:
+            raise ImageFault(Status.EMPTY, "the image has no bytes")
+        return found
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """Of a list or tuple: of paths those of the files, of what lies in memory a checksum.
+
+        None of other data sets: only `__getitem__` knows what an item is made from, and what it
+        costs. None as well where a Pillow image of a list is still to be decoded.
+        """
+        if not isinstance(self._dataset, list | tuple):
+            return None
+        if self._rows is None:
+            self.listing()
+        assert self._keys is not None
+        assert self._rows is not None
+        states = np.full(len(keys), UNTOLD)
+        paths: dict[int, bytes] = {}
+        for place, row in enumerate(self._rows[rows_of(self._keys, keys)].tolist()):
+            try:
+                image = _split(self._dataset[row])[0]
+                if isinstance(image, ImageFile.ImageFile):
+                    return None
+                found = _encoded(image)
+            except (TypeError, ValueError) as error:  # it is no image, which its row will say
+                found = repr(error).encode()
+            if isinstance(found, Path):
+                paths[place] = os.path.abspath(os.fsencode(found))  # noqa: PTH100 - bytes paths
+            else:
+                states["size"][place], states["tag"][place] = len(found), image_checksum(found) >> 1
+        if paths:
+            files = _FILES.states(np.array(list(paths.values())))
+            states[list(paths)] = of_other_paths(files, paths.values())
+        return states
+
+    def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
+        given = getattr(self._dataset, "keys", None)
+        if given is None or callable(given):  # callable: the method of a mapping
+            return numbered_keys(count)
+        try:
+            keys = [os.fsencode(key) for key in given]
+        except (TypeError, UnicodeEncodeError) as error:
+            raise DataError(
+                f"dataset.keys is {given!r:.100}: expected a list of str or bytes, one for each "
+                f"row, or no attribute of this name ({error})."
+            ) from error
+        if len(keys) != count or any(not key or b"\0" in key for key in keys):
+            raise DataError(
+                f"dataset.keys has {len(keys)} entries of a data set of {count} rows; expected one "
+                "for each, not empty and without NUL."
+            )
+        return np.array(keys, dtype=np.bytes_)
+
+    def _labels_of(self, count: int) -> Labels:
+        for name in ("targets", "labels"):
+            values = getattr(self._dataset, name, None)
+            if values is not None and not callable(values):
+                values = values.tolist() if hasattr(values, "tolist") else list(values)
+                if len(values) != count:
+                    raise DataError(
+                        f"dataset.{name} has {len(values)} entries, the data set {count} rows."
+                    )
+                break
+        else:
+            values = self._labels_of_items(count)
+        self._labels = values
+        labels, classes = of_any_kind(values, _WHERE)
+        names = getattr(self._dataset, "classes", None)
+        if isinstance(names, list | tuple) and not any(isinstance(v, str) for v in values):
+            return named(labels, names, _WHERE)
+        return labels, classes
+
+    def _labels_of_items(self, count: int) -> list[Any]:
+        """The label of every item; None where the user's code fails, as it will when it is read.
+
+        Only one item is looked at where it has no label.
+        """
+        values: list[Any] = []
+        for row in range(count):
+            try:
+                label = _split(self._dataset[row])[1]
+            except MemoryError:
+                raise
+            except Exception:  # noqa: BLE001 - the user's own code
+                label = None
+            if label is _NO_LABEL:
+                return [None] * count
+            values.append(label)
+        return values
+
+
+class _Checked:
+    """A user's own Source whose listing is what every part of featx relies on."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.read = source.read
+
+    def listing(self) -> Listing:
+        listing = self._source.listing()
+        keys, labels = listing.keys, listing.labels
+        if not (isinstance(keys, np.ndarray) and keys.dtype.kind == "S" and keys.ndim == 1):
+            raise DataError("listing().keys: expected an array (N,) of fixed-length bytes.")
+        if not len(keys):
+            raise DataError("listing() has no rows.")
+        if not (isinstance(labels, np.ndarray) and labels.shape == keys.shape):
+            raise DataError(f"listing().labels: expected an array of shape {keys.shape}, int64.")
+        if not (keys[1:] > keys[:-1]).all():
+            raise DataError("listing().keys: expected different keys in bytewise order.")
+        named(labels, listing.classes, "listing().labels")
+        check_columns(listing.columns, len(keys), "listing().columns")
+        return listing
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
+        """Those that the source gives, if it does."""
+        if not isinstance(self._source, Stateful):
+            return None
+        states = self._source.states(keys)
+        if states is not None and (states.shape, states.dtype) != (keys.shape, IMAGE_STATE):
+            raise DataError(
+                f"states(keys): expected an array {keys.shape} of featx.types.IMAGE_STATE, got "
+                f"{states.shape} {states.dtype}."
+            )
+        return states
+
+
+_NO_LABEL = object()
+
+
+def _split(item: Any) -> tuple[Any, Any]:
+    """An item as image and label; _NO_LABEL where it is the image alone."""
+    if isinstance(item, tuple | list):
+        if len(item) != 2:
+            raise TypeError(f"the item has {len(item)} elements; expected (image, label)")
+        return item[0], item[1]
+    return item, _NO_LABEL
+
+
+def _same(listed: Any, found: Any) -> bool:
+    return found is _NO_LABEL or listed is found or bool(listed == found)
+
+
+def _encoded(image: Any) -> bytes | Path:
+    """What the decoder reads, or the file where it lies.
+
+    Raises:
+        TypeError, ValueError: it is no image.
+    """
+    if isinstance(image, Image.Image):
+        return encode_image(image)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return bytes(image)
+    if isinstance(image, str | Path):
+        return Path(image)
+    if hasattr(image, "__array__"):
+        return encode_array(np.asarray(image))
+    raise TypeError(
+        f"the image is a {type(image).__name__}; expected a Pillow image, an array, bytes or a path"
+    )

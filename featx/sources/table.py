@@ -1,0 +1,269 @@
+"""data=table: CSV or Parquet files with a column of paths, or of image bytes, and others.
+
+Image bytes are read from Parquet a row group at a time, as Hugging Face's data sets have them: a
+struct of `bytes` and `path`, or binary values alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import DataConfig
+from featx.errors import DataError, MissingExtraError, nearest
+from featx.sources.base import FolderSource
+from featx.sources.labels import Labels, from_numbers, named, renumbered
+from featx.sources.parquet_images import ImageColumn, footer_marks
+from featx.sources.path_patterns import base_of, is_pattern
+from featx.sources.row_keys import doubles, numbered_keys
+from featx.sources.table_columns import column_values, text_bytes
+from featx.sources.table_files import Csv, Parquet, Table, find_tables
+from featx.types import Listing, Source
+
+_SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
+"""Paths that may lead out of the folder, or to no file at all."""
+
+
+def open_source(config: DataConfig) -> Source:
+    """The table, or tables, that data.root names.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError('data=table needs pyarrow: pip install "featx[table]".') from error
+    assert config.root is not None
+    return TableSource(config.root, config)
+
+
+class TableSource:
+    """Rows of a table, in bytewise order of their keys.
+
+    A key is the path as the table has it; of image bytes their path where each row of a file has
+    one of its own, else 'row-000123', the place in the file. Where data.root names a folder or a
+    pattern, the name of the file and '/' stand before the keys of image bytes.
+
+    Args:
+        root: a file (.csv, .tsv, also with .gz behind, .parquet), a folder of them, or a pattern.
+        config: for the columns, the folder of the paths, and the policy of links.
+    """
+
+    def __init__(self, root: str, config: DataConfig) -> None:
+        self._where = str(Path(root).expanduser())
+        self._path_column = config.path_column
+        self._label_column = config.label_column
+        self._column_names = sorted(config.columns or ())
+        self._follow_links = config.follow_links
+        self._root = Path(config.images).expanduser() if config.images else _folder_of(self._where)
+        self._folder = FolderSource(self._root, config.follow_links)
+        self._images: ImageColumn | None = None
+        self._listed = False
+        self._lock = threading.Lock()
+
+    def listing(self) -> Listing:
+        import pyarrow as pa
+
+        try:
+            listing = self._listing()
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.root={self._where} cannot be read: {error}.") from error
+        self._listed = True
+        return listing
+
+    def read(self, key: bytes) -> bytes:
+        with self._lock:
+            if not self._listed:
+                self.listing()
+        if self._images is not None:
+            return self._images.read(key)
+        return self._folder.read_inside(key)
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Of paths those of the files they name, of image bytes that of their own file."""
+        return self._folder.states(keys) if self._images is None else self._images.states(keys)
+
+    def _listing(self) -> Listing:
+        found, skipped = find_tables(self._where, self._follow_links)
+        files = [path for _, path in found]
+        table = Table(files, self._where)
+        column = self._chosen(table.names)
+        table.check_has(column)
+        label_column = self._chosen_label(table.names)
+        if column == label_column:
+            raise DataError(f"{self._where}: {column} is the column of paths and of labels.")
+        holds_images = table.is_parquet and not _is_text(table.parts, column)
+        if holds_images:
+            pieces = [
+                _behind(name, self._keys_of_images(part, column))
+                for (name, _), part in zip(found, table.parts, strict=True)
+                if isinstance(part, Parquet)
+            ]
+        else:
+            columns = zip(files, table.pieces(column), strict=True)
+            pieces = [self._paths(file, paths) for file, paths in columns]
+        keys = np.concatenate(pieces)
+        if not len(keys):
+            raise DataError(f"{self._where} has no rows.")
+        labels, classes = self._labels(table, label_column, len(keys))
+        order = np.arange(len(keys))
+        if not (keys[1:] > keys[:-1]).all():
+            order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        if twice := doubles(keys):
+            shown = ", ".join(os.fsdecode(key) for key in twice)
+            raise DataError(
+                f"{self._where}: {column} has some paths more than once: {shown}. A key stands for "
+                "one row."
+            )
+        marks = None
+        if holds_images:
+            self._images = ImageColumn(files, column, keys, order)
+            marks = np.concatenate([footer_marks(file, column) for file in files])[order]
+        return Listing(keys, labels[order], classes, skipped, marks, self._columns(table, order))
+
+    def _chosen(self, names: list[str]) -> str:
+        """The column of paths or images."""
+        if self._path_column is not None:
+            return _known(self._where, "data.path_column", self._path_column, names)
+        for name in ("path", "image"):
+            if name in names:
+                return name
+        raise DataError(
+            f"{self._where} has no column path or image but {', '.join(names)}; say which with "
+            "data.path_column=NAME."
+        )
+
+    def _chosen_label(self, names: list[str]) -> str | None:
+        if self._label_column is None:
+            return "label" if "label" in names else None
+        if not self._label_column:
+            return None
+        return _known(self._where, "data.label_column", self._label_column, names)
+
+    def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
+        """The columns that data.columns names, in the order of the listing."""
+        found = {}
+        for name in self._column_names:
+            name = _known(self._where, "data.columns", name, table.names)
+            values = column_values(table.values(name), f"{self._where}, column {name}")
+            found[name] = values[order]
+        return found
+
+    def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
+        import pyarrow.compute as pc
+
+        empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
+        if (row := pc.index(empty, True).as_py()) >= 0:
+            raise DataError(f"{file}: row {row} has no path.")
+        # Byte for byte: a path that is no UTF-8 never comes this far, Arrow refuses it.
+        for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
+            self._check_path(file, path)
+        return text_bytes(column)
+
+    def _check_path(self, file: Path, path: str) -> None:
+        if "\0" in path or re.search(r"^[a-z0-9]+://", path):
+            raise DataError(f"{file}: {path!r} is no path of a file.")
+        whole = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
+        inside = os.path.abspath(self._root)  # noqa: PTH100
+        if not self._follow_links and os.path.commonpath((whole, inside)) != inside:
+            raise DataError(
+                f"{file}: {path!r} leads out of {self._root}. data.images=DIR says where "
+                "paths start from; data.follow_links=true allows any place."
+            )
+
+    def _keys_of_images(self, part: Parquet, column: str) -> npt.NDArray[np.bytes_]:
+        """Paths beside the bytes where each row of a file has its own, else numbers."""
+        import pyarrow as pa
+
+        if not part.num_rows:
+            return numbered_keys(0, "row-")
+        kind = part.kind(column)
+        fields = {f.name: f.type for f in kind} if pa.types.is_struct(kind) else {"bytes": kind}
+        binary = fields.get("bytes")
+        if binary is None or not (pa.types.is_binary(binary) or pa.types.is_large_binary(binary)):
+            raise DataError(
+                f"{part.file}: column {column} is {kind}; expected paths, image bytes, or a struct "
+                "of bytes and path."
+            )
+        path = fields.get("path")
+        if path is not None and pa.types.is_string(path):
+            paths = part.column(f"{column}.path")
+            if not paths.null_count:
+                keys = text_bytes(paths)
+                if len(np.unique(keys)) == len(keys) and (keys != b"").all():
+                    return keys
+        return numbered_keys(part.num_rows, "row-")
+
+    def _labels(self, table: Table, name: str | None, count: int) -> Labels:
+        import pyarrow as pa
+
+        if name is None:
+            return np.full(count, -1, dtype=np.int64), ()
+        column = table.labels(name)
+        kind = column.type
+        where = f"{self._where}, column {name}"
+        if pa.types.is_integer(kind):
+            numbers = column.fill_null(-1).cast(pa.int64()).to_numpy()
+            if names := table.class_names(name):
+                return named(numbers, names, where)
+            return from_numbers(numbers, where)
+        if pa.types.is_boolean(kind):
+            column, kind = column.cast(pa.string()), pa.string()
+        if pa.types.is_null(kind):
+            return np.full(count, -1, dtype=np.int64), ()
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            raise DataError(
+                f"{where} is {kind}; expected text or whole numbers. Without labels: "
+                "data.label_column= (empty)."
+            )
+        encoded = column.combine_chunks().dictionary_encode()
+        if isinstance(encoded, pa.ChunkedArray):
+            encoded = encoded.combine_chunks()
+        codes = encoded.indices.fill_null(-1).to_numpy().astype(np.int64)
+        return renumbered(np.array(encoded.dictionary.to_pylist(), dtype=object), codes)
+
+
+def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
+    """Whether a column holds paths.
+
+    Raises:
+        DataError: in some files only.
+    """
+    import pyarrow as pa
+
+    text = {}
+    for part in parts:
+        if isinstance(part, Parquet) and part.num_rows:
+            kind = part.kind(column)
+            text[pa.types.is_string(kind) or pa.types.is_large_string(kind)] = part.file
+    if len(text) > 1:
+        raise DataError(f"column {column} holds paths in {text[True]} and none in {text[False]}.")
+    return True in text
+
+
+def _behind(name: bytes, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bytes_]:
+    """Keys of a file that was found by its name."""
+    return np.char.add(np.bytes_(name + b"/"), keys) if name else keys
+
+
+def _folder_of(root: str) -> Path:
+    """What paths start from: the folder that is named, or that the files are in."""
+    path = Path(root)
+    if path.is_dir():
+        return path
+    return Path(base_of(root) or ".") if is_pattern(root) and not path.exists() else path.parent
+
+
+def _known(where: str, key: str, name: str, names: list[str]) -> str:
+    if name not in names:
+        raise DataError(f"{key}={name}: {where} has {', '.join(names)}.{nearest(name, names)}")
+    return name

@@ -1,0 +1,100 @@
+"""Columns of a table as a listing carries them: Arrow's values -> arrays of a store's types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config.checks import column_name_problem
+from featx.errors import DataError
+
+MAX_TEXT_BYTES = 4096
+"""Of a text in a column: its longest costs every row as much, in memory and in the store."""
+
+_BATCH_ROWS = 1 << 16
+
+
+def column_values(column: Any, where: str) -> npt.NDArray[Any]:
+    """A column of a table as a listing carries it.
+
+    Args:
+        column: pyarrow.ChunkedArray.
+        where: the column stands, for messages.
+
+    Returns:
+        (N,) int64, bool, float64 with NaN where a value is missing, or UTF-8 bytes, empty where one
+        is. Whole numbers and booleans of which some are missing become float64.
+
+    Raises:
+        DataError: its values are of another type, or cannot be kept exactly.
+    """
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_null(kind):
+        return np.zeros(len(column), dtype="S1")
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return _texts(column, where)
+    if pa.types.is_boolean(kind) and not column.null_count:
+        return np.asarray(column.to_numpy(), dtype=np.bool_)
+    if pa.types.is_boolean(kind):
+        column, kind = column.cast(pa.int8()), pa.int8()
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise DataError(
+            f"{where} is {kind}; expected whole numbers, numbers, booleans or text. Write it as "
+            "text, or leave it out of data.columns."
+        )
+    whole = pa.types.is_integer(kind) and not column.null_count
+    try:
+        numbers = column.cast(pa.int64() if whole else pa.float64())
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{where} has a number that would not stay what it is ({error}): whole numbers go up "
+            "to 2^63 - 1, and up to 2^53 where some are missing. Write it as text."
+        ) from error
+    return np.asarray(numbers.to_numpy(), dtype=np.int64 if whole else np.float64)
+
+
+def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
+    """A column of text as (N,) fixed-length bytes, a piece at a time."""
+    pieces = [
+        np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
+        for chunk in column.chunks
+        for batch in (
+            chunk.slice(start, _BATCH_ROWS) for start in range(0, len(chunk), _BATCH_ROWS)
+        )
+    ]
+    return np.concatenate(pieces) if pieces else np.empty(0, dtype="S1")
+
+
+def check_columns(columns: Mapping[str, Any], num_rows: int, where: str) -> None:
+    """Raise DataError unless these are columns that a listing of so many rows can carry."""
+    if problem := column_name_problem(list(columns)):
+        raise DataError(f"{where}: {problem}")
+    if list(columns) != sorted(columns):
+        raise DataError(f"{where}: expected columns in the order of their names.")
+    for name, values in columns.items():
+        fits = isinstance(values, np.ndarray) and values.shape == (num_rows,)
+        if not fits or not (values.dtype.kind in "Sb" or values.dtype.str in ("<i8", "<f8")):
+            raise DataError(
+                f"{where}: column {name}: expected an array ({num_rows},) of int64, float64, bool "
+                "or fixed-length bytes."
+            )
+
+
+def _texts(column: Any, where: str) -> npt.NDArray[np.bytes_]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = column.fill_null("")
+    too_long = pc.greater(pc.binary_length(column), MAX_TEXT_BYTES)
+    for wrong, what in (
+        (pc.match_substring(column, "\0"), "a text with NUL in it"),
+        (too_long, f"a text of more than {MAX_TEXT_BYTES} bytes"),
+    ):
+        if (row := pc.index(wrong, pa.scalar(True)).as_py()) >= 0:
+            raise DataError(f"{where} has {what} in row {row}, which no column of a store holds.")
+    return text_bytes(column)

@@ -1,0 +1,276 @@
+"""CSV or Parquet files as the columns of one table, each read when it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from featx.errors import DataError
+from featx.sources.base import FolderSource
+from featx.sources.path_patterns import base_of, is_pattern, matching_files
+
+_WHOLE = r"^-?\d{1,18}$"
+_NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+
+_EXACT_WHOLE = r"^(0|-?[1-9]\d{0,17})$"
+_EXACT_NUMBER = r"^-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][-+]?\d+)?$"
+"""Numbers that are nothing but numbers: not 007, and no name of twenty digits."""
+
+_BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
+
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+_ENDINGS = frozenset({b".csv", b".tsv", b".gz", b".parquet"})
+"""Names in a folder with these endings are tables, but for .gz behind another name."""
+
+
+class Csv:
+    """Columns of a CSV file.
+
+    Args:
+        file: .csv or .tsv, also with .gz behind.
+
+    Raises:
+        DataError: its name ends in something else, or it has two columns of the same name.
+    """
+
+    def __init__(self, file: Path) -> None:
+        from pyarrow import csv
+
+        self.file = file
+        plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
+        separator = _SEPARATORS.get(plain.suffix.lower())
+        if separator is None:
+            raise DataError(
+                f"data.root={file}: expected a name ending in .csv, .tsv (also .gz) or .parquet."
+            )
+        self._parse = csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        with csv.open_csv(file, parse_options=self._parse) as reader:
+            self.names: list[str] = reader.schema.names
+        if len(set(self.names)) < len(self.names):
+            raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
+
+    def column(self, name: str) -> Any:
+        """A column as text."""
+        import pyarrow as pa
+        from pyarrow import csv
+
+        options = csv.ConvertOptions(include_columns=[name], column_types={name: pa.string()})
+        return csv.read_csv(self.file, parse_options=self._parse, convert_options=options)[name]
+
+
+class Parquet:
+    """Columns of a Parquet file, which is open only while one is read."""
+
+    def __init__(self, file: Path) -> None:
+        from pyarrow import parquet
+
+        self.file = file
+        with parquet.ParquetFile(file) as opened:
+            self._schema = opened.schema_arrow
+            self.num_rows: int = opened.metadata.num_rows
+        self.names: list[str] = self._schema.names
+
+    def kind(self, name: str) -> Any:
+        """The type of a column's values."""
+        import pyarrow as pa
+
+        kind = self._schema.field(name).type
+        return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+    def column(self, name: str) -> Any:
+        """A column, or with a dot a field of a struct; nothing else is read."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        from pyarrow import parquet
+
+        outer, _, inner = name.partition(".") if name not in self.names else (name, "", "")
+        with parquet.ParquetFile(self.file) as opened:
+            column = opened.read(columns=[name])[outer]
+        column = pc.struct_field(column, inner) if inner else column
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        return column
+
+    def class_names(self, name: str) -> list[str] | None:
+        """The names that Hugging Face's data sets keep for whole numbers."""
+        about = (self._schema.metadata or {}).get(b"huggingface")
+        try:
+            names = json.loads(about)["info"]["features"][name]["names"] if about else None
+        except (ValueError, LookupError, TypeError):
+            return None
+        return names if isinstance(names, list) else None
+
+
+class Table:
+    """One file, or several of the same columns one after the other.
+
+    Args:
+        files: in their order.
+        where: they are, for messages.
+
+    Raises:
+        DataError: one of them cannot be read or is no table, or they are of two kinds.
+    """
+
+    def __init__(self, files: Sequence[Path], where: str) -> None:
+        self._where = where
+        self.parts: list[Csv | Parquet] = []
+        for file in files:
+            with _reading(file):
+                self.parts.append(_open(file))
+        kinds = {type(part): part.file for part in self.parts}
+        if len(kinds) > 1:
+            some = list(kinds.values())
+            raise DataError(
+                f"{where} holds tables of two kinds, such as {some[0]} and {some[1]}; name those "
+                "of one kind: data.root='DIR/*.parquet'."
+            )
+        self.is_parquet = Parquet in kinds
+
+    @property
+    def names(self) -> list[str]:
+        """Of the columns, as the first file has them."""
+        return self.parts[0].names
+
+    def check_has(self, name: str) -> None:
+        """Raise DataError where a file lacks a column of the first one."""
+        for part in self.parts:
+            if name not in part.names:
+                raise DataError(
+                    f"{part.file} has no column {name}, which {self.parts[0].file} has; it has "
+                    f"{', '.join(part.names)}."
+                )
+
+    def pieces(self, name: str) -> list[Any]:
+        """A column, file by file; of a CSV as text."""
+        self.check_has(name)
+        found = []
+        for part in self.parts:
+            with _reading(part.file):
+                found.append(part.column(name))
+        return found
+
+    def labels(self, name: str) -> Any:
+        """A column; of a CSV as numbers where all of it is, else as text. Empty is null.
+
+        1 and 01 are text, for as numbers they would be one class.
+        """
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        column = self._joined(name)
+        if self.is_parquet:
+            return column
+        found = _as_far_as_it_fits(column, ((_WHOLE, pa.int64()), (_NUMBER, pa.float64())))
+        if pa.types.is_integer(found.type):
+            text = _as_far_as_it_fits(column, ())
+            if pc.count_distinct(text).as_py() > pc.count_distinct(found).as_py():
+                return text
+        return found
+
+    def values(self, name: str) -> Any:
+        """A column; of a CSV as booleans or numbers where all of it is and nothing is lost."""
+        import pyarrow as pa
+
+        column = self._joined(name)
+        if self.is_parquet:
+            return column
+        kinds = (_BOOLEAN, pa.bool_()), (_EXACT_WHOLE, pa.int64()), (_EXACT_NUMBER, pa.float64())
+        return _as_far_as_it_fits(column, kinds)
+
+    def class_names(self, name: str) -> list[str] | None:
+        """The names that Parquet files keep for whole numbers.
+
+        Raises:
+            DataError: two files keep different ones.
+        """
+        said = [part.class_names(name) for part in self.parts if isinstance(part, Parquet)]
+        if any(names != said[0] for names in said):
+            raise DataError(f"{self._where}: the files have different names for {name}'s classes.")
+        return said[0] if said else None
+
+    def _joined(self, name: str) -> Any:
+        """A column of all files; whole numbers of several sizes become the largest."""
+        import pyarrow as pa
+
+        pieces = self.pieces(name)
+        try:
+            tables = [pa.table({name: piece}) for piece in pieces]
+            return pa.concat_tables(tables, promote_options="permissive")[name]
+        except pa.ArrowException as error:
+            kinds = sorted({str(piece.type) for piece in pieces})
+            raise DataError(
+                f"{self._where}: column {name} is {' and '.join(kinds)}, not the same in all files."
+            ) from error
+
+
+def find_tables(root: str, follow_links: bool) -> tuple[list[tuple[bytes, Path]], dict[str, int]]:
+    """The files that data.root names, and what was left out.
+
+    Returns:
+        (name below the folder or behind the fixed beginning of the pattern, path) in bytewise order
+        of the names; of a single file that is named itself, no name.
+
+    Raises:
+        DataError: there are none.
+    """
+    folder = Path(root).expanduser()
+    if folder.is_dir():
+        source = FolderSource(folder, follow_links, _ENDINGS, what="tables")
+        listing = source.listing()
+        keys = [key for key in listing.keys.tolist() if _is_table(key.lower())]
+        return [(key, folder / os.fsdecode(key)) for key in keys], dict(listing.skipped)
+    if folder.exists() or not is_pattern(root):
+        return [(b"", folder)], {}
+    pattern = str(folder)
+    base = base_of(pattern)
+    names = matching_files(pattern)
+    if not names:
+        raise DataError(f"data.root={root}: there is no such file (taken from {Path.cwd()}).")
+    return sorted((os.fsencode(name[len(base) :]), Path(name)) for name in names), {}
+
+
+def _is_table(name: bytes) -> bool:
+    return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
+
+
+def _open(file: Path) -> Csv | Parquet:
+    """A file as what its content says it is."""
+    if not file.is_file():
+        raise DataError(
+            f"data.root={file} is no file (taken from {Path.cwd()}); expected .csv, .tsv or "
+            ".parquet."
+        )
+    with file.open("rb") as opened:
+        is_parquet = opened.read(4) == b"PAR1"
+    return Parquet(file) if is_parquet else Csv(file)
+
+
+@contextlib.contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """What goes wrong with a file, told as a DataError that names it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.root={file} cannot be read: {error}.") from error
+
+
+def _as_far_as_it_fits(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
+    """Text as the first of some types whose form all of it has; empty becomes null."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    text = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text)
+    if text.null_count == len(text):
+        return pa.chunked_array([pa.nulls(len(text))])
+    for form, kind in kinds:
+        if pc.all(pc.match_substring_regex(text, form)).as_py():
+            return text.cast(kind)
+    return text

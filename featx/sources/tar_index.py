@@ -1,0 +1,249 @@
+"""Where the images of a tar lie: found once by reading its headers, kept for the next run.
+
+Indexes lie in $XDG_CACHE_HOME/featx/shards (~/.cache/featx/shards), one file a shard, named for
+the shard's place, size and version. A file that is damaged or belongs to another state is made
+anew; all of them may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import DataError
+from featx.sources import tar_headers
+from featx.sources.gzip_window import DAMAGE, GzipWindow
+from featx.sources.tar_headers import CutOffError, Member
+from featx.sources.tar_shards import Shard
+
+NO_LABEL = -2
+"""In `TarIndex.labels`: there is no .cls beside the image."""
+
+_VERSION = 1
+_BLOCK = 1 << 20
+_REMOTE_BLOCK = 8 << 20
+_MAX_LABEL_BYTES = 64
+_SKIP_FROM = 4
+"""Data of more blocks than this are not read but jumped over, in plain tars."""
+
+
+@dataclass(frozen=True)
+class TarIndex:
+    """The images of one shard, in the order of the tar.
+
+    Attributes:
+        names: (n,) bytes, unique.
+        offsets, sizes: (n,) int64, of their bytes in the (decompressed) tar.
+        labels: (n,) int64, of the member <base>.cls; NO_LABEL where there is none.
+        skipped: what was left out, reason -> count.
+        cut: why the tar ends early, empty where it does not.
+        compressed: whether it is gzip.
+    """
+
+    names: npt.NDArray[np.bytes_]
+    offsets: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    skipped: Mapping[str, int]
+    cut: str
+    compressed: bool
+
+
+def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
+    """The index of a shard as it is now, from the kept ones where it is among them.
+
+    Raises:
+        DataError: it is no tar, or one that cannot be read without loss.
+        OSError: it cannot be read now.
+    """
+    state = json.dumps(
+        [_VERSION, shard.url, shard.size, shard.version, sorted(map(os.fsdecode, endings))]
+    )
+    path = cache_folder() / f"{hashlib.sha256(state.encode()).hexdigest()}.index"
+    if shard.version and (kept := _load(path, state)) is not None:
+        return kept
+    index = build(shard, endings)
+    if shard.version:
+        _keep(path, state, index)
+    return index
+
+
+def cache_folder() -> Path:
+    """Where indexes are kept."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "featx" / "shards"
+
+
+def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
+    """Read all headers of a shard. Raises as `index_of`."""
+    compressed = _is_gzip(shard)
+    skipped: Counter[str] = Counter()
+    found: list[Member] = []
+    classes: dict[bytes, int] = {}
+    cut = ""
+    blocks = GzipWindow(shard.url, shard.read, shard.size) if compressed else _Blocks(shard)
+    try:
+        for member in tar_headers.members(blocks.read):
+            name = _clean(member.name)
+            if name.lower().endswith(b".cls") and member.regular:
+                classes[name[:-4]] = _class(shard, name, blocks.read(member.offset, member.size))
+            elif reason := _left_out(name, member, endings):
+                skipped[reason] += 1
+            else:
+                found.append(member._replace(name=name))
+    except CutOffError as error:
+        cut = str(error)
+        if error.at == 0 and not error.cut:
+            raise DataError(f"{shard.url} is no tar: {error}.") from error
+        if error.cut and not _left_out(_clean(error.cut.name), error.cut, endings):
+            found.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
+    except DAMAGE as error:
+        cut = f"its compressed bytes are damaged or end early ({error})"
+        if not found or any(text in str(error) for text in ("CRC", "Incorrect length")):
+            raise DataError(
+                f"{shard.url} is damaged: {error}. None of its images can be trusted; get the "
+                "shard again."
+            ) from error
+    names = [member.name for member in found]
+    if len(set(names)) < len(names):
+        twice = Counter(names).most_common(1)[0][0]
+        raise DataError(f"{shard.url} has two members named {os.fsdecode(twice)}.")
+    return TarIndex(
+        names=np.array(names, dtype=np.bytes_ if names else "S1"),
+        offsets=np.array([member.offset for member in found], dtype=np.int64),
+        sizes=np.array([member.size for member in found], dtype=np.int64),
+        labels=np.array([_label(name, classes) for name in names], dtype=np.int64),
+        skipped=dict(skipped),
+        cut=cut,
+        compressed=compressed,
+    )
+
+
+class _Blocks:
+    """Bytes of a plain tar by rising offset; what is not asked for is jumped over."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._size = _REMOTE_BLOCK if "://" in shard.url else _BLOCK // _SKIP_FROM
+        self._start, self._data = 0, b""
+
+    def read(self, offset: int, length: int) -> bytes:
+        end = self._start + len(self._data)
+        if not self._start <= offset <= offset + length <= end:
+            wanted = max(length, self._size)
+            self._start, self._data = offset, self._shard.read(offset, wanted)
+        at = offset - self._start
+        return self._data[at : at + length]
+
+
+def _is_gzip(shard: Shard) -> bool:
+    head = shard.read(0, 6)
+    if not head:
+        raise DataError(f"{shard.url} is empty; expected a tar.")
+    for start, kind in ((b"BZh", "bzip2"), (b"\xfd7zXZ", "xz"), (b"\x28\xb5\x2f\xfd", "zstd")):
+        if head.startswith(start):
+            raise DataError(f"{shard.url} is compressed with {kind}; tars may be plain or gzip.")
+    return head.startswith(b"\x1f\x8b")
+
+
+def _clean(name: bytes) -> bytes:
+    """'./a//b.jpg' -> 'a/b.jpg': names as `tar -cf x.tar .` writes them."""
+    return b"/".join(part for part in name.split(b"/") if part not in (b"", b"."))
+
+
+def _left_out(name: bytes, member: Member, endings: frozenset[bytes]) -> str | None:
+    """Why a member is no row, None where it is one."""
+    if not member.regular:
+        return "no regular files"
+    if any(part.startswith(b".") for part in name.split(b"/")):
+        return "hidden"
+    base, dot, ending = name.rpartition(b".")
+    if not dot or not base or base.endswith(b"/") or b"." + ending.lower() not in endings:
+        return "other names"
+    return None
+
+
+def _class(shard: Shard, name: bytes, data: bytes) -> int:
+    try:
+        number = int(data[:_MAX_LABEL_BYTES])
+        if number >= -1 and len(data) <= _MAX_LABEL_BYTES:
+            return number
+    except ValueError:
+        pass
+    raise DataError(
+        f"{shard.url}: {os.fsdecode(name)} holds {data[:_MAX_LABEL_BYTES]!r}; expected the number "
+        "of a class."
+    )
+
+
+def _label(name: bytes, classes: Mapping[bytes, int]) -> int:
+    """Of the member of the same base: the name up to its last dot, or to the first of its file."""
+    folder, slash, file = name.rpartition(b"/")
+    short = folder + slash + file.split(b".", 1)[0]
+    return classes.get(name.rpartition(b".")[0], classes.get(short, NO_LABEL))
+
+
+def _load(path: Path, state: str) -> TarIndex | None:
+    """A kept index, None where there is none of this state."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    digest, body = data[:32], memoryview(data)[32:]
+    if hashlib.sha256(body).digest() != digest:
+        return None
+    head = bytes(body[: 1 << 20]).partition(b"\n")[0]
+    about = json.loads(head)
+    if about["state"] != state:
+        return None
+    count, width = about["count"], about["width"]
+    at = len(head) + 1
+    names = np.frombuffer(body, f"S{width}", count, at)
+    numbers = np.frombuffer(body, "<i8", 3 * count, at + names.nbytes).reshape(3, count)
+    offsets, sizes, labels = numbers
+    return TarIndex(
+        names, offsets, sizes, labels, about["skipped"], about["cut"], about["compressed"]
+    )
+
+
+def _keep(path: Path, state: str, index: TarIndex) -> None:
+    """Write an index beside the others; where that cannot be, the next run reads headers again."""
+    about = {
+        "state": state,
+        "count": len(index.names),
+        "width": index.names.dtype.itemsize,
+        "skipped": dict(index.skipped),
+        "cut": index.cut,
+        "compressed": index.compressed,
+    }
+    columns = (index.names, *(c.astype("<i8") for c in (index.offsets, index.sizes, index.labels)))
+    body = json.dumps(about).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
+    with contextlib.suppress(OSError), _replacing(path) as file:
+        os.write(file, hashlib.sha256(body).digest())
+        with open(file, "wb", closefd=False) as whole:
+            whole.write(body)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[int]:
+    """A new file that takes the place of `path` at the end, whole or not at all."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        yield descriptor
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)

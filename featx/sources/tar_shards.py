@@ -1,0 +1,219 @@
+"""Tar shards by folder, name, glob or brace range, on a disk or behind a URL; bytes of one of them.
+
+URLs go through fsspec (the extra `remote`), whose credentials come from where each service keeps
+them (AWS_* in the environment, ~/.aws, .netrc), never from data.root.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from featx.errors import DataError, MissingExtraError
+from featx.sources.base import FolderSource
+from featx.sources.path_patterns import (
+    base_of,
+    expand_braces,
+    has_stars,
+    is_pattern,
+    matching_files,
+)
+
+PROTOCOLS = (
+    "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf",
+    "sftp", "hdfs", "webhdfs", "memory",
+)  # fmt: skip
+"""What data.root may name: stores of files, nothing that runs a command or wraps another URL."""
+
+_VERSIONS = (
+    "ETag", "etag", "md5Hash", "LastModified", "Last-Modified", "last_modified", "mtime", "updated",
+)  # fmt: skip
+"""Where the services of fsspec say which state of a file it is, the surest first."""
+
+_ENDINGS = (b".tar", b".tar.gz", b".tgz")
+_REQUESTS = 16
+"""That are under way at once, while shards are found."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One tar.
+
+    Attributes:
+        name: the path that keys begin with, '/' between its parts.
+        url: where it lies, a path or a URL.
+        size: in bytes.
+        version: changes with its content: the time of its last change, or a server's ETag.
+        read: (offset, length) -> its bytes there; any number of threads.
+        mtime_ns: the time of its last change, None where a server has it.
+    """
+
+    name: bytes
+    url: str
+    size: int
+    version: str
+    read: Callable[[int, int], bytes]
+    mtime_ns: int | None = None
+
+
+def find_shards(root: str, follow_links: bool) -> list[Shard]:
+    """The shards that data.root names, in bytewise order of their names.
+
+    Raises:
+        DataError: there are none, one is missing, or data.root is no place of files.
+        MissingExtraError: a URL, and fsspec or the package for it is not installed.
+    """
+    protocol = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", root)
+    command = root.startswith("pipe:") or "::" in root
+    if command or (protocol and protocol[1] not in PROTOCOLS):
+        raise DataError(
+            f"data.root={root}: expected files, on a disk or behind {', '.join(PROTOCOLS)}. "
+            "Commands (pipe:) and chained URLs (::) are refused."
+        )
+    if protocol and re.match(r"[a-z0-9]+://[^/]*@", root):
+        raise DataError(
+            "data.root holds a user name or a password, which the store would keep. Give them "
+            "where the service looks for them: AWS_* in the environment, ~/.aws, ~/.netrc."
+        )
+    shards = _remote(root) if protocol else _local(os.path.expanduser(root), follow_links)  # noqa: PTH111
+    if not shards:
+        raise DataError(f"data.root={root}: no name there ends in .tar, .tar.gz or .tgz.")
+    return sorted(shards, key=lambda shard: shard.name)
+
+
+def _local(root: str, follow_links: bool) -> list[Shard]:
+    folder = Path(root)
+    if folder.is_dir():
+        tars = FolderSource(folder, follow_links, frozenset({b".tar", b".gz", b".tgz"}))
+        keys = [key for key in tars.listing().keys.tolist() if key.lower().endswith(_ENDINGS)]
+        paths = [os.path.join(root, os.fsdecode(key)) for key in keys]
+        return [_local_shard(key, path) for key, path in zip(keys, paths, strict=True)]
+    if folder.exists() or not is_pattern(root):
+        return [_local_shard(os.fsencode(folder.name), root)]
+    base = base_of(root)
+    return [_local_shard(os.fsencode(name[len(base) :]), name) for name in matching_files(root)]
+
+
+def _local_shard(name: bytes, path: str) -> Shard:
+    path = os.path.abspath(path)  # noqa: PTH100 - names as they are typed
+    try:
+        info = os.stat(path)  # noqa: PTH116
+    except OSError as error:
+        raise DataError(
+            f"data.root: {path} {(error.strerror or 'cannot be read').lower()} (taken from "
+            f"{Path.cwd()})."
+        ) from error
+    if not os.path.isfile(path):  # noqa: PTH113
+        raise DataError(f"data.root: {path} is no file; expected a tar.")
+    state = info.st_size, info.st_mtime_ns
+
+    def read(offset: int, length: int) -> bytes:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            now = os.fstat(descriptor)
+            if (now.st_size, now.st_mtime_ns) != state:
+                raise OSError(errno.ESTALE, "the shard was changed while it was in use", path)
+            pieces = []
+            while length > 0 and (piece := os.pread(descriptor, length, offset)):
+                pieces.append(piece)
+                offset, length = offset + len(piece), length - len(piece)
+            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        finally:
+            os.close(descriptor)
+
+    version = f"mtime {info.st_mtime_ns}"
+    return Shard(name, path, info.st_size, version, read, info.st_mtime_ns)
+
+
+def _remote(root: str) -> list[Shard]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingExtraError(
+            f'data.root={root} is a URL: pip install "featx[remote]", which reads http, https and '
+            "s3; other services need their package of fsspec (gcsfs, adlfs, ...)."
+        ) from error
+    try:
+        system, path = fsspec.core.url_to_fs(root)
+    except (ImportError, ValueError) as error:
+        raise MissingExtraError(f"data.root={root}: {error}") from error
+    # Of URLs fsspec keeps http://host in the path and leaves s3:// out of it.
+    try:
+        found = _remote_paths(system, path)
+        with ThreadPoolExecutor(_REQUESTS) as threads:
+            shards = list(threads.map(lambda pair: _remote_shard(system, *pair), found))
+        if shards and "http" in system.protocol:
+            shards[0].read(1, 1)  # a server without ranges is told now
+        return shards
+    except (DataError, MissingExtraError):
+        raise
+    except FileNotFoundError as error:
+        # fsspec's word for every answer of a web server that is not the file.
+        why = f" ({error.__cause__})" if error.__cause__ else ""
+        raise DataError(f"data.root={root}: {error} is not there{why}.") from error
+    except Exception as error:
+        raise DataError(
+            f"data.root={root} cannot be listed: {type(error).__name__}: {error}."
+        ) from error
+
+
+def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
+    """(path for fsspec, name for keys) of every shard."""
+    if is_pattern(path):
+        base, paths = base_of(path), []
+        for name in expand_braces(path):
+            paths += sorted(system.glob(name)) if has_stars(name) else [name]
+        return [(file, file[len(base) :]) for file in dict.fromkeys(paths)]
+    if path.lower().split("?")[0].endswith(tuple(ending.decode() for ending in _ENDINGS)):
+        return [(path, path.split("?")[0].rsplit("/", 1)[-1])]
+    if "http" in system.protocol:
+        raise DataError(
+            f"{path}: a web server does not say what lies in a folder. Name one tar, or all of "
+            "them as in 'http://host/train-{000..012}.tar'."
+        )
+    base = path.rstrip("/") + "/"
+    found = [file for file in system.find(path) if file.lower().encode().endswith(_ENDINGS)]
+    return [(file, file[len(base) :]) for file in found]
+
+
+def _remote_shard(system: Any, path: str, name: str) -> Shard:
+    info = system.info(path)
+    url = system.unstrip_protocol(path)
+    size = info.get("size")
+    if size is None:
+        raise DataError(f"{url}: the server does not say how large it is, so it cannot be read.")
+    version = next((f"{key} {info[key]}" for key in _VERSIONS if info.get(key)), "")
+    ranges = "http" in system.protocol
+
+    def read(offset: int, length: int) -> bytes:
+        length = min(length, size - offset)
+        if length <= 0:
+            return b""
+        try:
+            if ranges:
+                with system.open(path, "rb", size=size, cache_type="none") as file:
+                    file.seek(offset)
+                    data: bytes = file.read(length)
+            else:
+                data = system.cat_file(path, start=offset, end=offset + length)
+        except ValueError as error:
+            raise DataError(
+                f"{url}: the web server does not answer requests for a part of a file (Range), "
+                "without which rows cannot be read by themselves. Use another server, or copy the "
+                "shards to a disk."
+            ) from error
+        except OSError:
+            raise
+        except Exception as error:  # of the service's own package: no fault of an image
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+        if len(data) != length:
+            raise OSError(errno.EIO, f"{len(data)} of {length} bytes came", url)
+        return data
+
+    return Shard(os.fsencode(name), url, size, version, read)

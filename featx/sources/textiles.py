@@ -1,0 +1,24 @@
+"""data=textiles: 2000 labelled pictures of woven textile that come with a pip package.
+
+Simulated textile images, 500 with a global and 500 with a local defect and 1000 without, from the
+package conformal-clip-data 0.1.4 (MIT licence).
+"""
+
+from __future__ import annotations
+
+from featx.config import DataConfig
+from featx.errors import MissingExtraError
+from featx.sources.base import FolderSource
+from featx.types import Source
+
+
+def open_source(config: DataConfig) -> Source:
+    """The textile pictures; their class is global, local or nominal."""
+    try:
+        import conformal_clip_data
+    except ImportError as error:
+        raise MissingExtraError(
+            'data=textiles comes with the extra demo: pip install "featx[demo]". Without it, '
+            "data=sample works offline, and data=folder data.root=DIR takes your own pictures."
+        ) from error
+    return FolderSource(conformal_clip_data.textile_simulated_root())

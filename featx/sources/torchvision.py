@@ -1,0 +1,162 @@
+"""data=torchvision: data sets that torchvision.datasets downloaded before, in their own formats.
+
+Nothing is downloaded here. CIFAR's pickles are opened by torchvision only after their checksums
+were found right.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import DataConfig
+from featx.errors import DataError, nearest
+from featx.sources.base import FolderSource
+from featx.sources.labels import Labels, named
+from featx.sources.pixel_encoding import encode_pixels
+from featx.sources.row_keys import doubles, numbered_keys, row_of, sampled_marks
+from featx.types import UNTOLD, Listing, Source
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one class of torchvision.datasets is opened.
+
+    Attributes:
+        splits: its own names for its parts -> the keyword arguments of its constructor.
+        files: its attribute with the paths of the images; None where it holds pixels in `data`.
+        labels: its attribute with their labels.
+    """
+
+    splits: dict[str, dict[str, Any]]
+    files: str | None = None
+    labels: str = "targets"
+
+
+_TRAIN_TEST = {"train": {"train": True}, "test": {"train": False}}
+
+
+def _splits(*names: str) -> dict[str, dict[str, Any]]:
+    return {name: {"split": name} for name in names}
+
+
+KINDS = {
+    "CIFAR10": _Kind(_TRAIN_TEST),
+    "CIFAR100": _Kind(_TRAIN_TEST),
+    "MNIST": _Kind(_TRAIN_TEST),
+    "FashionMNIST": _Kind(_TRAIN_TEST),
+    "Flowers102": _Kind(_splits("train", "val", "test"), "_image_files", "_labels"),
+    "Food101": _Kind(_splits("train", "test"), "_image_files", "_labels"),
+    "OxfordIIITPet": _Kind(_splits("trainval", "test"), "_images", "_labels"),
+}
+_FOLDER = "ImageFolder"
+
+
+def open_source(config: DataConfig) -> Source:
+    """The part data.split of the data set data.dataset below data.root.
+
+    Raises:
+        DataError: it is not there, or none of those that are known.
+    """
+    assert config.root is not None
+    assert config.dataset is not None
+    root = Path(config.root).expanduser()
+    if config.dataset == _FOLDER:  # class folders of image files, which need no torchvision
+        return FolderSource(root / (config.split or ""), config.follow_links)
+    kind = KINDS.get(config.dataset)
+    if kind is None:
+        names = [*KINDS, _FOLDER]
+        raise DataError(
+            f"data.dataset={config.dataset}: expected one of {', '.join(names)}."
+            f"{nearest(config.dataset, names)}"
+        )
+    split = config.split or next(iter(kind.splits))
+    if split not in kind.splits:
+        raise DataError(f"data.split={split}: {config.dataset} has {' and '.join(kind.splits)}.")
+    dataset = _opened(config.dataset, root, kind.splits[split])
+    where = f"{config.dataset} {split}"
+    labels = np.asarray(getattr(dataset, kind.labels)).astype(np.int64)
+    names = getattr(dataset, "classes", None) or [str(i) for i in range(int(labels.max()) + 1)]
+    labelled = named(labels, names, where)
+    if kind.files is None:
+        return _Pixels(np.asarray(dataset.data), labelled)
+    paths = [os.fsencode(path) for path in getattr(dataset, kind.files)]
+    return _Files(FolderSource(root, config.follow_links), paths, labelled)
+
+
+def _opened(name: str, root: Path, arguments: dict[str, Any]) -> Any:
+    from torchvision import datasets
+
+    make: Callable[..., Any] = getattr(datasets, name)
+    try:
+        return make(str(root), download=False, **arguments)
+    except (RuntimeError, OSError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise DataError(
+            f"data.root={root} (taken from {Path.cwd()}) has no {name}, or not all of it. "
+            f'Download it once with\n  python -c "from torchvision.datasets import {name}; '
+            f"{name}('{root}', {given}, download=True)\""
+        ) from error
+    except ImportError as error:
+        raise DataError(f"torchvision cannot open {name}: {error}.") from error
+
+
+class _Pixels:
+    """Pixels that a data set holds in memory; keys are numbers.
+
+    Args:
+        pixels: (N, H, W) or (N, H, W, 3) uint8.
+        labels: of the rows, and the names of the classes.
+    """
+
+    def __init__(self, pixels: npt.NDArray[np.uint8], labels: Labels) -> None:
+        self._pixels = pixels
+        self._labels = labels
+
+    def listing(self) -> Listing:
+        count = len(self._pixels)
+        labels, classes = self._labels
+        marks = sampled_marks(count, lambda row: self._pixels[row].tobytes())
+        return Listing(numbered_keys(count), labels, classes, {}, marks)
+
+    def read(self, key: bytes) -> bytes:
+        return encode_pixels(self._pixels[row_of(key)])
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Of pixels, which lie in memory, their checksums."""
+        states = np.full(len(keys), UNTOLD)
+        states["tag"] = [zlib.crc32(self._pixels[row_of(key)].tobytes()) for key in keys.tolist()]
+        return states
+
+
+class _Files:
+    """Image files of a data set; keys are their paths below data.root.
+
+    Args:
+        folder: data.root.
+        paths: of the images.
+        labels: of the images, and the names of the classes.
+    """
+
+    def __init__(self, folder: FolderSource, paths: list[bytes], labels: Labels) -> None:
+        base = os.fsencode(folder.root)
+        keys = np.array([os.path.relpath(path, base) for path in paths], dtype=np.bytes_)
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._labels, self._classes = keys[order], labels[0][order], labels[1]
+        self._folder = folder
+        self.states = folder.states
+        if twice := doubles(self._keys):
+            raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
+
+    def listing(self) -> Listing:
+        return Listing(self._keys, self._labels, self._classes)
+
+    def read(self, key: bytes) -> bytes:
+        return self._folder.read_inside(key)

@@ -1,0 +1,130 @@
+"""data=video: a frame of each video every data.every_s seconds.
+
+A key is the video's path and the time of the frame: 'talks/clip.mp4@00012.000'.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import DataConfig
+from featx.errors import DataError, MissingExtraError
+from featx.sources.base import FolderSource, endings
+from featx.sources.key_forms import frame_key
+from featx.sources.video_reader import FrameReader
+from featx.types import ImageFault, Listing, Source, Status
+
+EXTENSIONS = frozenset(b".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg".split())
+"""Names with these endings, in any case, count as videos; what they hold is found out later."""
+
+
+def open_source(config: DataConfig) -> Source:
+    """The videos below data.root, or the one that it names.
+
+    Raises:
+        MissingExtraError: torchcodec is not installed.
+    """
+    if find_spec("torchcodec") is None:
+        raise MissingExtraError('data=video needs torchcodec: pip install "featx[video]".')
+    return VideoSource(config)
+
+
+class VideoSource:
+    """Frames of videos, in bytewise order of their keys: video after video, each in its time.
+
+    A video that cannot be opened is one row, of its beginning, which fails and says why.
+
+    Args:
+        config: for the folder or file, the names that count, the time between frames, and limits.
+    """
+
+    def __init__(self, config: DataConfig) -> None:
+        assert config.root is not None
+        root = Path(config.root).expanduser()
+        self._file = root if root.is_file() else None
+        extensions = EXTENSIONS if config.extensions is None else endings(config.extensions)
+        self._folder = FolderSource(
+            root.parent if self._file else root, config.follow_links, extensions, what="videos"
+        )
+        self._every_s = config.every_s
+        self._max_pixels = config.max_pixels
+        self._frames = FrameReader(config.timeout_s)
+        self._states: dict[bytes, tuple[int, int]] = {}
+
+    def listing(self) -> Listing:
+        videos = self._videos()
+        keys: list[bytes] = []
+        labels, marks = [], []
+        for video, label in zip(videos.keys.tolist(), videos.labels.tolist(), strict=True):
+            count = self._count(video)
+            keys += [frame_key(video, k * self._every_s) for k in range(count)]
+            labels.append(np.full(count, label, dtype=np.int64))
+            marks.append(np.full(count, self._states.get(video, (0, 0))[0], dtype=np.int64))
+        listed = np.array(keys, dtype=np.bytes_)
+        order = np.argsort(listed, kind="stable")
+        return Listing(
+            listed[order],
+            np.concatenate(labels)[order],
+            videos.classes,
+            videos.skipped,
+            np.concatenate(marks)[order],
+        )
+
+    def read(self, key: bytes) -> bytes:
+        video, _, time_s = key.rpartition(b"@")
+        path = self._path(video)
+        try:
+            state = _state(path)
+        except FileNotFoundError as error:
+            self._folder.check_root()
+            raise ImageFault(Status.MISSING, "no such file", "FileNotFoundError") from error
+        if self._states.get(video, state) != state:
+            raise OSError(errno.ESTALE, "the video was changed while it was in use", path)
+        return self._frames.frame(path, float(time_s), self._max_pixels)
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """Those of the videos."""
+        videos, which = np.unique([key.rpartition(b"@")[0] for key in keys], return_inverse=True)
+        states: npt.NDArray[np.void] = self._folder.states(videos)[which]
+        return states
+
+    def _videos(self) -> Listing:
+        """The videos themselves, one row each."""
+        if self._file is None:
+            return self._folder.listing()
+        return Listing(np.array([os.fsencode(self._file.name)]), np.array([-1], dtype=np.int64))
+
+    def _count(self, video: bytes) -> int:
+        """How many frames a video gives; one where it cannot be opened, to say so."""
+        path = self._path(video)
+        try:
+            self._states[video] = _state(path)
+            lasts_s = self._frames.duration_s(path)
+            if lasts_s / self._every_s > (size := self._states[video][0]):
+                raise DataError(
+                    f"{path} claims to last {lasts_s:g} s, more frames than its {size} bytes can "
+                    "hold. Leave it out, or choose a larger data.every_s."
+                )
+            return max(1, math.ceil(lasts_s / self._every_s - 1e-6))
+        except ImageFault:
+            return 1
+        except FileNotFoundError:  # a link that leads nowhere
+            return 1
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+
+    def _path(self, video: bytes) -> str:
+        return os.path.abspath(os.path.join(self._folder.root, os.fsdecode(video)))  # noqa: PTH100 - unusual bytes
+
+
+def _state(path: str) -> tuple[int, int]:
+    """What changes when a file does."""
+    info = os.stat(path)  # noqa: PTH116 - unusual bytes
+    return info.st_size, info.st_mtime_ns

@@ -1,0 +1,197 @@
+"""data=webdataset: images in tar shards, read where they lie and never extracted.
+
+A key is the shard's path and the member's name. Plain tars are read by row; tar.gz has no places to
+jump to and is read forwards, quick where rows are in the order of the tar.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import Counter, OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.config import DataConfig
+from featx.errors import DataError
+from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
+from featx.sources.gzip_window import DAMAGE, GzipWindow
+from featx.sources.labels import Labels, from_names, from_numbers
+from featx.sources.row_keys import place_of, rows_of
+from featx.sources.tar_index import NO_LABEL, TarIndex, index_of
+from featx.sources.tar_shards import Shard, find_shards
+from featx.types import UNTOLD, ImageFault, Listing, Source, Status
+
+_OPEN_WINDOWS = 4
+"""Compressed shards that are held open at once, each with its window."""
+
+_INDEXING = 8
+"""Shards whose headers are read at once."""
+
+_CUT_SIZE = -1
+"""Of a member that is there in part, or of what stands for all that is missing."""
+
+_MISSING_NAME = b"(the rest of the shard)"
+
+logger = logging.getLogger(__name__)
+
+
+def open_source(config: DataConfig) -> Source:
+    """The shards that data.root names."""
+    assert config.root is not None
+    return ShardSource(config.root, config.follow_links, endings(config.extensions))
+
+
+class ShardSource:
+    """Images in tars.
+
+    A tar that ends early, or goes on with something that is no tar, gives the images that are
+    whole, and one row more that fails as 'truncated' and says so.
+
+    Args:
+        root: a folder, one tar, a glob or a brace range, on a disk or behind a URL.
+        follow_links: of a folder.
+        extensions: endings of the names that count, in small letters.
+    """
+
+    def __init__(self, root: str, follow_links: bool, extensions: frozenset[bytes]) -> None:
+        self._root = root
+        self._follow_links = follow_links
+        self._extensions = extensions
+        self._shards: list[Shard] = []
+        self._indexes: list[TarIndex] = []
+        self._keys = np.empty(0, dtype="S1")
+        self._places = np.empty((3, 0), dtype=np.int64)
+        self._windows: OrderedDict[int, GzipWindow] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def listing(self) -> Listing:
+        self._shards = find_shards(self._root, self._follow_links)
+        try:
+            with ThreadPoolExecutor(_INDEXING, thread_name_prefix="featx-index") as threads:
+                self._indexes = list(
+                    threads.map(lambda shard: index_of(shard, self._extensions), self._shards)
+                )
+        except OSError as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(f"data.root={self._root} cannot be read: {error}.") from error
+        skipped: Counter[str] = Counter()
+        for shard, index in zip(self._shards, self._indexes, strict=True):
+            skipped.update(index.skipped)
+            if index.cut:
+                skipped[f"shard that ends early ({os.fsdecode(shard.name)}: {index.cut})"] += 1
+        if not sum(len(index.names) for index in self._indexes):
+            left_out = ", ".join(f"{n} {why}" for why, n in sorted(skipped.items()))
+            raise DataError(
+                f"no images in the {len(self._shards)} shards of {self._root}. "
+                f"Left out: {left_out or 'nothing'}."
+            )
+        keys, labels, classes = self._columns()
+        return Listing(keys, labels, classes, dict(skipped), self._places[2])
+
+    def read(self, key: bytes) -> bytes:
+        with self._lock:
+            if not len(self._keys):
+                self.listing()
+        row = place_of(self._keys, key)
+        number, offset, size = (int(column[row]) for column in self._places)
+        shard, index = self._shards[number], self._indexes[number]
+        if size == _CUT_SIZE:
+            raise ImageFault(
+                Status.TRUNCATED, f"the shard {shard.url} is not whole: {index.cut}", "CutOffError"
+            )
+        if size == 0:
+            raise ImageFault(Status.EMPTY, "the member has no bytes")
+        if size > MAX_FILE_BYTES:
+            raise ImageFault(Status.TOO_LARGE, f"{size} bytes, over {MAX_FILE_BYTES}")
+        data = self._read_compressed(number, offset, size) if index.compressed else None
+        data = shard.read(offset, size) if data is None else data
+        if len(data) != size:
+            raise OSError(errno.EIO, f"{len(data)} of {size} bytes came", shard.url)
+        return data
+
+    def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
+        """The size of each member; its place and the version of its shard are the tag."""
+        shards, offsets, sizes = self._places[:, rows_of(self._keys, keys)]
+        versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
+        states = np.full(len(keys), UNTOLD)
+        states["size"], states["tag"] = sizes, versions[shards] ^ offsets
+        changed = np.array(
+            [-1 if shard.mtime_ns is None else shard.mtime_ns for shard in self._shards]
+        )
+        states["mtime_ns"] = changed[shards]
+        return states
+
+    def _read_compressed(self, number: int, offset: int, size: int) -> bytes:
+        shard = self._shards[number]
+        with self._lock:
+            window = self._windows.pop(number, None)
+            window = window or GzipWindow(shard.url, shard.read, shard.size)
+            self._windows[number] = window
+            if len(self._windows) > _OPEN_WINDOWS:
+                self._windows.popitem(last=False)
+        try:
+            return window.read(offset, size)
+        except DAMAGE as error:  # though it could be read to this place when it was indexed
+            raise OSError(errno.EIO, f"the shard cannot be decompressed: {error}", shard.url) from (
+                error
+            )
+
+    def _columns(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], tuple[str, ...]]:
+        """Keys in bytewise order, with their labels and classes; the places stay here."""
+        keys, places, numbers = [], [], []
+        for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):
+            names, offsets, sizes, labels = index.names, index.offsets, index.sizes, index.labels
+            if index.cut and not (len(sizes) and sizes[-1] == _CUT_SIZE):
+                names = np.append(names, np.array([_MISSING_NAME]))
+                offsets, sizes = np.append(offsets, 0), np.append(sizes, _CUT_SIZE)
+                labels = np.append(labels, NO_LABEL)
+            keys.append(np.char.add(np.bytes_(shard.name + b"/"), names))
+            places.append(np.stack([np.full(len(names), i), offsets, sizes]))
+            numbers.append(labels)
+            if index.compressed:
+                _warn_of_order(shard, names)
+        self._indexes = [_without_columns(index) for index in self._indexes]
+        every, where, found = (
+            np.concatenate(keys), np.concatenate(places, axis=1), np.concatenate(numbers)
+        )  # fmt: skip
+        if not (every[1:] > every[:-1]).all():
+            order = np.argsort(every, kind="stable")
+            every, where, found = every[order], where[:, order], found[order]
+        self._keys, self._places = every, where
+        labels, classes = self._labels(found)
+        return every, labels, classes
+
+    def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
+        """The numbers beside the images where there are any, else the members' class folders."""
+        if (numbers != NO_LABEL).any():
+            return from_numbers(np.maximum(numbers, -1), f"the .cls members of {self._root}")
+        starts = [len(shard.name) + 1 for shard in self._shards]
+        members = (
+            bytes(key)[starts[i] :] for key, i in zip(self._keys, self._places[0], strict=True)
+        )
+        return from_names(
+            os.fsdecode(name.split(b"/", 1)[0]) if b"/" in name else "" for name in members
+        )
+
+
+def _without_columns(index: TarIndex) -> TarIndex:
+    """What is still needed of an index once its columns are part of the listing."""
+    none = np.empty(0, dtype=np.int64)
+    return TarIndex(index.names[:0], none, none, none, {}, index.cut, index.compressed)
+
+
+def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:
+    backwards = int((names[1:] < names[:-1]).sum())
+    if backwards:
+        logger.warning(
+            "%s is compressed and its images are not in the order of their names: it will be "
+            "decompressed anew up to %d times. A plain tar, or members in order, are quicker.",
+            shard.url,
+            backwards + 1,
+        )

@@ -1,0 +1,146 @@
+"""s3://bucket/run as a path: what reads a store asks the same of it as of a folder's path."""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import io
+import os
+import re
+import stat
+import zlib
+from collections.abc import Iterator
+from pathlib import Path, PosixPath
+from typing import Any
+
+from featx.errors import ConfigError, ObjectStoreError
+from featx.storage import s3_client
+from featx.storage.s3_client import Entry
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)")
+
+
+def is_url(text: str | os.PathLike[str]) -> bool:
+    """Whether a key such as out or store names a place behind a URL."""
+    return _URL.match(str(text)) is not None
+
+
+def place_of(text: str | os.PathLike[str]) -> Path:
+    """A store's place as users type it: a path on a disk, or s3://bucket/run.
+
+    Raises:
+        ConfigError: it is a URL of another kind, or no place in a bucket.
+    """
+    if isinstance(text, ObjectPath):
+        return text
+    found = _URL.match(os.fspath(text))
+    if found is None:
+        return Path(text).expanduser()
+    # pathlib makes one slash of two, so that is what a Path of a URL has.
+    scheme, rest = found[1].lower(), found[2].lstrip("/")
+    if scheme != "s3":
+        raise ConfigError(
+            f"{text}: stores are on disks, or in object stores that speak S3, as s3://bucket/run; "
+            "AWS_ENDPOINT_URL says where they are, if it is not AWS."
+        )
+    bucket, _, key = rest.partition("/")
+    if not key.strip("/") or "@" in bucket or {".", ".."} & set(key.split("/")):
+        raise ConfigError(
+            f"{'s3://...' if '@' in bucket else text}: expected s3://bucket/folder, without user "
+            "name, password, '.' or '..'. Credentials belong where AWS' tools look for them: "
+            "AWS_* in the environment, ~/.aws, the machine's role."
+        )
+    return ObjectPath("s3:", bucket, key)
+
+
+class ObjectPath(PosixPath):
+    """A key of a bucket, or all that begin with it and a slash, as a folder.
+
+    It answers what readers ask of a path. What would change something goes through the store's
+    `ObjectDisk`; the system's own calls refuse it.
+    """
+
+    def __str__(self) -> str:
+        scheme, rest = self.parts[:1], "/".join(self.parts[1:])
+        return f"s3://{rest}" if scheme == ("s3:",) else "/".join(self.parts)  # relative to another
+
+    def __fspath__(self) -> str:
+        raise ObjectStoreError(
+            errno.ENOTSUP, "it lies in an object store, and this needs a disk", str(self)
+        )
+
+    @property
+    def bucket(self) -> str:
+        """Name of the bucket."""
+        return self.parts[1]
+
+    @property
+    def key(self) -> str:
+        """Of the object in its bucket."""
+        return "/".join(self.parts[2:])
+
+    def expanduser(self) -> ObjectPath:
+        return self
+
+    def absolute(self) -> ObjectPath:
+        return self
+
+    def is_absolute(self) -> bool:
+        return True
+
+    def entry(self) -> Entry:
+        """What the object is. Raises FileNotFoundError where there is none of this name."""
+        return s3_client.look(self.bucket, self.key)
+
+    def entries(self) -> Iterator[tuple[ObjectPath, Entry]]:
+        """All objects below this folder."""
+        for key, entry in s3_client.names(self.bucket, f"{self.key}/"):
+            yield ObjectPath("s3:", self.bucket, key), entry
+
+    def is_file(self) -> bool:
+        try:
+            self.entry()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self) -> bool:
+        return any(s3_client.names(self.bucket, f"{self.key}/", most=1))
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        """Size and time of the object; its inode stands for its content."""
+        return _as_stat(self.__dict__.pop("_listed", None) or self.entry())
+
+    def glob(self, pattern: str) -> Iterator[ObjectPath]:  # type: ignore[override]
+        """Objects of this folder by their names, which are asked for once with their sizes."""
+        start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+        folder = f"{self.key}/"
+        for key, entry in s3_client.names(self.bucket, folder + start):
+            name = key[len(folder) :]
+            if "/" not in name and fnmatch.fnmatchcase(name, pattern):
+                found = self / name
+                found.__dict__["_listed"] = entry
+                yield found
+
+    def open(
+        self, mode: str = "r", buffering: int = -1, encoding: str | None = None,
+        errors: str | None = None, newline: str | None = None,
+    ) -> Any:  # fmt: skip
+        """The whole object in memory, for reading."""
+        if mode not in ("r", "rb"):
+            raise ObjectStoreError(errno.EROFS, "it is opened for reading only", str(self))
+        data = io.BytesIO(s3_client.read(self.bucket, self.key)[0])
+        if mode == "rb":
+            return data
+        return io.TextIOWrapper(data, encoding or "utf-8", errors, newline)
+
+
+def _as_stat(entry: Entry) -> os.stat_result:
+    inode = zlib.crc32(entry.etag.encode())
+    times = (int(entry.modified),) * 3
+    values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, entry.size, *times)
+    exact = {"st_mtime": entry.modified, "st_mtime_ns": int(entry.modified * 1e9)}
+    return os.stat_result(values, exact)

@@ -1,0 +1,512 @@
+"""Rows of one chunked dataset, read past HDF5: from the file's own pages, in many threads at once.
+
+HDF5 says where the chunks lie; the bytes are then taken from the file itself. Small rows are
+gathered from a memory map by one call of numpy, which is several times as fast as a system call or
+an HDF5 call for each. Chunks with filters are read and decoded in a few threads. Anything out of
+the ordinary is left to h5py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeGuard
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.storage.local_file import RawFile
+from featx.storage.s3_file import ObjectFile
+from featx.store import dtypes, layout
+from featx.store.chunk_cache import process
+from featx.store.chunk_check import ChunkCheck, repair_hint
+from featx.store.chunk_index import ChunkIndex
+from featx.store.filter_pipeline import Pipeline
+
+Rows: TypeAlias = npt.NDArray[np.int64]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+
+_PIECE_BYTES = 128 << 10
+"""A gather into given places goes through a temporary of this size, which stays in the cache."""
+
+_GATHER_ROW_BYTES = 16 << 10
+"""Larger rows are copied one by one: the loop then costs little beside the copying."""
+
+_PAGE = 4096
+
+_CONVERT_BYTES = 16 << 20
+"""bfloat16 rows are read and widened in pieces of this size."""
+
+
+class ChunkRows:
+    """Rows of one dataset; for the process that made it, in any number of threads.
+
+    Attributes:
+        dtype: of the values that are read; float32 for bfloat16.
+        way: "map" or "file" (no filters), "decode" (filters known to us), or "h5py".
+    """
+
+    def __init__(
+        self,
+        dataset: h5py.Dataset,
+        path: Path,
+        far: ObjectFile | None = None,
+        check: ChunkCheck | None = None,
+        first_row: int = 0,
+    ) -> None:
+        """The dataset must stay open until `close`; `path` is for messages.
+
+        Args:
+            dataset: of a file open for reading.
+            path: of the file.
+            far: what h5py reads the file through, where it is none of a disk.
+            check: compares chunks with their checksums; None compares nothing.
+            first_row: the row of the store that the dataset begins with, for messages.
+
+        Raises:
+            StoreError: its numbers are of no type that a store has, or it is larger than the file.
+        """
+        self._kind = dtypes.name_of(dataset)
+        self.dtype = dtypes.memory_dtype(self._kind)
+        self._label = f"{path}: {dataset.name}"
+        self._path = path
+        self._first_row = first_row
+        self._dataset: h5py.Dataset | None = dataset
+        self._row_shape: tuple[int, ...] = dataset.shape[1:]
+        self._num_rows = int(dataset.shape[0])
+        self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else self._num_rows
+        self._file: RawFile | ObjectFile | None = None
+        self._token = object()
+        self._check_of_chunks = check
+        self.way = "h5py"
+        if not _is_direct(dataset, "sec2" if far is None else "fileobj"):
+            return
+        pipeline = Pipeline.of(dataset)
+        if not pipeline.supported:
+            return
+        self._pipeline = pipeline
+        self._row_bytes = pipeline.chunk_bytes // self._chunk_rows
+        file = far or RawFile(dataset.file.id.get_vfd_handle(), may_map=len(pipeline) == 0)
+        self._index = ChunkIndex(dataset, self._label, pipeline, file.size)
+        self._file = file
+        self.way = "decode" if len(pipeline) else "map" if file.mapped is not None else "file"
+
+    def take(self, rows: Rows) -> npt.NDArray[Any]:
+        """(n, *row shape): rows in any order, with repeats; the quickest way to random rows."""
+        small = self.way == "map" and self._row_bytes <= _GATHER_ROW_BYTES
+        if small and self._kind != "bfloat16" and len(rows) > 1:
+            if rows.min() < 0 or rows.max() >= self._num_rows:
+                raise self._out_of_range(int(rows.min()), int(rows.max()))
+            file, at = self._locate(rows)
+            assert _is_mapped(file)
+            if self._check_of_chunks is not None:
+                self._compare_mapped(file, self._check_of_chunks.due_of_rows(rows))
+            taken = _taken(file, at, self._row_bytes)
+            return taken.view(self.dtype).reshape(len(rows), *self._row_shape)
+        out = np.empty((len(rows), *self._row_shape), self.dtype)
+        if len(rows) == 1:
+            self.read_run(int(rows[0]), out)
+            return out
+        order = np.argsort(rows, kind="stable")
+        self.read(rows[order], out, order)
+        return out
+
+    def take_run(self, first: int, count: int) -> npt.NDArray[Any]:
+        """(count, *row shape): the rows from `first` on; raises what `read` does."""
+        last = first + count - 1
+        if self.way == "map" and self._index.whole and 0 <= first <= last < self._num_rows:
+            origin = self._index.origin[first // self._chunk_rows : last // self._chunk_rows + 1]
+            begin = int(origin[0])
+            # Chunks that touch have one origin, so their rows are one piece of the file.
+            if self._kind != "bfloat16" and bool((origin == begin).all()):
+                begin += first * self._row_bytes
+                file = self._checked_file()
+                assert _is_mapped(file)
+                assert file.mapped is not None
+                copied = file.mapped[begin : begin + count * self._row_bytes].copy()
+                if self._check_of_chunks is not None:
+                    due = self._check_of_chunks.due_of_run(first, count)
+                    # The copy is in the processor's cache, the mapped chunk may not be.
+                    copies = [chunk for chunk in due if self._is_within(chunk, first, count)]
+                    self._compare_read(copies, copied, first * self._row_bytes, self._row_bytes)
+                    if len(copies) < len(due):
+                        self._compare_mapped(file, [at for at in due if at not in copies])
+                return copied.view(self.dtype).reshape(count, *self._row_shape)
+        out = np.empty((count, *self._row_shape), self.dtype)
+        self.read_run(first, out)
+        return out
+
+    def read(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        """Write row rows[i] to out[places[i]].
+
+        Args:
+            rows: (n,) increasing, repeats allowed.
+            out: (m, *row shape) of `dtype`, contiguous.
+            places: (n,) each in [0, m), no two the same.
+
+        Raises:
+            IndexError: a row or a place is out of range.
+            StoreError: a row is not in the file, or what is there is damaged.
+            OSError: the system cannot read the file now.
+        """
+        if len(rows) != len(places):
+            raise ValueError(f"{len(rows)} rows, {len(places)} places")
+        if not len(rows):
+            return
+        first, last = int(rows[0]), int(rows[-1])
+        place = int(places[0])
+        if len(rows) > 1:
+            steps, moves = rows[1:] - rows[:-1], places[1:] - places[:-1]
+            smallest = int(steps.min())
+            if smallest < 0 or places.min() < 0 or places.max() >= len(out):
+                raise IndexError("rows must increase, and places lie in the array that is filled")
+            joined = smallest == 1 == steps.max() and (moves == 1).all()
+        elif not 0 <= place < len(out):
+            raise IndexError(f"there is no place {place} among {len(out)}")
+        if len(rows) == 1 or joined:
+            self.read_run(first, out[place : place + len(rows)])
+            return
+        self._check(first, last, out)
+        self._read_any(rows, out, places)
+
+    def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
+        """Fill `out`, (n, *row shape), with the n rows from `first` on; raises what `read` does."""
+        count = len(out)
+        self._check(first, first + count - 1, out)
+        if not count:
+            return
+        if self.way in ("h5py", "decode") or self._kind == "bfloat16":
+            places = np.arange(count)
+            self._read_any(places + first, out, places)
+            return
+        file = self._checked_file()
+        width, per_chunk = self._row_bytes, self._chunk_rows
+        chunk, last_chunk = first // per_chunk, (first + count - 1) // per_chunk
+        if not self._index.whole:
+            self._index.find(np.arange(chunk, last_chunk + 1))
+        check, due = self._check_of_chunks, []
+        if check is not None:
+            due = check.due_of_run(first, count)
+            if _is_mapped(file):
+                self._compare_mapped(file, due)
+                due = []
+            elif due and (around := self._aligned(first, count, due)) != (first, first + count):
+                # Bytes that come from afar are asked for once: whole chunks, of which a part goes.
+                whole = np.empty((around[1] - around[0], *self._row_shape), self.dtype)
+                self.read_run(around[0], whole)
+                out[:] = whole[first - around[0] :][:count]
+                return
+        flat = out.reshape(-1).view(np.uint8)
+        begin = end = int(self._index.origin[chunk]) + first * width
+        done = 0
+        pieces = []
+        for at in range(chunk, last_chunk + 1):
+            start = max(first, at * per_chunk)
+            stop = min(first + count, (at + 1) * per_chunk)
+            lies = int(self._index.origin[at]) + start * width
+            if lies != end:  # chunks that touch are read in one go
+                pieces.append((flat[done : done + end - begin], begin))
+                done += end - begin
+                begin = end = lies
+            end += (stop - start) * width
+        file.read_pieces([*pieces, (flat[done:], begin)], self._label)
+        self._compare_read(due, flat, first * width, width)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed; no row can be read then."""
+        return self._dataset is None
+
+    def close(self) -> None:
+        """Let go of the file; a read that is under way in another thread still ends well."""
+        self._dataset = self._file = None
+        process().cache.drop(self._token)
+
+    def _check(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
+        if out.dtype != self.dtype or out.shape[1:] != self._row_shape:
+            raise ValueError(f"rows of {self._label} do not fit {out.shape} {out.dtype}")
+        if not out.flags.c_contiguous:
+            raise ValueError("rows are read into contiguous arrays only")
+        if first < 0 or last >= self._num_rows:
+            raise self._out_of_range(first, last)
+
+    def _out_of_range(self, first: int, last: int) -> IndexError:
+        return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
+
+    def _decoded_by_hdf5(self, chunk: int) -> Bytes | None:
+        """A chunk that our own decoder refuses; a filter may not look at every bit of its header.
+
+        Only where it can be compared with its checksum.
+        """
+        dataset, first = self._dataset, chunk * self._chunk_rows
+        if dataset is None or self._check_of_chunks is None:
+            return None
+        try:
+            rows = dtypes.read_raw(dataset, first, min(first + self._chunk_rows, self._num_rows))
+        except (OSError, RuntimeError):
+            return None
+        whole = np.zeros(self._pipeline.chunk_bytes, np.uint8)
+        data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+        whole[: len(data)] = data
+        return whole
+
+    def _damaged(self, first: int, last: int, error: Exception) -> StoreError:
+        begin = self._first_row
+        return StoreError(
+            f"{self._label}: rows {begin + first} to {begin + last} cannot be read ({error}). "
+            f"{repair_hint(self._path)}"
+        )
+
+    def _checked_file(self) -> RawFile | ObjectFile:
+        """The file, if it is as long as it was. A local variable must hold it while it is read."""
+        file = self._file
+        if file is None:
+            raise ValueError(f"{self._label} is closed")
+        if (size := file.size_now()) < file.size:
+            raise StoreError(
+                f"{self._label}: the file had {file.size} bytes when it was opened, now {size}."
+            )
+        return file
+
+    def _aligned(self, first: int, count: int, due: Sequence[int]) -> tuple[int, int]:
+        """Rows [first, first + count) and the rest of those chunks among them that are due."""
+        start = min(first, due[0] * self._chunk_rows)
+        stop = min(max(first + count, (due[-1] + 1) * self._chunk_rows), self._num_rows)
+        return start, stop
+
+    def _compare_read(
+        self, due: Sequence[int], data: npt.NDArray[Any], start: int, width: int = 1
+    ) -> None:
+        """Compare chunks that were read as a whole.
+
+        Args:
+            due: their numbers.
+            data: rows, or their bytes, in order and as they are stored.
+            start: what `data` begins with, counted in its items from the dataset's begin.
+            width: items of a row.
+        """
+        check = self._check_of_chunks
+        if not due or check is None:
+            return
+
+        def compare(chunk: int) -> None:
+            check.compare(chunk, data[chunk * self._chunk_rows * width - start :])
+
+        process().each(compare, due)
+
+    def _is_within(self, chunk: int, first: int, count: int) -> bool:
+        """Whether all rows of a chunk are among the `count` rows from `first` on."""
+        begin = chunk * self._chunk_rows
+        return first <= begin and min(begin + self._chunk_rows, self._num_rows) <= first + count
+
+    def _compare_mapped(self, file: RawFile, due: Sequence[int]) -> None:
+        """Compare chunks of a mapped file with their checksums; raises what `read` does."""
+        check, mapped = self._check_of_chunks, file.mapped
+        if not due or check is None or mapped is None:
+            return
+        if not self._index.whole:
+            self._index.find(np.array(due))
+
+        def compare(chunk: int) -> None:
+            at = int(self._index.at[chunk])
+            check.compare(chunk, mapped[at : at + self._pipeline.chunk_bytes])
+
+        process().each(compare, due)
+
+    def _locate(self, rows: Rows) -> tuple[RawFile | ObjectFile, Rows]:
+        """The file and the byte at which each row begins; without filters."""
+        chunks = rows // self._chunk_rows
+        self._index.find(chunks)
+        return self._checked_file(), self._index.origin[chunks] + rows * self._row_bytes
+
+    def _read_any(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        if self.way == "h5py":
+            self._read_by_h5py(rows, out, places)
+        elif self._kind != "bfloat16":
+            self._read_bits(rows, out, places)
+        else:
+            step = max(1, _CONVERT_BYTES // self._row_bytes)
+            for i in range(0, len(rows), step):
+                part = rows[i : i + step]
+                raw = np.empty((len(part), *self._row_shape), dtypes.raw_dtype(self._kind))
+                self._read_bits(part, raw, np.arange(len(part)))
+                out[places[i : i + step]] = dtypes.from_raw(raw, self._kind)
+
+    def _read_by_h5py(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        dataset = self._dataset
+        if dataset is None:
+            raise ValueError(f"{self._label} is closed")
+        for low, high in _runs(rows[1:] - rows[:-1] <= 1):
+            first, last = int(rows[low]), int(rows[high - 1])
+            check = self._check_of_chunks
+            due = [] if check is None else check.due_of_run(first, last + 1 - first)
+            start, stop = first, last + 1
+            if due:
+                start, stop = self._aligned(first, last + 1 - first, due)
+            try:
+                raw = dtypes.read_raw(dataset, start, stop)
+            except (OSError, RuntimeError) as error:
+                if not layout.is_damage(error):
+                    raise
+                raise self._damaged(first, last, error) from error
+            self._compare_read(due, np.ascontiguousarray(raw), start)
+            block = dtypes.from_raw(raw, self._kind)
+            out[places[low:high]] = block[rows[low:high] - start]
+
+    def _read_bits(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        if self.way == "decode":
+            self._read_decoded(rows, out, places)
+            return
+        if self._check_of_chunks is not None:
+            rows, places = self._read_due(rows, out, places)
+            if not len(rows):
+                return
+        file, at = self._locate(rows)
+        width = self._row_bytes
+        target = out.reshape(len(out), -1).view(np.uint8)
+        joined = (at[1:] - at[:-1] == width) & (places[1:] - places[:-1] == 1)
+        num_runs = len(at) - int(np.count_nonzero(joined))
+        if num_runs > 4 and width <= _GATHER_ROW_BYTES and _is_mapped(file):
+            _gather(file.items(width), at, target.view(f"V{width}").reshape(-1), places)
+            return
+        flat = target.reshape(-1)
+        runs = ((low, high, int(places[low]) * width) for low, high in _runs(joined))
+        pieces = (
+            (flat[begin : begin + (high - low) * width], int(at[low])) for low, high, begin in runs
+        )
+        file.read_pieces(pieces, self._label)
+
+    def _read_due(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> tuple[Rows, Rows]:
+        """Compare the chunks that are due, without filters; returns what is still to be read.
+
+        Of a file that is not mapped the rows of these chunks are read on the way.
+        """
+        file, check = self._checked_file(), self._check_of_chunks
+        due = [] if check is None else check.due_of_rows(rows)
+        if _is_mapped(file):
+            self._compare_mapped(file, due)
+            return rows, places
+        if not due or check is None:
+            return rows, places
+        self._index.find(np.array(due))
+        chunk_bytes = self._pipeline.chunk_bytes
+        left = np.ones(len(rows), np.bool_)
+        step = max(1, _CONVERT_BYTES // chunk_bytes)
+        for i in range(0, len(due), step):
+            some = due[i : i + step]
+            whole = np.empty((len(some), chunk_bytes), np.uint8)
+            pieces = [(whole[j], int(self._index.at[chunk])) for j, chunk in enumerate(some)]
+            file.read_pieces(pieces, self._label)
+            for data, chunk in zip(whole, some, strict=True):
+                check.compare(chunk, data)
+                first = chunk * self._chunk_rows
+                low, high = np.searchsorted(rows, [first, first + self._chunk_rows])
+                values = data.view(out.dtype).reshape(self._chunk_rows, *self._row_shape)
+                out[places[low:high]] = values[rows[low:high] - first]
+                left[low:high] = False
+        return rows[left], places[left]
+
+    def _read_decoded(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        file = self._checked_file()
+        chunks = rows // self._chunk_rows
+        self._index.find(chunks)
+        shared = process()
+
+        def fill(span: tuple[int, int]) -> None:
+            low, high = span
+            chunk = int(chunks[low])
+            whole = shared.cache.get(self._token, chunk)
+            if whole is None:
+                whole = self._decode(file, chunk)
+                if self._file is not None:
+                    shared.cache.put(self._token, chunk, whole)
+            values = whole.view(out.dtype).reshape(self._chunk_rows, *self._row_shape)
+            out[places[low:high]] = values[rows[low:high] - chunk * self._chunk_rows]
+
+        shared.each(fill, list(_runs(chunks[1:] == chunks[:-1])))
+
+    def _decode(self, file: RawFile | ObjectFile, chunk: int) -> Bytes:
+        stored = np.empty(int(self._index.size[chunk]), np.uint8)
+        file.pread_into(stored, int(self._index.at[chunk]), self._label)
+        try:
+            whole = self._pipeline.decode(stored, int(self._index.mask[chunk]))
+        except StoreError as error:
+            first = chunk * self._chunk_rows
+            last = min(first + self._chunk_rows, self._num_rows) - 1
+            again = self._decoded_by_hdf5(chunk)
+            if again is None:
+                raise self._damaged(first, last, error) from error
+            whole = again
+        if self._check_of_chunks is not None:
+            self._check_of_chunks.compare(chunk, whole)
+        return whole
+
+
+def _taken(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:
+    """The items of `width` bytes that begin at some bytes of a mapped file."""
+    assert file.mapped is not None
+    rest = int(at[0]) % width
+    if width % _PAGE or bool((at % width != rest).any()):
+        return file.items(width)[at]
+    # All at one place of their pages, as rows of 2048 numbers are: the target's place matters.
+    items = file.mapped[rest : rest + (file.size - rest) // width * width].view(f"V{width}")
+    taken = _empty_beside(file.address + rest, len(at) * width).view(f"V{width}")
+    # "clip" writes straight into `taken`; every byte was found to be inside the file.
+    np.take(items, at // width, out=taken, mode="clip")
+    return taken
+
+
+def _empty_beside(source: int, size: int) -> Bytes:
+    """Uninitialised bytes to copy to from address `source`, at a good place for that.
+
+    Where a target lies just behind its source modulo 4096, a processor takes each load for one of
+    the store before it: gathering rows of 4096 bytes costs ten times as much. Large arrays of numpy
+    begin 16 bytes behind a page, and rows in a file often on one.
+    """
+    raw = np.empty(size + _PAGE, np.uint8)
+    start = (source + _PAGE // 8 - raw.ctypes.data) % _PAGE
+    return raw[start : start + size]
+
+
+def _is_mapped(file: RawFile | ObjectFile) -> TypeGuard[RawFile]:
+    return file.mapped is not None
+
+
+def _is_direct(dataset: h5py.Dataset, driver: str) -> bool:
+    """Whether the bytes of the file are the dataset's, in chunks of whole rows."""
+    file = dataset.file
+    return (
+        dataset.chunks is not None
+        and tuple(dataset.chunks[1:]) == dataset.shape[1:]
+        and dataset.size > 0
+        and file.driver == driver
+        and file.mode == "r"  # else HDF5 may hold values that the file has not got yet
+        and file.userblock_size == 0
+        and hasattr(dataset.id, "chunk_iter")
+    )
+
+
+def _runs(joined: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """(first, one past the last) of each run; joined[i]: item i + 1 goes on where i ends."""
+    edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
+    return itertools.pairwise(edges)
+
+
+def _gather(items: npt.NDArray[np.void], at: Rows, out: npt.NDArray[np.void], places: Rows) -> None:
+    """out[places] = items[at], through a temporary that stays in the cache."""
+    first = int(places.min())
+    if int(places.max()) - first + 1 == len(places):
+        # The places are a permutation: reading in their order makes the writing sequential.
+        by_place = np.full(len(at), -1, np.int64)
+        by_place[places - first] = at
+        if (by_place < 0).any():
+            raise IndexError("two rows have the same place")
+        at, out = by_place, out[first : first + len(at)]
+        places = np.arange(0)
+    step = max(1, _PIECE_BYTES // items.itemsize)
+    for i in range(0, len(at), step):
+        target = places[i : i + step] if len(places) else slice(i, i + step)
+        out[target] = items[at[i : i + step]]

@@ -1,0 +1,347 @@
+"""The chunk table: where the rows of a file lie, told a second time and without HDF5.
+
+HDF5 refuses a dataset, or a whole file, for one flipped bit in what it keeps of it. The table is
+found by its first bytes alone and gives the place and the checksum of every chunk, so that all
+chunks that are right can still be read. Where the table is damaged, HDF5 is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.storage.s3_file import ObjectFile
+from featx.store import codecs, layout
+from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
+from featx.store.dtypes import NAMES, hdf5_type, name_of, raw_dtype, read_raw
+from featx.store.filter_pipeline import Pipeline
+from featx.store.hdf5_files import WatchedFile, open_for_a_look, open_raw
+from featx.store.manifest import num_runs_of
+
+MAGIC = b"featx chunk table 1\n"
+"""What the table begins with; the length of the rest and its crc32 follow, 8 bytes each."""
+
+_CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("crc", "<u4")])
+_WINDOW = 64 << 20
+"""The file is searched for the table from its end, in pieces of this size."""
+
+LOST_TEXT = b"lost with a damaged file"
+"""Stands for the exception or the message of a failure that is not known any more."""
+
+_LZF = h5py.h5z.FILTER_LZF
+
+
+def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int) -> None:
+    """Write /chunk_table, after everything else in the file.
+
+    Args:
+        file: open for writing, with all its rows and their checksums.
+        identity: the fingerprint that it carries.
+        num_runs: of the store that it holds; 1 for a part.
+        start: the row of the store that it begins with.
+    """
+    file.flush()
+    failures = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
+    about, tables = [], []
+    for path in [*row_datasets(file), *failures]:
+        dataset = file[path]
+        table = _chunks_of(dataset)
+        if dataset.chunks:
+            table["crc"] = file[f"{layout.CHECKSUMS}/{path}"][:]
+        elif len(table):
+            table["crc"] = layout.chunk_checksums(dataset[:], len(dataset))
+        properties = dataset.id.get_create_plist()
+        filters = [properties.get_filter(i) for i in range(properties.get_nfilters())]
+        is_feature = path.startswith(f"{layout.FEATURES}/")
+        about.append(
+            {
+                "path": path,
+                "shape": dataset.shape,
+                "dtype": name_of(dataset) if is_feature else dataset.dtype.str,
+                "chunk_rows": dataset.chunks[0] if dataset.chunks else max(1, len(dataset)),
+                "filters": [[number, list(values)] for number, _, values, _ in filters],
+                "chunks": len(table),
+            }
+        )
+        tables.append(table)
+    header = {"fingerprint": identity, "num_runs": num_runs, "start": start, "datasets": about}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    body = b"".join([len(text).to_bytes(8, "little"), text, *(table.tobytes() for table in tables)])
+    head = MAGIC + len(body).to_bytes(8, "little") + zlib.crc32(body).to_bytes(8, "little")
+    file[layout.CHUNK_TABLE] = np.frombuffer(head + body, np.uint8)
+
+
+def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
+    """Where the chunks lie, in order; a dataset without chunks is one."""
+    if dataset.chunks is None:
+        if not len(dataset):
+            return np.zeros(0, _CHUNK)
+        size = dataset.id.get_storage_size()
+        return np.array([(dataset.id.get_offset(), size, 0, 0)], _CHUNK)
+    step = dataset.chunks[0]
+    table = np.zeros(-(-len(dataset) // step), _CHUNK)
+    for number in range(dataset.id.get_num_chunks()):
+        info = dataset.id.get_chunk_info(number)
+        table[info.chunk_offset[0] // step] = (info.byte_offset, info.size, info.filter_mask, 0)
+    return table
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One dataset as the table describes it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunk_rows: int
+    filters: list[tuple[int, tuple[int, ...]]]
+    table: npt.NDArray[Any]
+
+    @property
+    def raw_dtype(self) -> np.dtype[Any]:
+        return raw_dtype(self.dtype) if self.dtype in NAMES else np.dtype(self.dtype)
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """Rows of one dataset of a damaged file.
+
+    Attributes:
+        values: (n, ...) as they are stored.
+        good: (n,) which of them agree with the checksum of their chunk; the others say nothing.
+    """
+
+    values: npt.NDArray[Any]
+    good: npt.NDArray[np.bool_]
+
+    def completed(self, other: FoundRows | None) -> FoundRows:
+        """The same rows, those that are not right taken from where they were read otherwise."""
+        if other is None or (other.values.shape, other.values.dtype) != (
+            self.values.shape,
+            self.values.dtype,
+        ):
+            return self
+        values = self.values.copy()
+        values[~self.good] = other.values[~self.good]
+        return FoundRows(values, self.good | other.good)
+
+
+class DamagedFile:
+    """A part or a features.h5, of which every chunk that is right can be read.
+
+    Attributes:
+        identity: the fingerprint that it carries, None where nothing says so any more.
+        num_runs: of the store that it holds.
+        start: the row of the store that it begins with.
+    """
+
+    def __init__(self, raw: ObjectFile | WatchedFile, file: h5py.File | None) -> None:
+        self._raw = raw
+        self._file = file
+        self._tables: dict[str, _Rows] = {}
+        self.identity: str | None = None
+        self.num_runs, self.start = 1, 0
+        if (found := _find_table(raw)) is not None:
+            header, self._tables = found
+            self.identity = str(header["fingerprint"])
+            self.num_runs, self.start = int(header["num_runs"]), int(header["start"])
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, path: Path) -> Iterator[DamagedFile]:
+        """The file, whatever of it can be read.
+
+        Raises:
+            OSError: with errno, where the system cannot read it now.
+        """
+        with contextlib.ExitStack() as stack:
+            file = None
+            try:
+                file = stack.enter_context(open_for_a_look(path))
+            except (StoreError, *layout.UNREADABLE) as error:
+                if not layout.is_damage(error):
+                    raise
+            raw = open_raw(path)
+            stack.callback(raw.close)
+            found = cls(raw, file)
+            if found.identity is None and file is not None:
+                with contextlib.suppress(*layout.UNREADABLE):
+                    found.identity = str(file.attrs["fingerprint"])
+                    found.start = int(file.attrs.get("start", 0))
+                    found.num_runs = num_runs_of(file)
+            yield found
+
+    def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
+        """Rows [start, stop) of a dataset, None where nothing says where they lie.
+
+        Args:
+            name: path of the dataset.
+            start, stop: counted in the file.
+
+        Raises:
+            OSError: with errno, where the system cannot read them now.
+        """
+        found = None
+        for read in (self._by_table, self._by_hdf5):
+            with _damage_passed_over():
+                again = read(name, start, stop)
+                found = again if found is None else found.completed(again)
+            if found is not None and found.good.all():
+                break
+        return found
+
+    def failures(self) -> dict[int, tuple[bytes, bytes]] | None:
+        """Row -> exception and message, of all failed rows; None where the rows are not known."""
+        names = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
+        with _damage_passed_over():
+            count = self._tables[names[0]].shape[0]
+            rows, errors, messages = (self._all_by_table(name, count) for name in names)
+            if rows is None:  # they are those that have failed by their status
+                [num_rows] = self._tables[layout.STATUS].shape
+                status = self._all_by_table(layout.STATUS, num_rows)
+                rows = None if status is None else np.flatnonzero(status) + self.start
+            if rows is not None and len(rows) == count:
+                lost = np.full(count, LOST_TEXT)
+                texts = [lost if values is None else values for values in (errors, messages)]
+                return dict(
+                    zip(rows.tolist(), zip(*(t.tolist() for t in texts), strict=True), strict=True)
+                )
+        with _damage_passed_over():
+            if self._file is not None and failures_agree(self._file):
+                rows, errors, messages = (self._file[name][:].tolist() for name in names)
+                return dict(zip(rows, zip(errors, messages, strict=True), strict=True))
+        return None
+
+    def _all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
+        """The first rows of a dataset, None where one of them is not right."""
+        found = self._by_table(name, 0, count)
+        return found.values if found is not None and found.good.all() else None
+
+    def _by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
+        rows = self._tables.get(name)
+        if rows is None or stop > rows.shape[0]:
+            return None
+        values = np.zeros((stop - start, *rows.shape[1:]), rows.raw_dtype)
+        good = np.zeros(stop - start, np.bool_)
+        step = rows.chunk_rows
+        for chunk in range(start // step, -(-stop // step)):
+            with _damage_passed_over():
+                if (found := self._chunk(rows, chunk)) is None:
+                    continue
+                first = chunk * step
+                low, high = max(start, first), min(stop, first + len(found))
+                values[low - start : high - start] = found[low - first : high - first]
+                good[low - start : high - start] = True
+        return FoundRows(values, good)
+
+    def _chunk(self, rows: _Rows, chunk: int) -> npt.NDArray[Any] | None:
+        """The rows of a chunk by the table, None where they differ from their checksum."""
+        entry = rows.table[chunk]
+        stored = self._raw.pread(int(entry["size"]), int(entry["address"]))
+        data = _decoded(rows, stored, int(entry["mask"]))
+        count = min(rows.chunk_rows, rows.shape[0] - chunk * rows.chunk_rows)
+        row_bytes = rows.raw_dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
+        if layout.checksum(data[: count * row_bytes]) != int(entry["crc"]):
+            return None
+        values = np.frombuffer(data[: count * row_bytes], rows.raw_dtype)
+        return values.reshape(count, *rows.shape[1:])
+
+    def _by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
+        if self._file is None or stop > len(self._file[name]):
+            return None
+        step = self._file[name].chunks[0]
+        found, verdicts = [], []
+        for first, values, good in chunks_with_verdict(self._file, name, start // step * step):
+            if first >= stop:
+                break
+            found.append(values[max(0, start - first) : stop - first])
+            verdicts.append(np.full(len(found[-1]), good))
+        return FoundRows(np.concatenate(found), np.concatenate(verdicts))
+
+
+@contextlib.contextmanager
+def _damage_passed_over() -> Iterator[None]:
+    """Suppress what reading a damaged file raises, but not that the system cannot read it now."""
+    try:
+        yield
+    except (StoreError, *layout.UNREADABLE) as error:
+        if not layout.is_damage(error):
+            raise
+
+
+def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
+    """The bytes of a chunk; raises what reading damaged bytes does."""
+    shape = (rows.chunk_rows, *rows.shape[1:])
+    if mask == (1 << len(rows.filters)) - 1:  # no filter, or none that made this chunk smaller
+        return stored
+    if rows.filters[-1][0] > _LZF:
+        codecs.load_plugin()
+    chunk_bytes = int(np.prod(shape, dtype=np.int64)) * rows.raw_dtype.itemsize
+    pipeline = Pipeline(rows.filters, chunk_bytes)
+    if pipeline.supported:
+        return pipeline.decode(stored, mask).tobytes()
+    # A filter that only HDF5 knows: it decodes a file in memory with this one chunk.
+    with h5py.File(io.BytesIO(), "w", libver=layout.LIBVER) as file:
+        properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        properties.set_chunk(shape)
+        for number, values in rows.filters:
+            properties.set_filter(number, h5py.h5z.FLAG_MANDATORY, values)
+        kind = hdf5_type(rows.dtype) if rows.dtype in NAMES else h5py.h5t.py_create(rows.raw_dtype)
+        space = h5py.h5s.create_simple(shape)
+        dataset = h5py.Dataset(h5py.h5d.create(file.id, b"x", kind, space, properties))
+        dataset.id.write_direct_chunk((0,) * len(shape), stored, mask)
+        return bytes(np.ascontiguousarray(read_raw(dataset, 0, shape[0])).view(np.uint8).data)
+
+
+def _find_table(raw: ObjectFile | WatchedFile) -> tuple[dict[str, Any], dict[str, _Rows]] | None:
+    """The header and the datasets of the last whole table in a file."""
+    for at in _places_of_magic(raw):
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            head = raw.pread(len(MAGIC) + 16, at)
+            size = int.from_bytes(head[-16:-8], "little")
+            if size > raw.seek(0, io.SEEK_END) - at:
+                continue
+            body = raw.pread(size, at + len(head))
+            if zlib.crc32(body) != int.from_bytes(head[-8:], "little"):
+                continue
+            length = int.from_bytes(body[:8], "little")
+            header = json.loads(body[8 : 8 + length])
+            begin, found = 8 + length, {}
+            for about in header["datasets"]:
+                table = np.frombuffer(body, _CHUNK, about["chunks"], begin)
+                begin += table.nbytes
+                filters = [(number, tuple(values)) for number, values in about["filters"]]
+                found[about["path"]] = _Rows(
+                    tuple(about["shape"]), about["dtype"], about["chunk_rows"], filters, table
+                )
+            return header, found
+    return None
+
+
+def _places_of_magic(raw: ObjectFile | WatchedFile) -> Iterator[int]:
+    """Where a table may begin, from the end of the file on."""
+    stop = raw.seek(0, io.SEEK_END)
+    while stop > 0:
+        start = max(0, stop - _WINDOW)
+        data = raw.pread(stop - start + len(MAGIC) - 1, start)
+        at = data.rfind(MAGIC)
+        while at >= 0:
+            yield start + at
+            at = data.rfind(MAGIC, 0, at + len(MAGIC) - 1)
+        stop = start
+
+
+def has_chunk_table(path: Path) -> bool:
+    """Whether a whole chunk table is found in a file."""
+    with contextlib.closing(open_raw(path)) as raw:
+        return _find_table(raw) is not None

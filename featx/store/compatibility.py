@@ -1,0 +1,159 @@
+"""What is asked for now against what a store was begun with: the same, more of it, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from featx.base.fingerprint import differences
+from featx.errors import StoreMismatchError
+from featx.store import layout
+from featx.store.manifest import Manifest, Run
+
+_OF_THE_ROWS = ("listing",)
+"""What a fingerprint says of the rows; a run that adds rows has another one."""
+
+_OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)
+"""Settings that may differ between the runs of a store, beside the lines layer.<name>."""
+
+
+def joined(
+    root: Path, before: Manifest, asked: Run, unfinished: Sequence[Run], grow: bool
+) -> Manifest:
+    """The runs of a store once what is asked for has joined them.
+
+    Args:
+        root: of the store, for messages.
+        before: its runs.
+        asked: all rows and the layers that are asked for, as if they were a run of their own.
+        unfinished: those of its runs that lack parts.
+        grow: whether rows that the store does not know yet may be added to it.
+
+    Returns:
+        `before` itself where nothing is new, else with one more run.
+
+    Raises:
+        StoreMismatchError: it does not go together with what the store was begun with.
+    """
+    new_rows = asked.grid.num_rows - before.num_rows
+    _refuse_other_settings(root, before, asked, new_rows > 0)
+    if new_rows > 0 and not grow:
+        raise StoreMismatchError(growth_refused(root, new_rows))
+    if unfinished and all(run.names != asked.names for run in unfinished):
+        raise StoreMismatchError(
+            f"{root} is not finished: it was begun with layers={_listed(unfinished[0].names)}, now "
+            f"{_listed(asked.names)}. Give the same command as then to finish it, out=DIR for a "
+            "new store, or overwrite=true to delete it."
+        )
+    if new_rows > 0 and set(before.layers) != asked.names:
+        raise StoreMismatchError(
+            f"{root} has layers {_listed(before.layers)}: rows can be added to all of them only, "
+            f"now layers={_listed(asked.names)}. Name them all, or choose out=DIR."
+        )
+    if new_rows <= 0 and asked.names <= set(before.layers):
+        return before
+    if new_rows <= 0 and (twice := asked.names & set(before.layers)):
+        raise StoreMismatchError(
+            f"{root} has {_listed(twice)} already; only layers that it lacks can be added."
+        )
+    grid = layout.Grid(
+        num_rows=new_rows if new_rows > 0 else before.num_rows,
+        part_rows=asked.grid.part_rows,
+        first_row=before.num_rows if new_rows > 0 else 0,
+        first_part=before.num_parts,
+    )
+    return Manifest((*before.runs, replace(asked, grid=grid)))
+
+
+def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool) -> None:
+    known = sorted(asked.names & set(before.layers))
+    of_layers = _of_layers(asked, known)
+    # The very layers of some runs: nothing of one of them may differ but the rows it grew by.
+    alike = [run for run in before.runs if run.names == asked.names]
+    if alike and not grows:
+        latest = before.runs[-1].header.fingerprint
+        rows = {key: latest.get(key) for key in _OF_THE_ROWS}
+        stored = [{**_all_of(run), **_of_layers(run, known), **rows} for run in alike]
+        now = {**_all_of(asked), **of_layers}
+        if all(differences(one, now) for one in stored):
+            refuse_difference(root, stored[-1], now)
+        return
+    latest_run = before.runs[-1]
+    stored_layers = {
+        key: value
+        for name in known
+        for key, value in _of_layers(before.holder(name), [name]).items()
+    }
+    keys = () if grows else _OF_THE_ROWS
+    refuse_difference(
+        root,
+        {**_common(latest_run, keys), **stored_layers},
+        {**_common(asked, keys), **of_layers},
+    )
+
+
+def _all_of(run: Run) -> dict[str, Any]:
+    settings = run.header.fingerprint
+    return {
+        **settings,
+        **{key: settings.get(key) for key in _OF_THE_ROWS},
+        "layers": sorted(settings.get("layers", [])),
+        "part_rows": run.grid.part_rows,
+        "codec": run.codec,
+    }
+
+
+def _of_layers(run: Run, names: Iterable[str]) -> dict[str, Any]:
+    return {f"layer {name}": _of_layer(run, name) for name in names}
+
+
+def _common(run: Run, also: Sequence[str]) -> dict[str, Any]:
+    """The settings that all runs of a store share, and some others."""
+    settings = run.header.fingerprint
+    return {
+        **{key: settings.get(key) for key in also},
+        **{
+            key: value
+            for key, value in settings.items()
+            if key not in _OF_ONE_RUN and not key.startswith("layer.")
+        },
+    }
+
+
+def _of_layer(run: Run, name: str) -> dict[str, Any]:
+    """Everything that changes the values of one layer only."""
+    spec = next(spec for spec in run.layers if spec.name == name)
+    return {**asdict(spec), "as": run.header.fingerprint.get(f"layer.{name}")}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return f"[{','.join(sorted(names))}]"
+
+
+def growth_refused(root: Path, new_rows: int) -> str:
+    """The message for a data set that has grown since the store was begun."""
+    return (
+        f"the data set has {new_rows} new images that {root} does not know. grow=true adds them "
+        "after the rows that are there, which keep their places; out=DIR makes a new store."
+    )
+
+
+def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise StoreMismatchError where two mappings differ, naming the keys and both values."""
+    changed = differences(before, now)
+    if not changed:
+        return
+    lines = []
+    for key, old, new in changed:
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            inner = differences(old, new)
+            lines += [f"  {key}, {k}: the store has {o!r}, now {n!r}" for k, o, n in inner]
+        else:
+            lines.append(f"  {key}: the store has {old!r}, now {new!r}")
+    raise StoreMismatchError(
+        f"{root} was begun with other settings:\n" + "\n".join(lines) + "\n"
+        "Features of both would be mixed. Give the old settings to go on, out=DIR for a new "
+        "store, or overwrite=true to delete this one."
+    )

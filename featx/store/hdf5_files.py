@@ -1,0 +1,400 @@
+"""HDF5 files open for reading: found to be harmless, few at a time, never carried across a fork."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import FeatxError, StoreError
+from featx.storage.s3_file import ObjectFile
+from featx.storage.s3_path import ObjectPath
+from featx.store import codecs, layout
+from featx.store.attribute_checksums import check_texts
+from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
+from featx.store.chunk_reader import ChunkRows
+
+_MAX_OPEN_FILES = 128
+_SHARE_OF_LIMIT = 8
+"""A store keeps at most this many files open in one process, and this part of what is allowed."""
+
+_LZF = h5py.h5z.FILTER_LZF
+"""The last filter that h5py brings itself; those with higher numbers come with hdf5plugin."""
+
+_MAX_COMPRESSION = 1 << 20
+"""A filtered dataset that claims to expand more than this is refused before memory is taken.
+
+Zeros and NaN shrink far: 32,768 times with zstd, a whole row to 32 bytes with blosc2.
+"""
+
+
+class OpenFile:
+    """A file open for reading, with those of its datasets that were found to be plain.
+
+    Attributes:
+        path: of the file.
+        file: as h5py has it open.
+        known: whether it was checked to be of the store's own run.
+        users: threads that are reading from it now.
+    """
+
+    def __init__(self, path: Path, verify: Verify = "chunks") -> None:
+        self.path = path
+        self._verify = verify
+        self._far = ObjectFile(path) if isinstance(path, ObjectPath) else None
+        self.file = _open_checked(path, self._far)
+        self.known = False
+        self.users = 0
+        self._datasets: dict[str, h5py.Dataset] = {}
+        self._rows: dict[str, ChunkRows] = {}
+
+    def names(self) -> list[str]:
+        """Names of the datasets below /features."""
+        return list(self.file[layout.FEATURES])
+
+    def column_names(self) -> tuple[str, ...]:
+        """Names of the datasets below /columns, which not every store has."""
+        if layout.COLUMNS not in self.file:
+            return ()
+        check_hard(self.file, layout.COLUMNS)
+        return tuple(self.file[layout.COLUMNS])
+
+    def dataset(self, path: str) -> h5py.Dataset:
+        """The dataset at `path`. Raises StoreError where it is no plain one."""
+        if path not in self._datasets:
+            dataset = check_plain(self.file, path)
+            filters = dataset.id.get_create_plist()
+            if any(filters.get_filter(i)[0] > _LZF for i in range(filters.get_nfilters())):
+                codecs.load_plugin()
+            self._datasets[path] = dataset
+        return self._datasets[path]
+
+    def texts(self, path: str) -> tuple[str, ...]:
+        """A dataset of UTF-8 bytes as strings."""
+        values = self._compared(path).tolist()
+        return tuple(value.decode("utf-8", "surrogateescape") for value in values)
+
+    def _compared(self, path: str) -> npt.NDArray[Any]:
+        """All of a dataset that fits in memory, compared with its checksums where it has any.
+
+        Raises:
+            StoreError: it differs from one of them.
+        """
+        dataset = self.dataset(path)
+        values: npt.NDArray[Any] = dataset[:]
+        if (sums := self._checksums(path)) is None or not len(values):
+            return values
+        step = int(dataset.chunks[0]) if dataset.chunks else len(values)
+        found = layout.chunk_checksums(values, step)
+        if found.shape != sums.shape or (found != sums).any():
+            raise StoreError(
+                f"{self.path}: /{path} differs from its checksum. {repair_hint(self.path)}"
+            )
+        return values
+
+    def _checksums(self, path: str) -> npt.NDArray[Any] | None:
+        """The checksums of a dataset; None where it has none or nothing is to be compared."""
+        name = f"{layout.CHECKSUMS}/{path}"
+        if self._verify is False or not has_link(self.file, name):
+            return None
+        sums: npt.NDArray[Any] = self.dataset(name)[:]
+        return sums
+
+    def failures(self) -> list[npt.NDArray[Any]]:
+        """The rows, errors and messages of /failures.
+
+        Raises:
+            StoreError: they differ from their checksum.
+        """
+        columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
+        sums = self._checksums(layout.FAILURES)
+        if sums is not None and sums.tolist() != [layout.failures_checksum(columns)]:
+            raise StoreError(
+                f"{self.path}: /{layout.FAILURES} differs from its checksum. "
+                f"{repair_hint(self.path)}"
+            )
+        return columns
+
+    def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
+        """The first rows of a dataset with one entry per row.
+
+        Args:
+            path: of the dataset.
+            num_rows: how many; a listing that is about to grow may have more.
+            kind: numpy's, such as 'S', 'i' or 'u', or several that it may have.
+
+        Raises:
+            StoreError: it is shorter, or of another kind.
+        """
+        dataset = self.dataset(path)
+        if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
+            raise StoreError(
+                f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}; expected {num_rows} "
+                "rows."
+            )
+        return self._compared(path)[:num_rows]
+
+    def rows(
+        self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
+    ) -> ChunkRows:
+        """The rows of a dataset, read past HDF5 where that can be.
+
+        Args:
+            path: of the dataset.
+            shape, dtype: as expected of it.
+            first_row: the row of the store that the file begins with, for messages.
+
+        Raises:
+            StoreError: it has another shape or type.
+        """
+        if path not in self._rows:
+            dataset = self.dataset(path)
+            if dataset.shape != shape or dataset.dtype != dtype:
+                raise StoreError(
+                    f"{self.path}: /{path} is {dataset.shape} {dataset.dtype}, expected "
+                    f"{shape} {dtype}."
+                )
+            sums = self._checksums(path)
+            check = None
+            if sums is not None and dataset.chunks and dataset.size:
+                filtered = dataset.id.get_create_plist().get_nfilters() > 0
+                all_rows = filtered or self._verify == "rows"
+                check = ChunkCheck(
+                    dataset, sums, self.path, first_row, all_rows, self._far is not None
+                )
+            self._rows[path] = ChunkRows(dataset, self.path, self._far, check, first_row)
+        return self._rows[path]
+
+    def close(self) -> None:
+        for rows in self._rows.values():
+            rows.close()
+        self._rows.clear()
+        self._datasets.clear()
+        self.file.close()
+
+
+class Handles:
+    """Open files of this process, the least recently used closed first.
+
+    Args:
+        verify: which chunks are compared with their checksums when they are read.
+    """
+
+    def __init__(self, verify: Verify = "chunks") -> None:
+        self.verify = verify
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._files: OrderedDict[Path, OpenFile] = OrderedDict()
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = max(4, min(_MAX_OPEN_FILES, allowed // _SHARE_OF_LIMIT))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"verify": self.verify}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.verify = state["verify"]
+        self._reset()
+
+    @contextlib.contextmanager
+    def use(self, path: Path) -> Iterator[OpenFile]:
+        """An open file; never one that a parent process opened before a fork."""
+        if self._pid != os.getpid():
+            self._reset()
+        with self._lock:
+            file = self._files.pop(path, None) or OpenFile(path, self.verify)
+            self._files[path] = file
+            file.users += 1
+            self._close_idle(self._most)
+        try:
+            yield file
+        except (FeatxError, FileNotFoundError):
+            raise
+        except layout.UNREADABLE as error:
+            raise StoreError(f"{path}: {damage_text(path, error)}") from error
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def close(self) -> None:
+        """Close all files that no thread is reading; they are opened again when they are used."""
+        with self._lock:
+            self._close_idle(0)
+
+    def _close_idle(self, most: int) -> None:
+        """Close the files that were not used for longest, but none that a thread is reading."""
+        idle = [path for path, file in self._files.items() if not file.users]
+        for path in idle[: max(0, len(self._files) - most)]:
+            self._files.pop(path).close()
+
+
+def open_hdf5(path: Path, **options: Any) -> h5py.File:
+    """A file opened for reading with plain h5py, the texts of its attributes checked.
+
+    HDF5 refuses a file that this process holds open with another locking flag already, be it by
+    the user's own h5py.File, so both flags are tried.
+    """
+    if isinstance(path, ObjectPath):
+        return _open_far(ObjectFile(path), **options)
+    try:
+        file = h5py.File(path, "r", **options)
+    except OSError:
+        file = h5py.File(path, "r", locking=False, **options)
+    try:
+        check_texts(file, functools.partial(os.pread, file.id.get_vfd_handle()))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _open_far(raw: ObjectFile, **options: Any) -> h5py.File:
+    """The same of an object; h5py keeps hold of it.
+
+    Raises:
+        OSError: with errno, where it cannot be read now; without, where it is damaged.
+    """
+    try:
+        file = h5py.File(raw, "r", **options)
+    except layout.UNREADABLE as error:
+        raise raw.error or error from error
+    try:
+        check_texts(file, raw.pread)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class WatchedFile(io.FileIO):
+    """A file that remembers when the system could not read it: HDF5 forgets the reason."""
+
+    error: OSError | None = None
+
+    def pread(self, size: int, address: int) -> bytes:
+        """The bytes from an address on."""
+        return os.pread(self.fileno(), size, address)
+
+    def readinto(self, buffer: Any) -> int | None:
+        try:
+            return super().readinto(buffer)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def open_raw(path: Path) -> ObjectFile | WatchedFile:
+    """A file as bytes, on a disk or in an object store."""
+    return ObjectFile(path) if isinstance(path, ObjectPath) else WatchedFile(path)
+
+
+@contextlib.contextmanager
+def open_for_a_look(
+    path: Path, opened: Callable[[], ObjectFile] | None = None
+) -> Iterator[h5py.File]:
+    """A file read through Python, for its metadata: HDF5 holds no handle on the real file.
+
+    Args:
+        path: of the file.
+        opened: gives the object where it was opened before; None opens the path.
+
+    Raises:
+        OSError: with errno, where the system cannot read it; without, where it is damaged.
+    """
+    with opened() if opened is not None else open_raw(path) as raw:
+        try:
+            with h5py.File(raw, "r") as file:
+                check_texts(file, raw.pread)
+                yield file
+        except layout.UNREADABLE as error:
+            # Kept on the file it would be part of a cycle through HDF5, which crashes at exit.
+            failed, raw.error = raw.error, None
+            raise failed or error from error
+
+
+def damage_text(path: Path, error: Exception) -> str:
+    """What is wrong with a damaged file.
+
+    Raises:
+        StoreError: it is not the file: the system could not read it now.
+    """
+    if not layout.is_damage(error):
+        raise StoreError(
+            f"cannot read {path}: {error}. When it can be read, give the same command again."
+        ) from error
+    return f"it cannot be read ({error})"
+
+
+def _open_checked(path: Path, far: ObjectFile | None) -> h5py.File:
+    if far is None:
+        with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
+            pass
+    try:
+        if far is not None:
+            return _open_far(far, rdcc_nbytes=0)
+        return open_hdf5(path, rdcc_nbytes=0)
+    except FileNotFoundError as error:  # packed away between the two looks
+        error.filename = error.filename or str(path)
+        raise
+    except layout.UNREADABLE as error:
+        raise StoreError(
+            f"{path} cannot be read as HDF5: {error}. If it is a store's, `python -m featx "
+            "job=verify store=FOLDER verify.repair=true` rebuilds it and keeps every row whose "
+            "chunks are sound."
+        ) from error
+
+
+def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
+    """The dataset at `path`, if it lies in this very file and is as large as it claims.
+
+    Raises:
+        StoreError: it is a link, virtual, external, missing, or larger than the file could hold.
+    """
+    check_hard(file, path)
+    dataset = file[path]
+    if not isinstance(dataset, h5py.Dataset) or dataset.is_virtual or dataset.external:
+        raise StoreError(f"{file.filename}: /{path} is no plain dataset; refused.")
+    size = dataset.size * dataset.id.get_type().get_size()  # a bfloat16 reads as float32
+    filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    if size > dataset.id.get_storage_size() * (_MAX_COMPRESSION if filtered else 1):
+        raise StoreError(
+            f"{file.filename}: /{path} claims {size} bytes, the file holds "
+            f"{dataset.id.get_storage_size()} of it; refused."
+        )
+    return dataset
+
+
+def has_link(file: h5py.File, path: str) -> bool:
+    """Whether there is something at `path`, found without following a link out of the file."""
+    where = ""
+    for name in path.split("/"):
+        where = f"{where}/{name}".lstrip("/")
+        link = file.get(where, getlink=True)
+        if not isinstance(link, h5py.HardLink):
+            return link is not None
+    return True
+
+
+def check_hard(file: h5py.File, path: str) -> None:
+    """Raise StoreError unless every step of `path` is a hard link: it stays in this very file."""
+    where = ""
+    for name in path.split("/"):
+        where = f"{where}/{name}".lstrip("/")
+        link = file.get(where, getlink=True)
+        if link is None:
+            raise StoreError(f"{file.filename} has no /{where}.")
+        if not isinstance(link, h5py.HardLink):
+            raise StoreError(f"{file.filename}: /{where} points to another place; refused.")

@@ -1,0 +1,141 @@
+"""Which images the rows of a store were computed from: their checksums, and images.h5.
+
+images.h5 is a cache: it says in which state (size, time of change, ...) an image was when it was
+last known to be the one that its row was computed from. Without it all bytes are compared.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from featx.errors import StoreError
+from featx.storage.local_folder import Disk
+from featx.storage.s3_file import fetched_ahead
+from featx.store import layout
+from featx.store.checksums import chunks_with_verdict
+from featx.store.hdf5_files import damage_text, open_for_a_look
+from featx.store.manifest import Manifest, num_runs_of
+from featx.store.part_files import part_names, part_path
+from featx.store.pieces import Pieces, piece_path
+from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
+
+UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
+"""In images.h5, of a row whose image has to be compared: no image is in this state."""
+
+
+def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
+    """images.h5 as bytes: /size, /mtime_ns and /tag, (N,) int64 each."""
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
+        file.attrs["featx_format"] = layout.FORMAT_PLAIN
+        for name in IMAGE_STATE.names or ():
+            file.create_dataset(
+                name, data=states[name], compression="gzip", compression_opts=1, shuffle=True
+            )
+    return buffer.getbuffer()
+
+
+def keep_image_states(disk: Disk, path: Path, states: npt.NDArray[np.void]) -> None:
+    """Write the file anew, where it would change."""
+    if not np.array_equal(read_image_states(path, len(states)), states):
+        disk.replace(path, image_states_file(states))
+
+
+def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
+    """(N,) IMAGE_STATE as images.h5 has them; UNSETTLED where it says nothing.
+
+    Args:
+        path: of the file, which may be missing.
+        num_rows: of the listing; the file may have fewer, from before the data set grew.
+    """
+    states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
+    try:
+        with open_for_a_look(path) as file:
+            found = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}
+        size = min(map(len, found.values()))
+        for name, values in found.items():
+            states[name][:size] = values[:size]
+    except layout.UNREADABLE:
+        states[:] = UNSETTLED  # it is a cache, and what it would have spared is done again
+    return states
+
+
+def image_checksums_in(
+    file: h5py.File, start: int = 0, stop: int | None = None
+) -> npt.NDArray[np.uint64]:
+    """/image_checksum of rows [start, stop) of a file, all when not given.
+
+    UNKNOWN_IMAGE stands for what is not known: in files of an early featx, which have no such
+    dataset, and in chunks that differ from their checksum.
+    """
+    stop = len(file[layout.KEY]) if stop is None else stop
+    found = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
+    if layout.IMAGE_CHECKSUM not in file:
+        return found
+    if file[layout.IMAGE_CHECKSUM].shape != file[layout.KEY].shape:
+        raise StoreError(f"/{layout.IMAGE_CHECKSUM} has another length than /{layout.KEY}")
+    step = file[layout.IMAGE_CHECKSUM].chunks[0]
+    for at, values, good in chunks_with_verdict(file, layout.IMAGE_CHECKSUM, start // step * step):
+        if at >= stop:
+            break
+        low, high = max(at, start), min(at + len(values), stop)
+        if good:
+            found[low - start : high - start] = values[low - at : high - at]
+    return found
+
+
+def stored_image_checksums(
+    root: Path, manifest: Manifest
+) -> list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]]:
+    """For each run of a store, the checksums of its rows' images and whether the rows are there.
+
+    Args:
+        root: of the store, a folder.
+        manifest: its runs.
+
+    Returns:
+        two arrays over the rows of the run; UNKNOWN_IMAGE where nothing is known.
+
+    Raises:
+        StoreError: the system cannot read it now.
+    """
+    sizes = [run.grid.num_rows for run in manifest.runs]
+    found = [(np.full(n, UNKNOWN_IMAGE, np.uint64), np.zeros(n, np.bool_)) for n in sizes]
+    num_packed = 0
+    packed = root / layout.PACKED
+    if packed.exists():
+        try:
+            with open_for_a_look(packed) as file:
+                num_packed = min(num_runs_of(file), len(manifest.runs))
+                of_all = image_checksums_in(file)
+        except layout.UNREADABLE as error:
+            damage_text(packed, error)
+        else:
+            for run, (sums, there) in zip(manifest.runs[:num_packed], found, strict=False):
+                of_run = of_all[run.grid.first_row : run.grid.stop_row]
+                sums[: len(of_run)], there[: len(of_run)] = of_run, True
+    names, pieces = part_names(root), Pieces.in_store(root)
+    parts: list[tuple[int, Part, Path]] = []
+    for number, run in enumerate(manifest.runs[num_packed:], num_packed):
+        for part in run.parts():
+            if layout.part_name(part.index) in names:
+                parts.append((number, part, part_path(root, part.index)))
+            else:
+                parts += [(number, piece, piece_path(root, piece)) for piece in pieces.of(part)]
+    fetched = fetched_ahead([path for _, _, path in parts])
+    for (number, part, path), opened in zip(parts, fetched, strict=True):
+        first = part.start - manifest.runs[number].grid.first_row
+        rows = slice(first, first + len(part))
+        try:
+            with open_for_a_look(path, opened) as file:
+                found[number][0][rows] = image_checksums_in(file, 0, len(part))
+        except layout.UNREADABLE as error:
+            damage_text(path, error)
+            continue
+        found[number][1][rows] = True
+    return found

@@ -1,0 +1,44 @@
+"""The key `layer`: which layers of a store a job takes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from featx.base.globs import glob_to_regex
+from featx.errors import ConfigError, LayerError, nearest
+from featx.store.reader import FeatureStore
+
+
+def matching_layers(store: FeatureStore, asked: Any) -> tuple[str, ...]:
+    """The layers that names and globs mean, each once, in the order they were asked for.
+
+    Args:
+        store: open for reading.
+        asked: a name, a glob, a list of these, or None for all.
+
+    Raises:
+        ConfigError: it is none of these.
+        LayerError: the store has no such layer, or none at all.
+    """
+    if not store.layers:
+        raise LayerError(f"{store.root} has no layers yet.")
+    if asked is None:
+        return store.layers
+    wanted = [asked] if isinstance(asked, str) else asked
+    if not isinstance(wanted, list | tuple) or not wanted:
+        raise ConfigError(f"layer={asked}: expected a name, a glob or a list of them.")
+    found: dict[str, None] = {}
+    for name in map(str, wanted):
+        if name in store:
+            found[name] = None
+            continue
+        pattern = re.compile(glob_to_regex(name))
+        matches = [layer for layer in store.layers if pattern.fullmatch(layer)]
+        if not matches:
+            known = ", ".join(store.layers)
+            raise LayerError(
+                f"{store.root} has no layer {name!r}; it has {known}.{nearest(name, store.layers)}"
+            )
+        found |= dict.fromkeys(matches)
+    return tuple(found)

@@ -1,0 +1,87 @@
+"""kNN: votes that one can add up by hand, and scikit-learn's neighbours."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from probe_problem import blobs, features_of
+from sklearn.neighbors import KNeighborsClassifier
+
+from featx.analysis.probe import knn
+from featx.analysis.probe.knn import candidates, vote
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_votes_by_hand(tmp_path: Path) -> None:
+    """Cosines to (1, 0): 1, 0.6, 0.6, -1, and a row of zeros has 0."""
+    x = np.array([[2, 0], [3, 4], [3, -4], [-1, 0], [0, 0], [5, 0]], np.float32)
+    y = np.array([0, 1, 1, 2, 2, 0])
+    features = features_of(tmp_path, x, y)
+    bank, query = np.arange(5), np.array([5])
+    found = vote(features, bank, y, 3, query, (1, 3, 5, 50), temperature=0.5)
+    near, far = math.exp(0.6 / 0.5), math.exp(1 / 0.5)
+    assert found[1].tolist() == [[1, 0, 0]]
+    total = far + 2 * near
+    assert found[3][0] == pytest.approx([far / total, 2 * near / total, 0], rel=1e-5)
+    others = 1 + math.exp(-1 / 0.5)
+    assert found[5][0] == pytest.approx(
+        [far / (total + others), 2 * near / (total + others), others / (total + others)], rel=1e-5
+    )
+    assert (found[50] == found[5]).all()
+
+
+def test_a_query_never_counts_itself(tmp_path: Path) -> None:
+    """Two rows of each class lie together, and the label of one of them is wrong."""
+    x = np.array([[1, 0], [1, 0.01], [0, 1], [0.01, 1]], np.float32)
+    y = np.array([0, 1, 1, 1])
+    features = features_of(tmp_path, x, y)
+    every = np.arange(4)
+    found = vote(features, every, y, 2, every, (1,))
+    assert found[1].argmax(1).tolist() == [1, 0, 1, 1]
+
+
+def test_all_is_scikit_learns_in_blocks_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = blobs(200)
+    bank, queries = np.arange(0, 150), np.arange(150, 200)
+    oracle = KNeighborsClassifier(
+        7, metric="cosine", algorithm="brute", weights=lambda d: np.exp((1 - d) / 0.07)
+    ).fit(x[bank], y[bank])
+    expected = oracle.predict_proba(x[queries])
+    for numbers, memory_bytes in ((1 << 24, 1e9), (300, 1e9), (300, 0)):
+        monkeypatch.setattr(knn, "BLOCK_NUMBERS", numbers)
+        features = features_of(tmp_path, x, y, memory_bytes)
+        found = vote(features, bank, y, 3, queries, (7,))[7]
+        assert np.allclose(found, expected, atol=1e-4)
+        assert np.allclose(found.sum(1), 1)
+
+
+def test_tiny_temperatures_do_not_overflow(tmp_path: Path) -> None:
+    x, y = blobs(20)
+    features = features_of(tmp_path, x, y)
+    found = vote(features, np.arange(10), y, 3, np.arange(10, 20), (5,), temperature=1e-5)[5]
+    assert np.isfinite(found).all()
+
+
+def test_numbers_of_neighbours_that_are_tried() -> None:
+    assert candidates(30, None) == (1, 5, 10, 20)
+    assert candidates(3, None) == (1,)
+    assert candidates(30, 12) == (12,)
+
+
+def test_an_offset_takes_no_digits(tmp_path: Path) -> None:
+    """Cosines that differ by 1e-9, which float32 does not tell apart."""
+    x, y = blobs(200)
+    x = np.round(10 * x) + np.float32(1e6)
+    bank, queries = np.arange(0, 150), np.arange(150, 200)
+    oracle = KNeighborsClassifier(7, metric="cosine", algorithm="brute")
+    expected = oracle.fit(x[bank].astype(np.float64), y[bank]).predict_proba(
+        x[queries].astype(np.float64)
+    )
+    found = vote(features_of(tmp_path, x, y), bank, y, 3, queries, (7,))[7]
+    assert np.allclose(found, expected, atol=1e-4)

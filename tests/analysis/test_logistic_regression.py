@@ -1,0 +1,232 @@
+"""Logistic regression: scikit-learn's minimum, and the streamed one near it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from probe_problem import blobs, features_of, problem_of
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+
+from featx.analysis.probe import logistic_regression, methods, minibatch_regression, ridge
+from featx.analysis.probe.heads import Scaler, fit_scaler
+from featx.analysis.probe.logistic_regression import Fit, Trial, best_trial, fit_logistic, sweep
+from featx.analysis.probe.splits import Split, holdout
+from featx.config import ProbeConfig
+from featx.gradients import GradientAlarm
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def scaled(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(StandardScaler().fit_transform(x).astype(np.float32))
+
+
+def test_the_minimum_is_scikit_learns() -> None:
+    x, y = blobs()
+    x, labels = scaled(x), torch.from_numpy(y)
+    for l2 in (1e-1, 1e-3):
+        fit = fit_logistic(x, labels, 3, l2, last=True)
+        oracle = LogisticRegression(C=1 / (l2 * len(y)), tol=1e-8, max_iter=5000).fit(x, y)
+        assert fit.converged
+        assert np.allclose(fit.weight.numpy(), oracle.coef_, atol=2e-4)
+        # The bias is free up to a constant; scikit-learn's sums to 0.
+        bias = fit.bias.numpy()
+        assert np.allclose(
+            bias - bias.mean(), oracle.intercept_ - oracle.intercept_.mean(), atol=1e-3
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*[Ll]ine [Ss]earch")  # scikit-learn has no digits left
+@pytest.mark.parametrize("width", [20, 200])
+@pytest.mark.parametrize("l2", [1.0, 1e-3, 1e-6])
+def test_the_last_fit_ends_at_the_minimum_whatever_the_penalty(width: int, l2: float) -> None:
+    """With a weak penalty a small gradient is far from the minimum: errors go as gradient / l2."""
+    x, y = blobs(150, width=width, num_classes=5)
+    x, new = scaled(x[:100]), scaled(x[100:])
+    y = y[:100]
+    fit = fit_logistic(x, torch.from_numpy(y), 5, l2, last=True)
+    oracle = LogisticRegression(
+        C=1 / (l2 * len(y)), solver="newton-cg", tol=1e-12, max_iter=10_000
+    ).fit(x.double().numpy(), y)
+    found = (new @ fit.weight.T + fit.bias).softmax(1).numpy()
+    expected = oracle.predict_proba(new.double().numpy())
+    assert np.abs(found - expected).max() < 1e-4
+    assert (found.argmax(1) == expected.argmax(1)).all()
+    # Wherever the search began.
+    start = fit_logistic(x, torch.from_numpy(y), 5, 10 * l2)
+    again = fit_logistic(x, torch.from_numpy(y), 5, l2, start=start, last=True)
+    assert torch.allclose(again.weight, fit.weight, rtol=1e-3, atol=1e-4)
+
+
+def test_two_classes_and_float32_are_enough() -> None:
+    x, y = blobs(num_classes=2)
+    x, labels = scaled(x), torch.from_numpy(y)
+    fit = fit_logistic(x, labels, 2, 1e-2)
+    # Softmax over two rows of opposite sign with l2 on both: the binary problem at half the l2.
+    oracle = LogisticRegression(C=2 / (1e-2 * len(y)), tol=1e-8, max_iter=5000).fit(x, y)
+    assert np.allclose((fit.weight[1] - fit.weight[0]).numpy(), oracle.coef_[0], atol=2e-2)
+    assert fit.gradient <= logistic_regression.TOLERANCE
+
+
+def test_a_start_at_the_end_takes_no_step_and_too_few_steps_are_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = blobs()
+    x, labels = scaled(x), torch.from_numpy(y)
+    fit = fit_logistic(x, labels, 3, 1e-2)
+    again = fit_logistic(x, labels, 3, 1e-2, start=fit)
+    assert again.iterations <= 1
+    monkeypatch.setattr(logistic_regression, "MAX_ITERATIONS", 2)
+    short = fit_logistic(x, labels, 3, 1e-4)
+    assert short.converged is False
+    assert short.gradient > logistic_regression.TOLERANCE
+
+
+def test_threads_are_given_back() -> None:
+    before = torch.get_num_threads()
+    x, y = blobs(30)
+    fit_logistic(scaled(x), torch.from_numpy(y), 3, 1.0)
+    assert torch.get_num_threads() == before
+
+
+def test_a_sweep_stops_where_the_loss_has_risen_twice() -> None:
+    x, y = blobs(60)
+    losses = iter([3.0, 1.0, 2.0, 1.5, 1.6, 1.7, 0.0])
+    seen: list[float] = []
+
+    def judge(fit: Fit) -> tuple[float, float]:
+        seen.append(float(fit.weight.norm()))
+        return 0.5, next(losses)
+
+    strengths = (10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4, 1e-5)
+    trials = sweep(scaled(x), torch.from_numpy(y), 3, strengths, judge)
+    assert [trial.l2 for trial in trials] == list(strengths[:6])
+    assert seen == sorted(seen)  # weaker penalties, larger weights
+    assert best_trial(trials).l2 == 1.0
+
+
+def test_the_most_accurate_wins_and_then_the_smallest_loss() -> None:
+    fit = Fit(torch.zeros(1, 1), torch.zeros(1), None, None, 0)
+    trials = [Trial(3, 0.8, 0.1, fit), Trial(2, 0.9, 0.5, fit), Trial(1, 0.9, 0.4, fit)]
+    assert best_trial(trials).l2 == 1
+
+
+@pytest.mark.parametrize("method", ["linear", "ridge"])
+@pytest.mark.parametrize(("l2", "told"), [(None, 1), (1.0, 0)])
+def test_a_choice_at_the_end_of_the_grid_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, l2: float | None, told: int
+) -> None:
+    """A grid of two has ends only; a strength that was asked for is none."""
+    monkeypatch.setattr(logistic_regression, "L2_GRID", (10.0, 1.0))
+    monkeypatch.setattr(ridge, "STRENGTHS", (10.0, 1.0))
+    x, y = blobs(90)
+    problem = problem_of(tmp_path, x, y, ProbeConfig(l2=l2))
+    notes = methods.fit(problem, method, holdout(y, 0.3, 0.2, seed=0)).notes
+    assert sum("is the last one of the grid on that side" in note for note in notes) == told
+
+
+def test_the_probe_is_as_accurate_as_scikit_learn_on_the_same_split(tmp_path: Path) -> None:
+    x, y = blobs(900, signal=0.25)
+    problem = problem_of(tmp_path, x, y)
+    split = holdout(y, 0.3, 0.2, seed=0)
+    fitted = methods.fit(problem, "linear", split)
+    right = (fitted.scores(split.test).argmax(1) == y[split.test]).mean()
+    scaler = StandardScaler().fit(x[split.train])
+    oracle = LogisticRegression(C=1 / (fitted.chosen * len(split.train)), max_iter=2000).fit(
+        scaler.transform(x[split.train]), y[split.train]
+    )
+    expected = oracle.score(scaler.transform(x[split.test]), y[split.test])
+    error = np.sqrt(expected * (1 - expected) / len(split.test))
+    assert 0.5 < expected < 0.95
+    assert abs(right - expected) <= error / 3  # the same minimum: nearer than one error
+    assert fitted.details["solver"] == "lbfgs"
+
+
+@pytest.mark.slow
+def test_streamed_rows_end_near_the_same_minimum(tmp_path: Path) -> None:
+    x, y = blobs(600, signal=0.3)
+    split = holdout(y, 0.3, 0.2, seed=0)
+    options = ProbeConfig(l2=1e-2, learning_rate=0.03, epochs=100)
+    exact = methods.fit(problem_of(tmp_path, x, y, options), "linear", split)
+    problem = problem_of(tmp_path, x, y, options, memory_bytes=0)
+    methods_small, methods._SMALL_BYTES = methods._SMALL_BYTES, 0
+    try:
+        streamed = methods.fit(problem, "linear", split)
+    finally:
+        methods._SMALL_BYTES = methods_small
+    assert (streamed.details["solver"], streamed.details["converged"]) == ("adamw", None)
+    assert exact.head is not None
+    assert streamed.head is not None
+    assert torch.allclose(streamed.head.weight, exact.head.weight, atol=0.08)
+    a, b = (fitted.scores(split.test) for fitted in (exact, streamed))
+    assert np.abs(a - b).max() < 0.05
+
+
+def test_streaming_many_strengths_is_streaming_each(tmp_path: Path) -> None:
+    """Each strength has its own optimizer and is clipped by itself."""
+    x, y = blobs(200)
+    features = features_of(tmp_path, x, y, memory_bytes=0)
+    places = np.arange(150)
+    scaler = fit_scaler(features, places)
+    schedule = minibatch_regression.Schedule(20, 1e-2, 0.05, seed=3)
+
+    def fits(*strengths: float) -> list[Fit]:
+        rows = features.parts[0]
+        found = minibatch_regression.fit_streamed(rows, places, y, 3, scaler, strengths, schedule)
+        return found.fits
+
+    together = fits(1.0, 1e-3)
+    for fit, l2 in zip(together, (1.0, 1e-3), strict=True):
+        assert torch.allclose(fit.weight, fits(l2)[0].weight, atol=1e-6)
+    assert not torch.allclose(together[0].weight, together[1].weight, atol=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_is_an_alarm(tmp_path: Path) -> None:
+    x, y = blobs(60)
+    features = features_of(tmp_path, x, y, memory_bytes=0)
+    broken = Scaler(torch.zeros(20), torch.full((20,), 1e-44))
+    schedule = minibatch_regression.Schedule(1, 1e-2, 1.0, seed=0)
+    with pytest.raises(GradientAlarm, match="gradient in step"):
+        minibatch_regression.fit_streamed(
+            features.parts[0], np.arange(60), y, 3, broken, (0.1,), schedule
+        )
+
+
+def test_gradients_reach_the_optimizer_clipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = blobs(60)
+    features = features_of(tmp_path, x, y, memory_bytes=0)
+    scaler = fit_scaler(features, np.arange(60))
+    step = torch.optim.AdamW.step
+    norms: list[float] = []
+
+    def noted(self: torch.optim.AdamW, closure: object = None) -> object:
+        total = torch.cat([p.grad.flatten() for g in self.param_groups for p in g["params"]])
+        norms.append(float(total.norm()))
+        return step(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
+    for clip_norm in (1e6, 0.01):
+        schedule = minibatch_regression.Schedule(1, 1e-3, clip_norm, seed=0)
+        minibatch_regression.fit_streamed(
+            features.parts[0], np.arange(60), y, 3, scaler, (0.1,), schedule
+        )
+    free, clipped = norms
+    assert free > 0.1
+    assert clipped == pytest.approx(0.01, rel=1e-4)
+
+
+def test_the_loss_counts_how_sure_a_wrong_answer_was(tmp_path: Path) -> None:
+    """One feature tells two classes apart, but for a row far on the wrong side: e^-500 is 0."""
+    x = np.concatenate([np.tile([[-1.0], [1.0]], (50, 1)), [[-1e6]]]).astype(np.float32)
+    y = np.concatenate([np.tile([0, 1], 50), [1]])
+    split = Split(np.arange(80), np.array([*range(80, 90), 100]), np.arange(90, 100))
+    fitted = methods.fit(problem_of(tmp_path, x, y, ProbeConfig(l2=1e-3)), "linear", split)
+    (trial,) = fitted.sweep
+    assert trial["accuracy"] == pytest.approx(10 / 11)
+    assert trial["loss"] > 1e5  # capped it was 69 / 11

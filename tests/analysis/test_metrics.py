@@ -1,0 +1,108 @@
+"""Metrics against scikit-learn, scipy's interval and numbers computed by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn import metrics as oracle
+from sklearn.calibration import calibration_curve
+
+from featx.analysis.probe.metrics import (
+    Predictions,
+    calibration_error,
+    judged,
+    mean_and_spread,
+    top_k,
+    wilson,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def made(num_rows: int = 400, num_classes: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Labels, and probabilities that know something of them; class 7 is never tested."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, num_classes - 1, num_rows)
+    scores = rng.normal(size=(num_rows, num_classes))
+    scores[np.arange(num_rows), y] += 1.5
+    scores = np.exp(scores)
+    return y, scores / scores.sum(1, keepdims=True)
+
+
+def test_every_number_is_scikit_learns() -> None:
+    y, scores = made()
+    predicted = scores.argmax(1)
+    found = judged(Predictions(y, scores, True))
+    assert found["accuracy"] == pytest.approx(oracle.accuracy_score(y, predicted))
+    labels = list(range(8))
+    tested = labels[:7]
+    recall = oracle.recall_score(y, predicted, labels=tested, average=None)
+    assert found["recall"][:7] == pytest.approx(recall.tolist())
+    assert found["recall"][7] is None
+    assert found["balanced_accuracy"] == pytest.approx(recall.mean())
+    precision = oracle.precision_score(y, predicted, labels=labels, average=None, zero_division=0)
+    assert found["precision"] == pytest.approx(precision.tolist())
+    assert found["confusion"] == oracle.confusion_matrix(y, predicted, labels=labels).tolist()
+    assert found["support"] == np.bincount(y, minlength=8).tolist()
+    top5 = oracle.top_k_accuracy_score(y, scores, k=5, labels=labels)
+    assert found["top5"] == pytest.approx(top5)
+    assert found["correct"] == (predicted == y).sum()
+
+
+def test_balanced_accuracy_is_scikit_learns_where_all_classes_are_tested() -> None:
+    y, scores = made()
+    found = judged(Predictions(y, scores[:, :7], False))
+    expected = oracle.balanced_accuracy_score(y, scores[:, :7].argmax(1))
+    assert found["balanced_accuracy"] == pytest.approx(expected)
+    assert found["calibration_error"] is None
+
+
+def test_calibration_error_is_that_of_scikit_learns_curve() -> None:
+    y, scores = made()
+    confidence, right = scores.max(1), scores.argmax(1) == y
+    share, middle = calibration_curve(right, confidence, n_bins=15, strategy="uniform")
+    rows = np.bincount(np.searchsorted(np.linspace(0, 1, 16)[1:-1], confidence), minlength=15)
+    expected = (np.abs(share - middle) * rows[rows > 0]).sum() / len(y)
+    assert calibration_error(y, scores) == pytest.approx(expected)
+    # By hand: two rows at 0.9, one of them right: |0.5 - 0.9|; two at 0.6, both right: |1 - 0.6|.
+    scores = np.array([[0.9, 0.1], [0.9, 0.1], [0.6, 0.4], [0.6, 0.4]])
+    assert calibration_error(np.array([0, 1, 0, 0]), scores) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("correct", "count", "expected"),
+    # scipy.stats.binomtest(correct, count).proportion_ci(method="wilson")
+    [
+        (0, 10, (0.0, 0.2775327999)),
+        (10, 10, (0.7224672001, 1.0)),
+        (430, 478, (0.8693712074, 0.9234206809)),
+        (1, 2, (0.0945312057, 0.9054687943)),
+    ],
+)
+def test_wilson(correct: int, count: int, expected: tuple[float, float]) -> None:
+    assert wilson(correct / count, count) == pytest.approx(expected, abs=1e-9)
+
+
+def test_top_k_does_not_count_classes_by_their_place_in_the_alphabet() -> None:
+    scores = np.zeros((2, 6))
+    assert top_k(np.array([4, 5]), scores, 5) == 0
+    scores[:, 2:] = 0.25
+    assert top_k(np.array([4, 5]), scores, 5) == 1
+    assert top_k(np.array([0, 5]), scores, 5) == 0.5
+    five = judged(Predictions(np.array([0, 4]), np.eye(5)[[0, 4]], True))
+    assert five["top5"] is None
+
+
+def test_a_class_that_is_never_predicted_has_no_precision() -> None:
+    found = judged(Predictions(np.array([0, 1]), np.array([[1.0, 0.0], [1.0, 0.0]]), True))
+    assert found["precision"] == [0.5, None]
+    assert found["recall"] == [1.0, 0.0]
+
+
+def test_mean_and_spread() -> None:
+    assert mean_and_spread([0.5, 0.7]) == {
+        "mean": pytest.approx(0.6),
+        "std": pytest.approx(np.std([0.5, 0.7], ddof=1)),
+        "values": [0.5, 0.7],
+    }
+    assert mean_and_spread([0.5])["std"] is None

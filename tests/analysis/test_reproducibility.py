@@ -1,0 +1,312 @@
+"""verify.sample: rows extracted again from their pictures, and what it does and does not notice."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from tiny_model import MODEL, extract_in_steps, run_job, write_picture
+from tiny_model import extract as extract_and_pack
+
+from featx.analysis.reproducibility import MIN_AGREEMENT, agreement
+from featx.errors import StoreMismatchError
+from featx.jobs import verify
+
+extract = partial(extract_and_pack, pack=False)
+"""The rows are the same, and packing takes longer than all the rest."""
+
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+def sample(
+    capsys: pytest.CaptureFixture[str], count: int = 21, **keys: Any
+) -> tuple[int, dict[str, Any]]:
+    """Exit code and findings of verify.sample over `count` rows, all of them as a rule."""
+    capsys.readouterr()
+    code = run_job("verify", json=True, **{"out": "store", "verify": {"sample": count}, **keys})
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["sample"]
+    assert found["identical"] + found["close"] + len(found["different"]) == found["rows"]
+    return code, found
+
+
+def assert_untouched(capsys: pytest.CaptureFixture[str], rows: int = 21, **keys: Any) -> None:
+    assert sample(capsys, **keys) == (
+        0,
+        {"rows": rows, "identical": rows, "close": 0, "different": []},
+    )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"batch_size": 3, "part_rows": 8},  # neither the part nor the data set ends with a batch
+        pytest.param({"batch_size": 16, "part_rows": 32}, marks=pytest.mark.slow),
+        {"decode": "reference"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        {"dtype": "float32", "codec": "zstd"},
+        pytest.param({"precision": "bf16"}, marks=pytest.mark.slow),
+        {"layers": {"conv": "avg", "deep": {"name": "grid", "size": 2}, "embedding": "none"}},
+        {"layers": ["*"], "reduce": "flatten", "pack": True},
+        {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"},
+    ],
+    ids=lambda keys: "-".join(f"{key}={value}" for key, value in keys.items()),
+)
+def test_an_untouched_store_is_identical_in_every_row(
+    photos: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, Any]
+) -> None:
+    extract(photos, **keys)
+    assert_untouched(capsys)
+
+
+@pytest.mark.slow
+def test_no_more_rows_are_drawn_than_asked_for_and_the_seed_chooses_them(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    assert_untouched(capsys, 5, count=5)
+    for path in (photos / "cat").iterdir():
+        write_picture(path, 1000 + int(path.stem))
+    found = [sample(capsys, 6, seed=seed)[1]["different"] for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "dog" / "003.png").write_bytes(b"")
+    extract(photos)
+    assert_untouched(capsys)
+    (photos / "dog" / "003.png").write_bytes(b"no picture")
+    write_picture(photos / "cat" / "000.png", 0)
+    code, found = sample(capsys)
+    assert code == verify.EXIT_DAMAGED
+    assert [line.split(": ", 1)[1] for line in found["different"]] == [
+        "was unsupported, is ok now",
+        "was empty, is unsupported now",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_replaced_picture_and_two_swapped_ones_are_found(
+    photos: Path, capsys: pytest.CaptureFixture[str], dtype: str
+) -> None:
+    store = extract(photos, dtype=dtype)
+    rows = [3, 8, 19]
+    replaced, first, second = (photos / str(store.keys[row]) for row in rows)
+    write_picture(replaced, 4711)
+    first.rename("x.png")
+    second.rename(first)
+    Path("x.png").rename(second)
+    code, found = sample(capsys)
+    assert code == verify.EXIT_DAMAGED
+    # Their batches are computed again as well, and no neighbour has changed.
+    assert found["identical"] == 18
+    assert [int(line.split()[1]) for line in found["different"]] == rows
+    assert f"({store.keys[3]}): agrees with the picture's features now by" in found["different"][0]
+
+
+def test_a_picture_that_fails_now_is_found(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = extract(photos)
+    (photos / str(store.keys[20])).write_bytes(b"no picture")
+    code, found = sample(capsys)
+    assert code == verify.EXIT_DAMAGED
+    assert found["different"] == [f"row 20 ({store.keys[20]}): was ok, is unsupported now"]
+
+
+def test_a_picture_that_is_gone_is_named(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = extract(photos)
+    (photos / str(store.keys[20])).unlink()
+    with pytest.raises(StoreMismatchError, match=f"1 row whose image.*{store.keys[20]}"):
+        sample(capsys)
+
+
+def test_rows_written_into_each_others_places_are_found(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What no checksum finds: two rows were swapped before the file was written."""
+    from featx.store.layout import chunk_checksums
+
+    extract_and_pack(photos, batch_size=8, part_rows=8)
+    with h5py.File("store/features.h5", "r+") as file:
+        data = file["features/conv"]
+        rows = data[:]
+        rows[[2, 5]] = rows[[5, 2]]
+        data[:] = rows
+        file["checksums/features/conv"][:] = chunk_checksums(rows, data.chunks[0])
+    assert run_job("verify", out="store") == 0
+    code, found = sample(capsys)
+    assert code == verify.EXIT_DAMAGED
+    assert [int(line.split()[1]) for line in found["different"]] == [2, 5]
+
+
+def test_rows_twice_as_long_are_not_close(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their cosine is 1."""
+    from featx.store.layout import chunk_checksums
+
+    extract_and_pack(photos, dtype="float32")
+    with h5py.File("store/features.h5", "r+") as file:
+        data = file["features/conv"]
+        data[:] = data[:] * np.float32(2)
+        file["checksums/features/conv"][:] = chunk_checksums(data[:], data.chunks[0])
+    assert len(sample(capsys)[1]["different"]) == 21
+
+
+@pytest.mark.slow
+def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    extract(photos)
+    extract(photos, layers=["pool"], dtype="float32")
+    extract_and_pack(photos, layers=["deep"], part_rows=8, batch_size=4)
+    assert_untouched(capsys)
+    key = str(extract(photos).keys[7])
+    write_picture(photos / key, 4711)
+    assert [line.split()[1] for line in sample(capsys)[1]["different"]] == ["7"]
+
+
+@pytest.mark.slow
+def test_a_store_that_grew_by_a_higher_limit_and_by_new_pictures(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first run saw ten rows only, and the order of its rows is not that of their names."""
+    limited = {"name": "folder", "root": str(photos), "limit": 10}
+    extract(limited)
+    extract(limited, layers=["pool"])
+    assert_untouched(capsys, 10)
+    extract(photos, layers=["conv", "pool"], grow=True)
+    for i in range(3):
+        write_picture(photos / "ant" / f"{i}.png", 50 + i)
+    store = extract(photos, layers=["conv", "pool"], grow=True)
+    assert str(store.keys[21]) == "ant/0.png"
+    assert_untouched(capsys, 24, count=100)
+
+
+def test_pictures_that_are_new_do_not_matter(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    write_picture(photos / "ant" / "0.png", 50)
+    write_picture(photos / "dog" / "004.png", 51)
+    assert_untouched(capsys)
+
+
+@pytest.mark.slow
+def test_pictures_and_store_that_moved(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract(photos)
+    Path("store").rename("elsewhere")
+    assert_untouched(capsys, store="elsewhere")
+    photos.rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match="photos does not exist"):
+        sample(capsys, store="elsewhere")
+    moved = {"name": "folder", "root": str(tmp_path / "moved")}
+    assert_untouched(capsys, store="elsewhere", data=moved)
+    # Pictures of other names are another data set.
+    shutil.copytree(tmp_path / "moved" / "cat", tmp_path / "other")
+    with pytest.raises(StoreMismatchError, match="21 row whose image are no longer"):
+        sample(capsys, store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")})
+
+
+@pytest.mark.parametrize("present", [[0, 2, 5], [1]])
+def test_an_unfinished_store_is_compared_where_it_is_there(
+    photos: Path, capsys: pytest.CaptureFixture[str], present: list[int]
+) -> None:
+    extract(photos)
+    for index in set(range(6)) - set(present):
+        Path(f"store/parts/part-{index:06d}.h5").unlink()
+    rows = sum(1 if index == 5 else 4 for index in present)
+    code, found = sample(capsys)
+    assert code == verify.EXIT_INCOMPLETE
+    assert (found["rows"], found["identical"]) == (rows, rows)
+    write_picture(photos / "cat" / "000.png", 4711)
+    assert len(sample(capsys)[1]["different"]) == (0 in present)
+
+
+def test_a_part_lost_of_the_first_of_two_runs(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that one run lacks are not taken for identical."""
+    extract(photos)
+    extract(photos, layers=["conv", "pool"])
+    Path("store/parts/part-000001.h5").unlink()
+    code, found = sample(capsys)
+    assert code == verify.EXIT_INCOMPLETE
+    assert (found["rows"], found["identical"]) == (17, 17)
+    write_picture(photos / "cat" / "000.png", 4711)
+    assert [line.split()[1] for line in sample(capsys)[1]["different"]] == ["0"]
+
+
+@pytest.mark.slow
+def test_a_part_lost_of_a_store_that_grew_in_layers_and_rows(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last run made a layer that is finished and one that is not."""
+    extract_in_steps(photos, pack=False)
+    Path("store/parts/part-000001.h5").unlink()
+    code, found = sample(capsys)
+    assert code == verify.EXIT_INCOMPLETE
+    assert (found["rows"], found["identical"]) == (17, 17)
+
+
+@pytest.mark.slow
+def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status of a row is that of all its layers; a run may know better of its own."""
+    clean = extract(photos, layers=["deep"], out="clean", dtype="float32")["deep"][:]
+    means = np.sort(clean.mean((1, 2, 3)))
+    model = {**MODEL, "args": {"poison": float(means[10:12].mean())}}
+    keys = {"model": model, "nonfinite": "record", "dtype": "float32"}
+    assert (~extract(photos, layers=["pool"], **keys).ok).sum() == 10
+    store = extract(photos, layers=["pool", "conv"], **keys)
+    assert np.isfinite(store["conv"][:]).all()
+    assert_untouched(capsys)
+    key = str(store.keys[np.flatnonzero(~store.ok)[3]])
+    write_picture(photos / key, 4711)
+    assert len(sample(capsys)[1]["different"]) == 1
+
+
+def test_another_model_is_refused_by_name(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A factory that makes other weights now: twice as large, of which no cosine would tell."""
+    extract(photos)
+    monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    with pytest.raises(StoreMismatchError, match=r"cannot be compared.*\n +weights_sha256: the"):
+        sample(capsys)
+
+
+FLOATS = arrays(np.float64, st.integers(1, 6), elements=st.floats(-1e3, 1e3))
+
+
+@given(FLOATS, st.floats(0.9, 1.1))
+def test_agreement_is_one_for_the_same_and_less_for_longer_ones(
+    a: np.ndarray, factor: float
+) -> None:
+    if not np.linalg.norm(a) > 1e-3:
+        return
+    assert agreement(a, a) == 1
+    assert agreement(a, -a) == pytest.approx(-1)
+    assert agreement(a, a * factor) == pytest.approx(1 - (factor - 1) ** 2 / (2 * factor))
+    assert (agreement(a, a * factor) >= MIN_AGREEMENT) == (
+        (factor - 1) ** 2 / (2 * factor) <= 1 - MIN_AGREEMENT
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
+def test_agreement_with_what_is_no_direction_is_none(bad: float) -> None:
+    good = np.array([1.0, 2.0])
+    assert agreement(np.array([bad, bad]), good) == -1
+    assert agreement(good, np.array([bad, 0.0])) == -1

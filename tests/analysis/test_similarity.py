@@ -1,0 +1,444 @@
+"""featx.similarity against direct computation with numpy, scipy and scikit-learn."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from dataclasses import replace
+from decimal import Decimal, localcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import scipy.spatial.distance
+import scipy.stats
+from made_store import MadeRun, make_run
+from sklearn.neighbors import NearestNeighbors
+
+import featx
+from featx.analysis.similarity import duplicates as groups_of
+from featx.analysis.similarity import nearest_neighbours, row_vectors
+from featx.analysis.similarity.duplicates import cosines_to_first
+from featx.analysis.similarity.layer_similarity import average_ranks
+from featx.errors import ConfigError, LayerError, StoreError
+from featx.jobs import similar
+from featx.similarity import duplicate_groups, layer_likeness, linear_cka, nearest_rows, rsa
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+FAILED = (3, 10, 20, 41)
+
+
+@pytest.fixture(params=["in pieces", "whole"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few rows at a time and read again for every block, or all in memory."""
+    if request.param == "in pieces":
+        monkeypatch.setattr(row_vectors, "BLOCK_BYTES", 300)
+        monkeypatch.setattr(row_vectors, "KEEP_BYTES", 0)
+        monkeypatch.setattr(nearest_neighbours, "QUERIES", 7)
+        monkeypatch.setattr(groups_of, "AT_ONCE", 5)
+
+
+def write(run: MadeRun, root: str = "store", packed: bool = True) -> featx.FeatureStore:
+    return featx.open(run.write(Path(root), packed=packed))
+
+
+def with_features(run: MadeRun, **features: np.ndarray) -> MadeRun:
+    made = {name: values.astype(run.features[name].dtype) for name, values in features.items()}
+    return replace(run, features={**run.features, **made})
+
+
+@pytest.mark.usefixtures("blocks")
+class TestNeighbours:
+    @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+    @pytest.mark.parametrize("layer", ["flat", "map"])
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_they_are_those_of_scikit_learn(self, metric: str, layer: str, packed: bool) -> None:
+        store = write(make_run(60, 16, failed=FAILED), packed=packed)
+        found = nearest_rows(store, layer, k=6, metric=metric, device="cpu")
+        X, _ = store.xy(layer)
+        ok = np.flatnonzero(store.ok)
+        search = NearestNeighbors(metric=metric, algorithm="brute").fit(X.astype(np.float64))
+        distances, places = search.kneighbors(n_neighbors=6)
+        assert np.array_equal(found.rows, ok)
+        assert np.array_equal(found.neighbours, ok[places])
+        expected = 1 - distances if metric == "cosine" else distances
+        assert np.allclose(found.scores, expected, atol=1e-6)
+
+    def test_of_one_picture_they_are_its_row_of_all(self) -> None:
+        store = write(make_run(40, 16, failed=FAILED[:2]))
+        every = nearest_rows(store, "flat", k=4, device="cpu")
+        for place in (0, 5, 37):
+            row = every.rows[place]
+            found = nearest_rows(store, "flat", k=4, key=str(store.keys[row]), device="cpu")
+            assert found.rows.tolist() == [row]
+            assert np.array_equal(found.neighbours[0], every.neighbours[place])
+
+    def test_a_row_is_not_its_own_neighbour_but_its_copy_is(self) -> None:
+        run = make_run(30, 8)
+        flat = run.features["flat"].copy()
+        flat[17] = flat[4]
+        flat[25] = 2 * flat[4]
+        store = write(with_features(run, flat=flat))
+        cosine = nearest_rows(store, "flat", k=2, device="cpu")
+        assert cosine.neighbours[[4, 17, 25]].tolist() == [[17, 25], [4, 25], [4, 17]]
+        assert cosine.scores[4].tolist() == pytest.approx([1, 1])
+        assert not (cosine.neighbours == cosine.rows[:, None]).any()
+        euclidean = nearest_rows(store, "flat", k=1, metric="euclidean", device="cpu")
+        assert euclidean.neighbours[[4, 17], 0].tolist() == [17, 4]
+        assert euclidean.scores[[4, 17], 0].tolist() == [0, 0]
+
+    def test_small_distances_far_from_the_origin_are_right(self) -> None:
+        rng = np.random.default_rng(0)
+        flat = 1000 + rng.normal(size=(30, 5))
+        flat[7] = flat[3] + 1e-3
+        run = with_features(make_run(30, 8), flat=flat)
+        store = write(run)
+        found = nearest_rows(store, "flat", k=1, metric="euclidean", device="cpu")
+        assert found.neighbours[3, 0] == 7
+        stored = run.features["flat"].astype(np.float64)
+        assert found.scores[3, 0] == pytest.approx(np.linalg.norm(stored[7] - stored[3]), rel=1e-3)
+
+    @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+    def test_neighbours_behind_a_large_offset(self, metric: str) -> None:
+        """The offset makes all cosines 1 - 1e-11; what the rows differ by is exact in float32."""
+        rng = np.random.default_rng(0)
+        run = make_run(48, 16)
+        name = next(n for n, v in run.features.items() if v.dtype == np.float32)
+        shape = run.features[name].shape
+        x = 1e6 + 16 * rng.integers(-50, 50, shape)
+        store = write(with_features(run, **{name: x}))
+        found = nearest_rows(store, name, k=3, metric=metric)
+        flat = x.reshape(len(x), -1)
+        exact = scipy.spatial.distance.cdist(flat, flat, metric)
+        np.fill_diagonal(exact, np.inf)
+        assert found.neighbours.tolist() == np.argsort(exact, axis=1)[:, :3].tolist()
+
+    def test_large_numbers_and_zeros_have_cosines(self) -> None:
+        run = make_run(6, 8)
+        flat = run.features["flat"].copy()
+        flat[0] = 0
+        flat[1:] *= 1e30
+        store = write(with_features(run, flat=flat))
+        found = nearest_rows(store, "flat", k=5, device="cpu")
+        assert np.isfinite(found.scores).all()
+        assert found.scores[0].tolist() == [0] * 5
+
+    def test_no_more_neighbours_than_rows(self) -> None:
+        store = write(make_run(4, 4, failed=[2]))
+        found = nearest_rows(store, "flat", k=10, device="cpu")
+        assert found.neighbours.shape == (3, 2)
+        assert 2 not in found.neighbours
+
+    def test_float16_and_bfloat16_are_taken_in_float32(self) -> None:
+        store = write(make_run(40, 16, dtype="float16"))
+        found = nearest_rows(store, "flat", k=3, device="cpu")
+        X, _ = store.xy("flat")
+        search = NearestNeighbors(metric="cosine", algorithm="brute").fit(X)
+        assert np.array_equal(found.neighbours, search.kneighbors(n_neighbors=3)[1])
+
+
+def test_what_cannot_be_asked_is_refused() -> None:
+    store = write(make_run(9, 4, failed=[3]))
+    failed = str(store.keys[3])
+    with pytest.raises(ConfigError, match="recorded as missing"):
+        nearest_rows(store, "flat", key=failed, device="cpu")
+    with pytest.raises(ConfigError, match=r"no row 'cat/0001\.jpg'.*Nearest"):
+        nearest_rows(store, "flat", key="cat/0001.jpg", device="cpu")
+    with pytest.raises(ConfigError, match="metric=dot"):
+        nearest_rows(store, "flat", metric="dot", device="cpu")
+    with pytest.raises(LayerError, match="no layer 'flt'"):
+        nearest_rows(store, "flt", device="cpu")
+    with pytest.raises(ConfigError, match="cosine above 0"):
+        duplicate_groups(store, "flat", 0, "cpu")
+    alone = write(make_run(2, 4, failed=[0]), "alone")
+    with pytest.raises(ConfigError, match="one ok row only"):
+        nearest_rows(alone, "flat", device="cpu")
+    lost = make_run(9, 4)
+    lost.features["flat"][5] = np.nan
+    with pytest.raises(StoreError, match="lost row 5 of flat"):
+        nearest_rows(write(lost, "lost"), "flat", device="cpu")
+
+
+@pytest.mark.usefixtures("blocks")
+class TestDuplicates:
+    @pytest.mark.parametrize("threshold", [0.5, 0.8, 0.9, 0.97])
+    def test_groups_are_the_connected_components(self, threshold: float) -> None:
+        run = make_run(80, 16, {"flat": (3,)}, failed=FAILED)
+        store = write(run)
+        X, _ = store.xy("flat")
+        cosines = 1 - scipy.spatial.distance.cdist(X, X, "cosine")
+        linked = scipy.sparse.csr_matrix(cosines >= threshold)
+        count, label = scipy.sparse.csgraph.connected_components(linked)
+        ok = np.flatnonzero(store.ok)
+        expected = [ok[label == i].tolist() for i in range(count)]
+        expected = sorted(group for group in expected if len(group) > 1)
+        found = duplicate_groups(store, "flat", threshold, "cpu")
+        assert [group.tolist() for group in found] == expected
+        assert 0 < len(expected) < 80
+
+    def test_chains_become_one_group_whatever_their_order(self) -> None:
+        angles = np.random.default_rng(1).permutation(60) * 0.05
+        flat = np.stack([np.cos(angles), np.sin(angles)], 1)
+        run = make_run(60, 16, {"flat": (2,)})
+        store = write(with_features(run, flat=flat))
+        reach = float(np.cos(0.0501))
+        assert [len(group) for group in duplicate_groups(store, "flat", reach, "cpu")] == [60]
+        assert duplicate_groups(store, "flat", float(np.cos(0.0499)), "cpu") == []
+
+    def test_equal_rows_reach_a_threshold_of_one(self) -> None:
+        run = make_run(40, 16)
+        flat = run.features["flat"].copy()
+        flat[[5, 11, 30]] = flat[2]
+        flat[39] = 3 * flat[8]
+        flat[[0, 1]] = 0  # no direction, so no cosine
+        store = write(with_features(run, flat=flat))
+        found = duplicate_groups(store, "flat", 1, "cpu")
+        assert [group.tolist() for group in found] == [[2, 5, 11, 30], [8, 39]]
+        assert cosines_to_first(store, "flat", found[0]).tolist() == pytest.approx([1] * 4)
+
+    def test_copies_of_a_wide_map_are_found(self) -> None:
+        """Sums of float32 err by more than 1e-6 there: copies were 0.99998 alike."""
+        run = make_run(6, 8, {"flat": (802_816,)})
+        draw = np.random.default_rng(3)
+        flat = np.maximum(draw.standard_normal((6, 802_816)) + draw.random(802_816), 0)
+        flat[5] = flat[1]
+        flat[4] = 2 * flat[0]
+        flat[3] = flat[2] + 0.005 * draw.standard_normal(802_816)
+        store = write(with_features(run, flat=flat))
+        found = duplicate_groups(store, "flat", 1, "cpu")
+        assert [group.tolist() for group in found] == [[0, 4], [1, 5]]
+        assert cosines_to_first(store, "flat", found[1]).tolist() == [1, 1]
+        near = cosines_to_first(store, "flat", np.array([2, 3]))[1]
+        a, b = store["flat"][2].astype(np.float64), store["flat"][3].astype(np.float64)
+        exact = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+        assert 0.9999 < near < 0.99999
+        assert near == pytest.approx(exact, abs=1e-7)
+        # As near to the threshold as float32 could not say, on both sides of it.
+        for threshold, count in ((exact + 5e-7, 3), (exact + 2e-6, 2)):
+            assert len(duplicate_groups(store, "flat", threshold, "cpu")) == count
+
+    def test_all_rows_the_same(self) -> None:
+        run = make_run(40, 16)
+        store = write(with_features(run, flat=np.ones((40, 5))))
+        assert [group.tolist() for group in duplicate_groups(store, "flat", 0.9, "cpu")] == [
+            list(range(40))
+        ]
+
+
+def direct_cka(x: np.ndarray, y: np.ndarray) -> float:
+    """Kornblith's own form, in the space of features."""
+    x, y = x - x.mean(0), y - y.mean(0)
+    cross = np.linalg.norm(x.T @ y) ** 2
+    return float(cross / (np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y)))
+
+
+def direct_debiased_cka(x: np.ndarray, y: np.ndarray) -> float:
+    """The unbiased HSIC of Song et al. (2012), term by term."""
+
+    def hsic(k: np.ndarray, m: np.ndarray) -> float:
+        n = len(k)
+        k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
+        ones = np.ones(n)
+        first = np.trace(k @ m)
+        second = (ones @ k @ ones) * (ones @ m @ ones) / ((n - 1) * (n - 2))
+        third = 2 / (n - 2) * (ones @ k @ m @ ones)
+        return float((first + second - third) / (n * (n - 3)))
+
+    k, m = x @ x.T, y @ y.T
+    return hsic(k, m) / np.sqrt(hsic(k, k) * hsic(m, m))
+
+
+def direct_rsa(x: np.ndarray, y: np.ndarray) -> float:
+    distances = [scipy.spatial.distance.pdist(z, "cosine") for z in (x, y)]
+    return float(scipy.stats.spearmanr(*distances).statistic)
+
+
+def exact_rsa(x: np.ndarray, y: np.ndarray) -> float:
+    """With cosines of 50 digits."""
+
+    def distances(z: np.ndarray) -> list[Decimal]:
+        with localcontext(prec=50):
+            rows = [[Decimal(float(value)) for value in row] for row in z]
+            lengths = [sum(value * value for value in row).sqrt() for row in rows]
+            return [
+                1
+                - sum(a * b for a, b in zip(rows[i], rows[j], strict=True))
+                / (lengths[i] * lengths[j])
+                for i in range(len(rows))
+                for j in range(i + 1, len(rows))
+            ]
+
+    ranks = [
+        scipy.stats.rankdata([each / max(d) for each in d]) for d in (distances(x), distances(y))
+    ]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+class TestLikeness:
+    @pytest.fixture
+    def matrices(self) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(3)
+        x = 1 + rng.normal(size=(40, 7))
+        return x, np.tanh(x @ rng.normal(size=(7, 90))) + 0.3 * rng.normal(size=(40, 90))
+
+    def test_functions_are_the_formulas(self, matrices: tuple[np.ndarray, np.ndarray]) -> None:
+        x, y = matrices
+        assert linear_cka(x, y) == pytest.approx(direct_cka(x, y), abs=1e-5)
+        assert linear_cka(x, y, debiased=True) == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
+        assert rsa(x, y) == pytest.approx(direct_rsa(x, y), abs=1e-5)
+        assert 0.05 < direct_debiased_cka(x, y) < direct_cka(x, y) < 0.95
+
+    def test_they_do_not_see_rotation_or_size(
+        self, matrices: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        x, y = matrices
+        turned = 3 * x @ np.linalg.qr(np.random.default_rng(0).normal(size=(7, 7)))[0]
+        for measure in (linear_cka, rsa):
+            assert measure(x, turned) == pytest.approx(1, abs=1e-5)
+            assert measure(turned, y) == pytest.approx(measure(x, y), abs=1e-5)
+        assert linear_cka(x + 5, y) == pytest.approx(linear_cka(x, y), abs=1e-5)
+
+    @pytest.mark.parametrize("offset", [1e3, 1e6, 1e9])
+    def test_an_offset_takes_no_digits(
+        self, matrices: tuple[np.ndarray, np.ndarray], offset: float
+    ) -> None:
+        # Steps of 2^-20: with each offset they are exact in float64.
+        x, y = (np.round(z * 2**20) / 2**20 for z in matrices)
+        away = x + offset
+        assert linear_cka(away, y) == pytest.approx(direct_cka(x, y), abs=1e-5)
+        debiased = linear_cka(away, y, debiased=True)
+        assert debiased == pytest.approx(direct_debiased_cka(x, y), abs=1e-5)
+        if offset < 1e9:  # where cosines are equal but for 1e-18, no float64 tells them apart
+            assert rsa(away, y) == pytest.approx(exact_rsa(away, y), abs=1e-4)
+
+    @pytest.mark.usefixtures("blocks")
+    def test_an_offset_in_a_store(self) -> None:
+        rng = np.random.default_rng(0)
+        a = rng.integers(-100, 100, size=(30, 6)).astype(np.float32)
+        run = with_features(make_run(30, 16, {"a": (6,), "away": (6,)}), a=a, away=a + 1_000_000)
+        found = layer_likeness(write(run), device="cpu").measures
+        assert found["cka"][0, 1] == pytest.approx(1, abs=1e-5)
+        assert found["cka_debiased"][0, 1] == pytest.approx(1, abs=1e-5)
+        assert found["rsa"][0, 1] == pytest.approx(exact_rsa(a, a + 1e6), abs=1e-4)
+
+    def test_rows_in_one_direction_have_no_rsa(self) -> None:
+        sizes = np.random.default_rng(0).uniform(1, 9, size=(20, 1))
+        y = np.random.default_rng(1).normal(size=(20, 5))
+        for offset in (0, 7):
+            assert np.isnan(rsa(sizes * np.array([1.0, 2, 3]) + offset * np.array([1, 2, 3]), y))
+
+    def test_rows_of_zeros_are_at_right_angles_to_all(self) -> None:
+        x = np.random.default_rng(0).normal(size=(12, 4))
+        x[3] = x[7] = 0
+        cosines = x @ x.T / np.maximum(np.linalg.norm(x, axis=1), 1e-9)[:, None]
+        cosines /= np.maximum(np.linalg.norm(x, axis=1), 1e-9)
+        pairs = np.triu_indices(12, 1)
+        y = np.random.default_rng(1).normal(size=(12, 5))
+        theirs = scipy.spatial.distance.pdist(y, "cosine")
+        expected = scipy.stats.spearmanr(1 - cosines[pairs], theirs).statistic
+        assert rsa(x, y) == pytest.approx(expected, abs=1e-5)
+
+    def test_only_the_debiased_form_tells_noise_from_noise(self) -> None:
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(2, 50, 2000))
+        assert linear_cka(x, y) > 0.9
+        assert abs(linear_cka(x, y, debiased=True)) < 0.1
+
+    @pytest.mark.usefixtures("blocks")
+    def test_layers_of_a_store(self) -> None:
+        shapes = {"a": (5,), "b": (3, 2, 2), "c": (40,)}
+        store = write(make_run(50, 16, shapes, failed=FAILED))
+        found = layer_likeness(store, device="cpu")
+        assert found.layers == found.others == ("a", "b", "c")
+        assert (found.num_rows, found.num_common) == (46, 46)
+        X = {name: store.xy(name)[0].astype(np.float64) for name in store.layers}
+        for name, direct in (
+            ("cka", direct_cka),
+            ("cka_debiased", direct_debiased_cka),
+            ("rsa", direct_rsa),
+        ):
+            expected = [[direct(X[a], X[b]) for b in X] for a in X]
+            assert np.allclose(found.measures[name], expected, atol=1e-5), name
+
+    def test_two_stores_are_matched_by_key(self) -> None:
+        left = make_run(50, 16, {"a": (5,)}, failed=FAILED)
+        rng = np.random.default_rng(9)
+        some = np.sort(rng.permutation(50)[:30])
+        listing = replace(
+            left.listing, keys=left.listing.keys[some], labels=left.listing.labels[some]
+        )
+        features = left.features["a"][some]
+        # The same vectors, turned, of other pictures in part and under longer keys.
+        turned = features @ np.linalg.qr(rng.normal(size=(5, 5)))[0]
+        keys = np.concatenate([listing.keys, [b"zebra/a-longer-name.jpg"]])
+        run = make_run(31, 8, {"z": (5,)}, failed=[1])
+        right = replace(
+            run,
+            listing=replace(listing, keys=keys, labels=np.append(listing.labels, -1)),
+            features={"z": np.concatenate([turned, np.ones((1, 5))]).astype(np.float32)},
+        )
+        found = layer_likeness(write(left), write(right, "other"), device="cpu")
+        both = [row for i, row in enumerate(some.tolist()) if row not in FAILED and i != 1]
+        assert found.num_common == found.num_rows == len(both)
+        assert (found.layers, found.others) == (("a",), ("z",))
+        for measure in found.measures.values():
+            assert measure.shape == (1, 1)
+            assert measure[0, 0] == pytest.approx(1, abs=1e-4)
+
+    def test_a_sample_is_seeded(self) -> None:
+        store = write(make_run(60, 16, {"a": (5,), "b": (6,)}))
+        found = [
+            layer_likeness(store, num_rows=20, seed=seed, device="cpu").measures["cka"][0, 1]
+            for seed in (0, 0, 1)
+        ]
+        assert found[0] == found[1] != found[2]
+        rows = np.sort(np.random.default_rng(1).permutation(60)[:20])
+        assert found[2] == pytest.approx(direct_cka(store["a"][rows], store["b"][rows]), abs=1e-4)
+
+    def test_a_layer_that_is_the_same_for_all_is_like_none(self) -> None:
+        run = make_run(30, 16, {"a": (5,), "b": (6,)})
+        store = write(with_features(run, b=np.full((30, 6), 0.1)))
+        found = layer_likeness(store, device="cpu").measures
+        for name in found:
+            assert np.isnan(found[name][0, 1]), name
+            assert np.isnan(found[name][1, 1]), name
+            assert found[name][0, 0] == pytest.approx(1, abs=1e-5)
+
+    def test_what_cannot_be_compared_is_refused(self) -> None:
+        store = write(make_run(10, 4, {"a": (5,)}))
+        with pytest.raises(ConfigError, match="one layer to compare"):
+            layer_likeness(store, device="cpu")
+        few = write(make_run(5, 4, {"a": (5,)}, failed=[0, 1]), "few")
+        with pytest.raises(ConfigError, match="3 pictures are ok in common"):
+            layer_likeness(store, few, device="cpu")
+
+
+def test_ranks_are_those_of_scipy() -> None:
+    values = np.random.default_rng(0).integers(0, 9, 100).astype(np.float64)
+    assert np.array_equal(average_ranks(values), scipy.stats.rankdata(values))
+
+
+def test_the_snippet_of_the_page_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "similarity.md"
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    write(make_run(30, 8, {"avgpool": (5,), "layer4": (3, 2, 2)}, failed=[3]), "runs/photos")
+    told: list[tuple[float, ...]] = []
+    found: dict[str, object] = {"print": lambda *values: told.append(values)}
+    exec(snippet, found)
+    measures = found["likeness"].measures  # type: ignore[attr-defined]
+    assert told[0] == pytest.approx([measures[name][0, 1] for name in measures], abs=1e-5)
+
+
+@pytest.mark.parametrize("key", ["cr\r/c\r.jpg", "new\nline", 'quote"', "comma,", "\udcff"])
+def test_any_key_is_one_field_of_a_csv(key: str) -> None:
+    file = io.BytesIO()
+    similar._write_csv(file, ("row", "key"), [(3, key), (4, "plain")])
+    text = file.getvalue().decode("utf-8", "surrogateescape")
+    assert list(csv.reader(io.StringIO(text, newline=""))) == [
+        ["row", "key"],
+        ["3", key],
+        ["4", "plain"],
+    ]

@@ -1,0 +1,530 @@
+"""job=stats: against whole matrices, exact under any end and new beginning, beside a store."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from made_store import make_spec, temporary_files
+from processes import killed_at_sync, outcome, running, wait_until
+from tiny_engine import of_speed
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_picture
+
+import featx
+from featx.analysis.statistics import target
+from featx.analysis.statistics.session import MomentsOfParts
+from featx.analysis.statistics.stats_file import Statistics
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.errors import ConfigError, NonFiniteError, StoreLockedError, StoreMismatchError
+from featx.pipeline.stop_signals import Interrupted
+from featx.storage.local_folder import exclusive_lock
+from featx.types import image_checksum
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
+
+
+def take(data: object, **keys: Any) -> Statistics:
+    """featx.stats with KEYS, where nothing else is given."""
+    return featx.stats(**{**KEYS, "data": data, **keys})
+
+
+def sha256(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def matrix(store: featx.FeatureStore, layer: str, by_position: bool = False) -> np.ndarray:
+    """(n, D) float64 of the ok rows; each place of a map (C, H, W) a row, where that is asked."""
+    x = store[layer][:][store.ok].astype(np.float64)
+    return np.moveaxis(x, 1, -1).reshape(-1, x.shape[1]) if by_position else x.reshape(len(x), -1)
+
+
+# The numbers
+
+
+def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None:
+    """What numpy makes of the whole matrix."""
+    moments = statistics[layer]
+    assert moments.count == len(x)
+    assert moments.smallest.tolist() == x.min(0).tolist()
+    assert moments.largest.tolist() == x.max(0).tolist()
+    scale = np.abs(x).max()
+    np.testing.assert_allclose(moments.mean.numpy(), x.mean(0), atol=1e-13 * scale)
+    near = {"rtol": 1e-11, "atol": 1e-12 * scale**2}
+    if moments.kind == "full":
+        np.testing.assert_allclose(moments.covariance().numpy(), np.cov(x, rowvar=False), **near)
+        near["atol"] *= len(x)
+        np.testing.assert_allclose(moments.second_moment.numpy(), x.T @ x, **near)
+    np.testing.assert_allclose(moments.variance().numpy(), x.var(0, ddof=1), **near)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stats"),
+    [
+        # Neither a part nor the data set ends with a whole batch.
+        ({"layers": ["conv", "pool", "deep:input"], "batch_size": 3, "part_rows": 8}, {}),
+        ({"layers": ["conv", "deep"], "batch_size": 3, "part_rows": 8}, {"rows": "position"}),
+        ({"layers": {"conv": "gem", "deep": "flatten"}}, {"kind": "diagonal"}),
+        ({"layers": {"conv": {"name": "grid", "size": 2}}}, {"rows": "position"}),
+        ({"layers": ["conv"], "capture": "grad_output", "target": "label"}, {}),
+    ],
+)
+def test_equal_numpy_on_the_whole_matrix(
+    photos: Path, keys: dict[str, Any], stats: dict[str, str]
+) -> None:
+    (photos / "cat" / "006.png").write_bytes(b"no picture")
+    store = extract(photos, out="store", dtype="float32", pack=False, **keys)
+    statistics = take(photos, out="store", stats=stats, **keys)
+    assert sorted(statistics) == sorted(store)
+    for layer in store:
+        assert_moments_of(statistics, layer, matrix(store, layer, stats.get("rows") == "position"))
+        about = statistics.about(layer)
+        assert about["row"] == stats.get("rows", "image")
+        assert about["kind"] == stats.get("kind", "full")
+        assert about["shape"] == list(store[layer].shape[1:])
+
+
+def test_tokens_and_maps_with_channels_behind() -> None:
+    purpose = target.StatsPurpose(config(stats={"rows": "position"}))
+    tokens = purpose._layer(make_spec("tokens", (50, 7)), (32, 32))
+    behind = purpose._layer(make_spec("map", (4, 4, 7)), (32, 32))
+    vector = purpose._layer(make_spec("vector", (7,)), (32, 32))
+    assert [layer.positions for layer in (tokens, behind, vector)] == [50, 16, None]
+    assert [layer.dim for layer in (tokens, behind, vector)] == [7, 7, 7]
+    assert purpose.axes == {"tokens": 2, "map": 3}
+
+
+def config(**keys: Any) -> Any:
+    node = from_keywords({**KEYS, **keys})
+    node.job.name = "stats"
+    return from_omegaconf(node)
+
+
+def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
+    class AnyEngine:
+        class backbone:  # noqa: N801
+            class preprocess:  # noqa: N801
+                crop = (32, 32)
+
+    def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
+        purpose = target.StatsPurpose(config(stats=stats))
+        return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
+
+    assert seconds(2048) == seconds(4096) == 60
+    assert seconds(16384) == 8 * 16384**2 / target.COMMIT_BYTES_PER_S / target.COMMIT_SHARE
+    assert seconds(100352, kind="diagonal") == 60
+    # A short run has parts for all of its workers.
+    assert seconds(256, work_s=300) == 2
+    assert seconds(2048, work_s=600) == 8 * 2048**2 / 40e6 / 0.1
+    with pytest.raises(ConfigError, match="100352 features"):
+        seconds(100352)
+
+
+# Failures
+
+
+def failures(path: str) -> list[list[str]]:
+    with Path(path).open(newline="") as file:
+        return list(csv.reader(file))[1:]
+
+
+def test_pictures_that_fail_are_left_out_and_listed_apart_from_a_store(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat/000.png", "dog/003.png"):
+        (photos / name).write_bytes(b"no picture")
+    extract({"name": "folder", "root": str(photos), "limit": 10}, pack=False)
+    before = sha256("store/failures.csv")
+    capsys.readouterr()
+    assert run_job("stats", json=True, **{**KEYS, "data": str(photos), "max_failures": 2}) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["rows"], summary["failures"]) == (21, 2)
+    assert summary["layers"]["conv"]["rows"] == 19
+    listed = failures("store/stats-failures.csv")
+    assert [row[1:3] for row in listed] == [
+        ["cat/000.png", "unsupported"],
+        ["dog/003.png", "unsupported"],
+    ]
+    assert [int(row[0]) for row in listed] == [0, 11]
+    assert sha256("store/failures.csv") == before
+    # The default allows one of a hundred; nothing is left to do, and they are counted all the same.
+    assert run_job("stats", **{**KEYS, "data": str(photos)}) == 3
+    printed = capsys.readouterr()
+    assert "2 images failed:" in printed.err
+    assert "stats-failures.csv" in printed.err
+    assert "nothing was left to do" in printed.out
+
+
+def test_no_picture_can_be_read(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in photos.rglob("*.png"):
+        path.write_bytes(b"no picture")
+    assert run_job("stats", **{**KEYS, "data": str(photos), "max_failures": 100}) == 3
+    assert featx.open_stats("store")["conv"].count == 0
+    assert "conv      0       128         -" in capsys.readouterr().out
+
+
+def test_values_that_are_not_finite_stop_the_run_or_are_left_out(photos: Path) -> None:
+    model = {**MODEL, "args": {"poison": 0.02}}
+    layers = ["conv", "pool"]
+    with pytest.raises(NonFiniteError, match=r"layer pool, row \d+.*compute more exactly") as error:
+        take(photos, model=model, layers=layers)
+    assert "dtype" not in str(error.value)  # which is none of the keys of job=stats
+    store = extract(
+        photos, model=model, layers=layers, nonfinite="record", dtype="float32", pack=False
+    )
+    statistics = take(photos, model=model, layers=layers, nonfinite="record", overwrite=True)
+    assert 0 < store.ok.sum() < 21
+    for layer in layers:
+        assert_moments_of(statistics, layer, matrix(store, layer))
+    assert len(failures("store/stats-failures.csv")) == 21 - store.ok.sum()
+
+
+# Going on
+
+
+@contextmanager
+def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
+    """A signal for this process, the moment that a part is committed."""
+    commit = MomentsOfParts.commit
+
+    def commit_and_signal(self: MomentsOfParts, part: Any, *rest: Any) -> Any:
+        there = commit(self, part, *rest)
+        if part.index == index:
+            os.kill(os.getpid(), signum)
+        return there
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MomentsOfParts, "commit", commit_and_signal)
+        yield
+
+
+def test_a_stopped_run_goes_on_to_the_same_file(photos: Path) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    whole = take(photos, out="whole", layers=["conv", "pool"])
+    for index, signum in ((2, signal.SIGTERM), (4, signal.SIGINT)):
+        with stopped_after(index, signum), pytest.raises(Interrupted) as stopped:
+            take(photos, layers=["conv", "pool"])
+        assert stopped.value.signum == signum
+        assert not Path("store/stats.h5").exists()
+        assert [row[1] for row in failures("store/stats-failures.csv")] == ["cat/000.png"]
+    take(photos, layers=["conv", "pool"])
+    assert_same_numbers("store", whole)
+    files = set(os.listdir("store")) - {"stats-images.h5"}  # which knows images older than 2 s
+    assert files == {".lock", "stats-failures.csv", "stats.h5"}
+
+
+def assert_same_numbers(out: str, whole: Statistics) -> None:
+    found = featx.open_stats(out)
+    assert found.settings == whole.settings
+    assert [found[name].sha256 for name in found] == [whole[name].sha256 for name in whole]
+
+
+def test_every_choice_is_taken_from_what_is_there(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The machine is a thousand times slower now, and a new probe would like bf16."""
+    of_speed(monkeypatch, 3.0)
+    whole = take(photos, out="whole", **AUTO)
+    assert (whole.settings["batch_size"], whole.settings["part_rows"]) == (16, 16)
+    with stopped_after(0, signal.SIGTERM), pytest.raises(Interrupted):
+        take(photos, **AUTO)
+    # A store beside them has choices of its own.
+    extract(photos, batch_size=2, part_rows=2, pack=False)
+    of_speed(monkeypatch, 3000.0)
+    monkeypatch.setattr("featx.engine.auto_settings.Resolver._fastest", lambda *_: "bf16")
+    monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
+    capfd.readouterr()
+    take(photos, **AUTO)
+    assert "fp32 (as the statistics were begun)" in capfd.readouterr().err
+    assert_same_numbers("store", whole)
+
+
+def test_they_keep_the_number_of_threads_they_were_begun_with(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr("featx.engine.batch_parallelism.num_cpus", lambda: 3)
+    torch.set_num_threads(3)
+    with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
+        take(photos)
+    torch.set_num_threads(2)
+    capfd.readouterr()
+    assert take(photos).attributes["threads"] == 3
+    assert "3 (as the statistics were begun; here it would be 2" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_other_settings_are_refused_with_the_difference(photos: Path, unfinished: bool) -> None:
+    if unfinished:
+        with stopped_after(1, signal.SIGTERM), pytest.raises(Interrupted):
+            take(photos)
+    else:
+        take(photos)
+    before = {path: path.read_bytes() for path in Path("store").rglob("*.h5")}
+    changes = {
+        "precision: 'fp32', now 'bf16'": {"precision": "bf16"},
+        "stats.rows: 'image', now 'position'": {"stats": {"rows": "position"}},
+        r"layers: \['conv'\], now \['deep'\]": {"layers": ["deep"]},
+        "nonfinite: 'error', now 'record'": {"nonfinite": "record"},
+        "listing: '21 rows, sha256 .*, now '9 rows": {
+            "data": {"name": "folder", "root": str(photos), "limit": 9}
+        },
+    }
+    for message, keys in changes.items():
+        with pytest.raises(StoreMismatchError, match=message) as refused:
+            take(**{"data": photos, **keys})
+        assert refused.value.exit_code == 2
+    assert {path: path.read_bytes() for path in Path("store").rglob("*.h5")} == before
+
+
+def test_a_store_and_statistics_in_one_folder_do_not_touch_each_other(photos: Path) -> None:
+    extract(photos)
+    store = {path: path.read_bytes() for path in files("store")}
+    take(photos, layers=["pool"])
+    take(photos, layers=["deep"], overwrite=True)
+    assert {path: path.read_bytes() for path in store} == store
+    ours = {path: path.read_bytes() for path in files("store") - set(store)}
+    assert {path.name for path in ours} == {"stats.h5", "stats-failures.csv"}
+    extract(photos, layers=["pool"], overwrite=True, pack=False)
+    assert {path: path.read_bytes() for path in ours} == ours
+    assert run_job("verify", out="store") == 0
+
+
+def files(folder: str) -> set[Path]:
+    return {p for p in Path(folder).rglob("*") if p.is_file() and p.name != ".lock"}
+
+
+def test_leftovers_of_a_killed_process_are_cleared_away(photos: Path) -> None:
+    leftovers = [Path("store/.tmp-stats.h5.1.2"), Path("store/stats-parts/.tmp-rows-1.h5.1.2")]
+    for path in leftovers:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    foreign = Path("store/.tmp-part-000000.h5.1.2")  # a store's, which is its own business
+    foreign.touch()
+    take(photos)
+    assert foreign.exists()
+    assert not any(path.exists() for path in leftovers)
+
+
+def test_the_folder_is_locked_as_for_a_store(photos: Path) -> None:
+    Path("store").mkdir()
+    with exclusive_lock(Path("store/.lock")), pytest.raises(StoreLockedError):
+        take(photos)
+    Path("file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        take(photos, out="file")
+
+
+def command(data: Path, out: str = "store") -> list[str]:
+    """The command whose batches take at least 0.15 s."""
+    overrides = [text for text in COMMAND if not text.startswith("out=")]
+    return [
+        sys.executable, "-m", "featx", "job=stats", *overrides, f"out={out}",
+        "+model.args={pause_s: 0.15}", "data=folder", f"data.root={data}",
+    ]  # fmt: skip
+
+
+def num_rows_done() -> int:
+    """By the names of the files alone."""
+    spans = [path.stem.split("-")[1:] for path in Path("store/stats-parts").glob("rows-*.h5")]
+    return sum(int(stop) - int(start) for start, stop in spans)
+
+
+def in_another_folder(photos: Path, **keys: Any) -> str:
+    """sha256 of the file that an uninterrupted run of the same keys makes there."""
+    Path("once").mkdir()
+    with chdir("once"):
+        take(photos, **keys)
+        return sha256("store/stats.h5")
+
+
+KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}}
+"""The keys of `command` beside KEYS."""
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_same_bytes(photos: Path) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    with running(command(photos)) as process:
+        wait_until(lambda: num_rows_done() >= 8, process)
+        process.kill()
+    assert not Path("store/stats.h5").exists()
+    done = num_rows_done()
+    assert 8 <= done < 21
+    take(photos, **KILLED)
+    assert sha256("store/stats.h5") == in_another_folder(photos, **KILLED)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("name", ["stats.h5", "rows-", "stats-failures.csv"])
+def test_killed_in_the_middle_of_a_file(photos: Path, name: str) -> None:
+    """The next run deletes what is left of it."""
+    code = f"""
+        import featx, tiny_model
+        featx.stats(**{{**tiny_model.KEYS, "data": {str(photos)!r}}})
+        """
+    killed_at_sync(code, name)
+    [leftover] = temporary_files(Path("store"))
+    assert leftover.stat().st_size
+    take(photos)
+    assert temporary_files(Path("store")) == []
+    assert sha256("store/stats.h5") == in_another_folder(photos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_ended_at_random_moments_again_and_again(photos: Path, signum: signal.Signals) -> None:
+    draw = random.Random(5)
+    for _ in range(10):
+        with running(command(photos)) as process:
+            deadline = time.monotonic() + draw.uniform(0.3, 9.0)
+            while time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(signum)
+            code, printed, _ = outcome(process)
+        assert code in (0, -signum, 128 + signum), printed
+    take(photos, **KILLED)
+    in_another_folder(photos, **KILLED)
+    # The last command may have been the one that finished it: its config is spelt otherwise.
+    assert_same_numbers("store", featx.open_stats("once/store"))
+
+
+# Against others, and keys
+
+
+def test_the_distance_to_other_statistics_is_told(
+    photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {"name": "folder", "root": str(photos), "limit": 9}
+    take(few, out="few", layers=["pool", "deep"], reduce="avg")
+    mine = {**KEYS, "data": str(photos), "layers": ["deep", "conv"], "reduce": "avg"}
+    capsys.readouterr()
+    assert run_job("stats", json=True, **mine, stats={"against": "few"}) == 0
+    found = json.loads(capsys.readouterr().out)["frechet"]
+    assert found == {"deep": featx.frechet_distance("store", "few", "deep")}
+    assert found["deep"] > 0
+    assert run_job("stats", **mine, stats={"against": "few/stats.h5"}) == 0
+    assert f"Fréchet distance of deep: {found['deep']:.4g}\n" in capsys.readouterr().out
+
+
+def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> None:
+    take(photos, out="other", layers=["deep"], stats={"kind": "diagonal"})
+    for keys, error, message in (
+        ({"layers": ["conv"]}, ConfigError, "of deep, of none of conv"),
+        ({"layers": ["deep"]}, ConfigError, "needs stats.kind=full there"),
+        ({"layers": ["deep"], "seed": 1}, StoreMismatchError, "weights_sha256"),
+        ({"layers": ["deep"], "reduce": "avg"}, StoreMismatchError, "reduce: 'avg' and 'none'"),
+    ):
+        with pytest.raises(error, match=message):
+            take(photos, **keys, stats={"against": "other"})
+    assert not Path("store").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"dtype": "float32"}, "dtype has no effect with job=stats"),
+        ({"codec": "gzip"}, "codec has no effect with job=stats"),
+        ({"pack": False}, "pack has no effect with job=stats"),
+        ({"grow": True}, "grow has no effect with job=stats"),
+        ({"store": "x"}, "store has an effect with job=verify and job=status and job=pack"),
+        ({"stats": {"rows": "pixel"}}, "stats.rows=pixel: expected one of image, position"),
+        ({"stats": {"kind": "half"}}, "stats.kind=half: expected one of full, diagonal"),
+        ({"stats": {"kind": "diagonal", "against": "x"}}, "stats.against needs covariances"),
+    ],
+)
+def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        take("photos", **keys)
+
+
+def test_statistics_keys_belong_to_the_job() -> None:
+    with pytest.raises(ConfigError, match=r"stats\.rows has an effect with job=stats only"):
+        extract("photos", stats={"rows": "position"})
+
+
+def test_positions_need_a_layer_that_has_them(photos: Path) -> None:
+    with pytest.raises(ConfigError, match="the rows of these layers are vectors"):
+        take(photos, layers=["head"], stats={"rows": "position"})
+    assert not Path("store").exists()
+
+
+# Images that changed
+
+
+def change(path: Path) -> None:
+    write_picture(path, 1000)
+
+
+def test_a_changed_image_is_refused_and_refreshed(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = sorted(photos.rglob("*.png"))[3]
+    before = take(photos)
+    with h5py.File(before.path) as file:
+        kept = file["image_checksum"][3]
+    assert kept == image_checksum(path.read_bytes())
+    change(path)
+    with pytest.raises(
+        StoreMismatchError, match=r"1 image has changed since .*stats\.h5 was .*cat/"
+    ):
+        take(photos)
+    after = take(photos, refresh=True)
+    assert "1 image has changed since the statistics were taken" in capfd.readouterr().err
+    assert_same_numbers("store", take(photos, out="fresh"))
+    assert take(photos).attributes == after.attributes
+
+
+def test_a_resume_refuses_changed_images(photos: Path) -> None:
+    with stopped_after(2, signal.SIGTERM), pytest.raises(Interrupted):
+        take(photos)
+    change(sorted(photos.rglob("*.png"))[9])
+    with pytest.raises(StoreMismatchError, match="1 image has changed"):
+        take(photos)
+    take(photos, refresh=True)
+    assert_same_numbers("store", take(photos, out="fresh"))
+
+
+def test_touched_and_mended_images_are_no_changes(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = sorted(photos.rglob("*.png"))
+    sound = paths[5].read_bytes()
+    paths[5].write_bytes(sound[:50])
+    before = sha256(str(take(photos, max_failures=5).path))
+    paths[2].touch()
+    paths[5].write_bytes(sound)
+    assert sha256(str(take(photos, max_failures=5).path)) == before
+    assert "1 failed image has changed since: refresh=true" in capfd.readouterr().err
+    assert take(photos, max_failures=5, refresh=True).attributes["num_failed"] == 0
+
+
+def test_statistics_of_an_early_featx_say_that_nothing_is_known(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = take(photos).path
+    with h5py.File(path, "r+") as file:
+        del file["image_checksum"]
+    data = path.read_bytes()
+    seal = f"featx statistics; crc32 of the bytes from 512 on: {zlib.crc32(data[512:]):08x}\n"
+    path.write_bytes(seal.encode().ljust(512, b"\0") + data[512:])
+    change(sorted(photos.rglob("*.png"))[3])
+    take(photos)
+    assert "21 rows do not say which image they were computed from" in capfd.readouterr().err

@@ -1,0 +1,146 @@
+"""What this process may use: CPUs by affinity, quota and its share of a run, and memory."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from featx.base import machine
+from featx.base.machine import cpu_quota, free_memory, num_cpus, resident_memory, take_cpus
+
+
+def made(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+V1 = "9:name=systemd:/\n4:memory:/docker/ab\n2:cpu,cpuacct:/docker/ab\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2.0),
+        # The limit of a group above holds as well.
+        (
+            {
+                "proc/self/cgroup": "0::/slice/job/step\n",
+                "sys/fs/cgroup/slice/job/step/cpu.max": "max 100000\n",
+                "sys/fs/cgroup/slice/job/cpu.max": "350000 100000\n",
+                "sys/fs/cgroup/slice/cpu.max": "800000 100000\n",
+            },
+            3.5,
+        ),
+        (
+            {
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/cpu,cpuacct/docker/ab/cpu.cfs_quota_us": "150000\n",
+                "sys/fs/cgroup/cpu,cpuacct/docker/ab/cpu.cfs_period_us": "50000\n",
+            },
+            3.0,
+        ),
+        # In a container the path is that of the host, and the group lies at the mount.
+        (
+            {
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "200000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            2.0,
+        ),
+        (
+            {
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+            },
+            None,
+        ),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "nonsense"}, None),
+    ],
+)
+def test_the_quota_of_made_up_control_groups(
+    tmp_path: Path, files: dict[str, str], expected: float | None
+) -> None:
+    assert cpu_quota(made(tmp_path, files)) == expected
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    yield
+    machine._taken = None
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_container_with_two_of_64_cores_uses_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 2.0)
+    assert num_cpus() == 2
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
+    assert num_cpus() == 1
+    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+    assert num_cpus() == 64
+    take_cpus(16)
+    assert num_cpus() == 16
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3})
+    assert num_cpus() == 1
+
+
+MEMINFO = "MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:  1000 kB\n"
+V2_LIMIT = {
+    "proc/self/cgroup": "0::/job\n",
+    "sys/fs/cgroup/job/memory.max": "500000\n",
+    "sys/fs/cgroup/job/memory.current": "300000\n",
+    "sys/fs/cgroup/job/memory.stat": "anon 200000\ninactive_file 50000\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"proc/meminfo": MEMINFO}, 1024000),
+        ({"proc/meminfo": MEMINFO, **V2_LIMIT}, 250000),
+        (
+            {"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.max": "max\n"},
+            1024000,
+        ),
+        # The group took more than it may for a moment.
+        ({"proc/meminfo": MEMINFO, **V2_LIMIT, "sys/fs/cgroup/job/memory.max": "9\n"}, 0),
+        (
+            {
+                "proc/meminfo": MEMINFO,
+                "proc/self/cgroup": V1,
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "400000\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "300000\n",
+                "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7\n",
+            },
+            100007,
+        ),
+    ],
+)
+def test_memory_that_made_up_control_groups_leave(
+    tmp_path: Path, files: dict[str, str], expected: float | None
+) -> None:
+    assert free_memory(made(tmp_path, files)) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="as Linux tells it")
+def test_memory_of_this_process() -> None:
+    content = b"x" * (64 << 20)
+    before = resident_memory()
+    block = mmap.mmap(-1, len(content))  # not of memory that was freed and kept
+    block.write(content)
+    after = resident_memory()
+    assert before is not None
+    assert after is not None
+    assert after - before == pytest.approx(len(block), rel=0.3)

@@ -1,0 +1,117 @@
+"""What the command says of a run, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from featx.base import console, progress
+from featx.base.console import announce, complain, log_as_json
+from featx.base.progress import Progress
+from featx.pipeline.bottleneck import bottleneck
+
+IDLE = {"read": 0.5, "decode": 1.0, "wait": 0.2, "model": 1.0, "copy": 0.1, "write": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("busy", "computed", "expected"),
+    [
+        (
+            {"model": 8.5},
+            ("cpu", "fp32"),
+            "the model: 85% of the time; a GPU or an earlier layer, or precision=auto, would help",
+        ),
+        (
+            {"model": 8.5},
+            ("cpu", "auto"),
+            "the model: 85% of the time; a GPU or an earlier layer would help",
+        ),
+        (
+            {"model": 8.5},
+            ("cuda", "fp32"),
+            "the model: 85% of the time; compile=true or an earlier layer, or precision=auto, ",
+        ),
+        ({"model": 8.5}, ("cuda", "fp16"), "the model: 85% of the time; compile=true or an"),
+        (
+            {"wait": 6.0, "decode": 19.0},
+            ("cpu", "fp32"),
+            "decoding: 1.9 of 2 threads busy, 60% of the time",
+        ),
+        (
+            {"wait": 6.0, "read": 19.0},
+            ("cuda", "fp16"),
+            "reading images: 1.9 of 2 threads busy",
+        ),
+        ({"copy": 5.0}, ("cuda", "fp16"), "copying from the device: 50% of the time"),
+        ({"write": 4.0}, ("cpu", "fp32"), "writing: 40% of the time"),
+        ({"statistics": 7.0}, ("cpu", "fp32"), "summing up: 70% of the time"),
+    ],
+)
+def test_the_stage_that_the_others_wait_for(
+    busy: dict[str, float], computed: tuple[str, str], expected: str
+) -> None:
+    assert bottleneck({**IDLE, **busy}, 10.0, 2, *computed).startswith(expected)
+
+
+@pytest.fixture
+def as_json() -> Iterator[None]:
+    """stderr gets JSON objects, as with log.json=true."""
+    handlers = list(logging.getLogger().handlers)
+    before = [handler.formatter for handler in handlers]
+    log_as_json()
+    yield
+    console._as_json = False
+    logging.captureWarnings(False)
+    for handler, formatter in zip(handlers, before, strict=True):
+        handler.setFormatter(formatter)
+
+
+@pytest.mark.usefixtures("as_json")
+def test_with_log_json_every_line_is_an_object(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
+    announce([("data", "photos: 4 images"), ("layers", "a"), ("", "b"), ("device", "cpu")])
+    complain("")
+    complain("two\nlines")
+    complain("warning: the devices differ")
+    complain("no such model", "error")
+    with Progress(10, 2) as bar:
+        bar.step(4, 1, 0.0)
+        bar.tell("worker 0 (cpu): hello")
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["level"] for line in told] == ["info", "info", "warning", "error", "info", "info"]
+    assert told[0]["event"] == "begin"
+    assert (told[0]["layers"], told[0]["device"]) == ("a\nb", "cpu")
+    assert [line.get("message") for line in told[1:4]] == [
+        "two\nlines", "the devices differ", "no such model",
+    ]  # fmt: skip
+    assert (told[4]["event"], told[4]["done"], told[4]["total"]) == ("progress", 6, 10)
+    assert told[4]["failures"] == 1
+    assert all(line["time"].endswith("Z") for line in told)
+
+
+@pytest.mark.usefixtures("as_json")
+def test_records_of_loggers_are_objects_too() -> None:
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        log_as_json()
+        record = logging.LogRecord("x", logging.WARNING, "", 0, "part %d is bad", (3,), None)
+        assert json.loads(handler.format(record))["message"] == "part 3 is bad"
+    finally:
+        logging.getLogger().removeHandler(handler)
+
+
+def test_the_commands_errors_are_objects_with_log_json(
+    featx: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = featx("log.json=true", "model=resnet5O")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert json.loads(line)["level"] == "error"
+    assert "unknown model 'resnet5O'" in json.loads(line)["message"]

@@ -1,0 +1,290 @@
+"""What people type, as it arrives in the config: text stays text, paths are paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from featx.base.paths import shipped
+from featx.cli import hydra_config
+from featx.cli.overrides import read_command_line
+from featx.config.option_types import Kind, option_types
+from featx.config.run_config import Config
+from featx.config.saved_config import from_saved, saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.errors import ConfigError
+
+
+def composed(*argv: str) -> Any:
+    """The node of a command, without running it."""
+    line = read_command_line(argv)
+    hydra_config.register(line.config_dirs)
+    name, overrides = "config", list(line.arguments)
+    if "--config-name" in overrides:
+        at = overrides.index("--config-name")
+        name = overrides[at + 1]
+        del overrides[at : at + 2]
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        return hydra.compose(name, overrides)
+
+
+def typed(*argv: str) -> Config:
+    """The config of a command."""
+    return from_omegaconf(composed(*argv), read_command_line(argv).given)
+
+
+ODD = [
+    *("2024_01", "1e5", "1.10", "007", "0x10", "0b1", "1:30", "1_000", ".5", "1.", "-1", "+1"),
+    *("yes", "no", "on", "off", "true", "False", "Null", "NULL", "~", "None", "nan", "inf", "-"),
+    *("a b", "a=b", "a,b", "a#b", "[x]", "[x", "x]", "{a: 1}", "{a", "(a)", "it's", 'say "x"'),
+    *("'", '"', "é", "日本", "a\\b", "a\\", "a:b", "a;b", "a|b", "a&b", "$HOME", "%s", "a\tb"),
+    *("!x", "@x", "`x`", "*", "?", "a\nb", "/a b/c=d,#[x]'é", "x'", "a'b'c", "'a'b", "\\", "\\\\"),
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_a_path_is_a_path(text: str) -> None:
+    found = typed("data=folder", f"data.root={text}", f"out={text}")
+    assert (found.data.root, found.out) == (text, text)
+
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+
+
+TEXT_OPTIONS = [name for name, kind in option_types().items() if kind.kind is Kind.TEXT]
+
+
+# Many texts in one command: composing it is what takes the time.
+@given(st.lists(TEXT, min_size=6, max_size=6))
+@example(["2024_01"])
+@settings(max_examples=12, deadline=None)
+def test_every_text_that_a_shell_passes_arrives(texts: list[str]) -> None:
+    expected = {}
+    for name, text in zip(TEXT_OPTIONS, texts, strict=False):
+        quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        if not (text == "null" or "${" in text or "???" in text or quoted):
+            expected[name] = text
+    node = composed(*(f"{name}={text}" for name, text in expected.items()))
+    assert {name: OmegaConf.select(node, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("text", ["2024_01", "1e5", "off"])
+def test_every_option_that_is_text_keeps_it(text: str) -> None:
+    """Before any check of its own: by the type of the field, for options that come later too."""
+    node = composed(*(f"{name}={text}" for name in TEXT_OPTIONS))
+    found = {name: OmegaConf.select(node, name) for name in TEXT_OPTIONS}
+    assert found == dict.fromkeys(TEXT_OPTIONS, text)
+
+
+def test_null_is_null_and_quotes_make_it_text() -> None:
+    assert typed("model.weights=null", "model=resnet18").model.weights is None
+    assert typed("model.weights=None", "model=resnet18").model.weights is None
+    assert typed('out="null"').out == "null"
+    assert typed("out='a b'").out == "a b"
+    assert typed("data.limit=None").data.limit is None
+    assert typed("data=folder", 'data.root="train-{000..012}.tar"').data.root == (
+        "train-{000..012}.tar"
+    )
+    with pytest.raises(ConfigError, match=r"out=null: expected a value; leave out out"):
+        typed("out=null")
+
+
+def test_an_interpolation_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOTOS", "/photos")
+    found = typed("data=folder", "data.root=${oc.env:PHOTOS}", "out=runs/${data.name}")
+    assert (found.data.root, found.out) == ("/photos", "runs/folder")
+
+
+@pytest.mark.parametrize(
+    ("argument", "option", "value"),
+    [
+        ("layers=[1.10,1e5,007,layer4]", "layers", ["1.10", "1e5", "007", "layer4"]),
+        ("layers=[layer1.0.add, 'blocks.[0-9].*',\"a,b\"]", "layers",
+         ["layer1.0.add", "blocks.[0-9].*", "a,b"]),
+        ("layers=[]", "layers", []),
+        ("layers=[a,b,]", "layers", ["a", "b"]),
+        ("layers=embedding", "layers", "embedding"),
+        ("layers={layer4: avg, avgpool: flatten}", "layers",
+         {"layer4": "avg", "avgpool": "flatten"}),
+        ("layers={layer4:avg}", "layers", {"layer4": "avg"}),
+        ("layers={layer4:input: avg}", "layers", {"layer4:input": "avg"}),
+        ('layers={"blocks.*.mlp": {name: grid, size: 4}}', "layers",
+         {"blocks.*.mlp": {"name": "grid", "size": 4}}),
+        ("layers={fc: {name: pca, stats: 2024_01, k: 3}}", "layers",
+         {"fc": {"name": "pca", "stats": "2024_01", "k": 3}}),
+        ("data.columns=[1,02,größe]", "data.columns", ["1", "02", "größe"]),
+        ("layer=1.10", "layer", "1.10"),
+        ("layer=null", "layer", None),
+        ("probe.shots=[1,5]", "probe.shots", [1, 5]),
+        ("devices=[0,1]", "devices", [0, 1]),
+        ("model.args={pause_s:0.5}", "model.args", {"pause_s": 0.5}),
+        ("model.args={a: {b: 1}, c: x}", "model.args", {"a": {"b": 1}, "c": "x"}),
+        ("model.args.a.b=1", "model.args", {"a": {"b": 1}}),
+        ("max_failures=1.0", "max_failures", 1.0),
+        ("model.transform.mean=[0.5,0.5,0.5]", "model.transform.mean", [0.5, 0.5, 0.5]),
+    ],
+)  # fmt: skip
+def test_lists_and_mappings(argument: str, option: str, value: object) -> None:
+    found = OmegaConf.select(composed(argument), option)
+    found = OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("path", ["./photos", "/abs/path", "~/x", "photos/", "a b/c,d", "photos"])
+def test_data_may_be_a_path(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    Path("sample").mkdir()
+    found = typed(f"data={path}")
+    assert (found.data.name, found.data.root) == ("folder", path)
+    assert typed("data=sample").data.name == "sample"
+
+
+def test_the_last_of_several_counts() -> None:
+    found = typed("out=a", "data=sample", "out=b", "data=./photos", "data=./other")
+    assert (found.out, found.data.root) == ("b", "./other")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["model=resnet18,resnet34"], "python -m featx -m model=resnet18,resnet34"),
+        (["batch_size=8,16"], "python -m featx -m batch_size=8,16"),
+        (["layers=layer3,layer4"], r"'layers=\[layer3,layer4\]'"),
+        (["data.columns=patient"], r"'data.columns=\[patient\]'"),
+        (["layers={1.10: avg}"], r"1\.10 in a mapping is read as a number"),
+        (["layers={layer4}"], "expected name: value"),
+        (["--model", "x"], "given as key=value, without dashes: model=VALUE"),
+        (["--model=x"], "without dashes: model=x"),
+        (["--batch-size=8"], "without dashes: batch_size=8"),
+        (["-seed=3"], "without dashes: seed=3"),
+        (["--multrun"], r"unknown flag --multrun\. Nearest: --multirun"),
+        (["resnet50"], "For a model: model=resnet50"),
+        (["some/photos"], "For a folder of images: data=some/photos"),
+        (["model"], "model=VALUE"),
+        (["=3"], "name of an option stands before"),
+        (["model="], "model=: expected a name"),
+        (["model=null"], "model=null: expected a name"),
+        (["data=./a", "data.root=b"], "data.root is given too"),
+        (["seed=null"], "seed=null: expected a value"),
+        (["--config-dir", "/no/such"], "is no folder"),
+        (["out="], "out is empty"),
+        (["data=folder", "data.root="], "data=folder needs data.root"),
+        (["store="], "store is empty"),
+        (["seed=100000000000000000000000"], "whole number from 0 to 4294967295"),
+        (["seed=-1"], "whole number from 0"),
+        (["max_failures=1.5"], "a number with a point is a share"),
+        (["max_failures=true"], "expected 0 or more"),
+        (["max_failures=many"], "expected 0 or more"),
+        (["model.args={pause_s:0.5}"], r"model\.args has an effect with model=custom only"),
+        (["dtype=fp16"], "Nearest: float16"),
+        (["precision=float16"], "Nearest: fp16"),
+    ],
+)
+def test_mistakes_say_what_to_type(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        typed(*argv)
+
+
+def test_a_multirun_sweeps_also_over_text() -> None:
+    line = read_command_line(["-m", "model=resnet18,resnet34", "out=2024_01,1e5", "seed=range(3)"])
+    assert line.arguments == [
+        "-m", 'model="resnet18","resnet34"', 'out="2024_01","1e5"', "seed=range(3)",
+    ]  # fmt: skip
+    line = read_command_line(["-m", "layers=[a,b],[c]", "data=./x,./y", "out=choice(a,b)"])
+    assert line.arguments[1:] == [
+        'layers=["a","b"],["c"]', "data=folder", 'data.root="./x","./y"', "out=choice(a,b)",
+    ]  # fmt: skip
+
+
+# Files
+
+
+def test_a_file_of_options_reads_as_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "model: resnet18\n"
+        "data: ./photos\n"
+        "out: 2024_01  # YAML takes it for a number\n"
+        "layers: [1.10, layer4]\n"
+        "reduce: {name: gem, p: 4}\n"
+        "seed: 3\n"
+        "store: null\n"
+    )
+    argv = ("--config-dir", str(tmp_path), "--config-name", "my")
+    found = typed(*argv)
+    assert found.model.name == "resnet18"
+    assert (found.data.name, found.data.root) == ("folder", "./photos")
+    assert found.out == "2024_01"
+    assert found.layers == ["1.10", "layer4"]
+    assert (found.reduce.name, found.reduce.p) == ("gem", 4)
+    assert (found.seed, found.store) == (3, None)
+    assert typed(*argv, "model=resnet34", "seed=4").model.name == "resnet34"
+
+
+def test_files_with_a_list_of_defaults_and_groups_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: resnet18\nweights: 2024_01\n")
+    (tmp_path / "my.yaml").write_text(
+        "defaults:\n  - config\n  - override model: mine\n  - _self_\n"
+        "data:\n  name: folder\n  root: 1e5\n  columns: null\n"
+        "layers:\n  1.10: avg\n  layer4: {name: grid, size: 2}\n"
+    )
+    argv = ("--config-dir", str(tmp_path))
+    found = typed(*argv, "--config-name", "my")
+    assert (found.model.name, found.model.weights) == ("resnet18", "2024_01")
+    assert found.data.root == "1e5"
+    assert list(found.layers) == ["1.10", "layer4"]
+    assert typed(*argv, "model=mine").model.weights == "2024_01"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model.weights: null\n", "written as weights below model"),
+        ("out: [a\n", "is no YAML"),
+        ("out: a\nout: b\n", "is no YAML|duplicate"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "my.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        typed("--config-dir", str(tmp_path), "--config-name", "my")
+
+
+# Python, and the config that a store keeps
+
+
+def test_python_takes_paths_and_refuses_numbers_for_text() -> None:
+    def config(**keys: Any) -> Config:
+        return from_omegaconf(from_keywords(keys))
+
+    found = config(out=Path("2024_01"), data={"name": "folder", "root": Path("1e5")})
+    assert (found.out, found.data.root) == ("2024_01", "1e5")
+    assert config(out="1e5", data="2024_01").data.root == "2024_01"
+    for keys in ({"out": 202401}, {"out": 1e5}, {"data": {"name": "folder", "root": 1}}):
+        with pytest.raises(ConfigError, match=r"expected text, and .* is a number"):
+            config(**keys)
+    with pytest.raises(ConfigError, match=r"data\.columns=\[1\]: expected text"):
+        config(data={"name": "table", "root": "x.csv", "columns": [1]})
+
+
+PRINTED = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), min_size=1)
+
+
+@given(PRINTED, PRINTED)
+@settings(max_examples=50, deadline=None)
+def test_what_a_store_keeps_reads_back(root: str, out: str) -> None:
+    if any("${" in text or text == "???" or "://" in text for text in (root, out)):
+        return
+    node = from_keywords({"data": {"name": "folder", "root": root}, "out": out})
+    found = from_saved(saved_yaml(node))
+    assert (found.data.root, found.out) == (root, out)

@@ -1,0 +1,164 @@
+"""Keys, defaults and checks, without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from featx.base.fingerprint import differences, digest
+from featx.config import DataConfig, ModelConfig, ReduceConfig
+from featx.config.layer_requests import layer_requests
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import described_keys, from_keywords, from_omegaconf, known_keys
+from featx.errors import ConfigError, nearest
+
+
+def config(**keys: object) -> Config:
+    return from_omegaconf(from_keywords(keys))
+
+
+def test_short_forms_from_python() -> None:
+    made = config(model="resnet50", data="photos/", reduce="avg", out=Path("there"))
+    assert made.model.name == "resnet50"
+    assert (made.data.name, made.data.root) == ("folder", "photos/")
+    assert made.reduce == ReduceConfig("avg")
+    assert made.out == "there"
+    assert config(data="textiles").data.name == "textiles"
+    assert config(model={"name": "resnet18", "weights": None}).model.weights is None
+
+
+def test_the_default_store_is_named_for_data_and_model() -> None:
+    assert config(model="resnet50").out == "runs/textiles/resnet50"
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'layrs'\. Nearest: layers"):
+        config(layrs=["layer4"])
+    with pytest.raises(ConfigError, match=r"What a run captures is named by layers"):
+        config(layer=["layer4"])
+    with pytest.raises(ConfigError, match="nane"):
+        config(model={"nane": "resnet50"})
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("embedding", [("embedding", "none")]),
+        (["layer4", "avgpool"], [("layer4", "none"), ("avgpool", "none")]),
+        ({"layer4": "avg", "avgpool": "flatten"}, [("layer4", "avg"), ("avgpool", "flatten")]),
+        ({"layer4": {"name": "grid", "size": 4}}, [("layer4", "grid")]),
+    ],
+)
+def test_layers_takes_three_forms(layers: object, expected: list[tuple[str, str]]) -> None:
+    found = [(name, reduce.name) for name, reduce in layer_requests(config(layers=layers))]
+    assert found == expected
+
+
+def test_reduction_parameters_have_defaults_and_are_checked() -> None:
+    assert ReduceConfig("gem").args == {"p": 3.0}
+    assert ReduceConfig("gem", p=4).args == {"p": 4}
+    assert ReduceConfig("grid").args == {"size": 2}
+    assert ReduceConfig("avg").args == {}
+    with pytest.raises(ConfigError, match=r"reduce\.p=-1"):
+        ReduceConfig("gem", p=-1)
+
+
+@pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])
+def test_max_failures_is_a_number(count: float) -> None:
+    with pytest.raises(ConfigError, match=r"max_failures=.*: expected 0 or more"):
+        Config(max_failures=count)
+
+
+def test_allowed_failures_is_a_share_or_a_number() -> None:
+    assert Config(max_failures=0.01).allowed_failures(2000) == 20
+    assert Config(max_failures=0.01).allowed_failures(99) == 0
+    assert Config(max_failures=7).allowed_failures(10) == 7
+    assert Config(max_failures=1).allowed_failures(10) == 1
+
+
+def test_a_key_without_effect_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.root has an effect with data=folder or .* only; add data=folder",
+    ):
+        DataConfig(name="textiles", root="photos")
+    with pytest.raises(ConfigError, match="model=custom only"):
+        ModelConfig(args={"depth": 20})
+
+
+@pytest.mark.parametrize("job", ["probe", "similar", "export", "report"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"layers": ["layer4"]}, {"capture": "input"}, {"reduce": "avg"}, {"decode": "reference"}),
+        *({"precision": "bf16"}, {"compile": True}, {"fold": False}, {"batch_size": 8}),
+        *({"part_rows": 64}, {"dtype": "float32"}, {"codec": "gzip"}, {"nonfinite": "record"}),
+        *({"max_failures": 3}, {"grow": True}),
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
+    job: str, keys: dict[str, object]
+) -> None:
+    node = from_keywords({"store": "store", **keys})
+    node.job.name = job
+    with pytest.raises(ConfigError, match=rf"^{next(iter(keys))} has no effect with job={job}: "):
+        from_omegaconf(node)
+
+
+def test_every_key_is_described() -> None:
+    rows = described_keys()
+    assert [key for key, _, _ in rows if "." not in key] == list(Config.__dataclass_fields__)
+    assert all(len(sentence) > 10 for _, _, sentence in rows)
+    assert {"model.weights", "data.root", "model.transform.mean"} <= set(known_keys())
+
+
+def test_the_readme_has_every_key_with_its_default() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    for key, default, _ in described_keys():
+        if not key.startswith("model.transform"):
+            assert f"| `{key}` | `{default}` |" in readme, key
+
+
+def test_the_saved_config_keeps_the_environment_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpolations that read the environment stay as they are; secrets are left out."""
+    monkeypatch.setenv("HUB_SECRET", "hunter2")
+    node = from_keywords({"model": {"library": "custom", "target": "a:b"}})
+    node.model.args = OmegaConf.create(
+        {"api_token": "hunter2", "home": "${oc.env:HUB_SECRET}", "depth": 20}
+    )
+    text = saved_yaml(node)
+    assert "hunter2" not in text
+    assert "${oc.env:HUB_SECRET}" in text
+    assert "depth: 20" in text
+    assert "out: runs/textiles/" in text
+
+
+def test_fingerprints_do_not_depend_on_order_and_name_what_differs() -> None:
+    assert digest({"a": 1, "b": [2, 3]}) == digest({"b": [2, 3], "a": 1})
+    assert digest({"a": 1}) != digest({"a": "1"})
+    assert differences({"a": 1, "b": 2}, {"b": 3, "c": 4}) == [
+        ("a", 1, "not there"),
+        ("b", 2, 3),
+        ("c", "not there", 4),
+    ]
+
+
+def test_nearest_offers_only_what_is_near() -> None:
+    assert nearest("layr4", ["layer3", "layer4", "fc"]).startswith(" Nearest: layer4")
+    assert nearest("zzzzzz", ["layer4"]) == ""
+
+
+def test_captures_multiply_the_layers() -> None:
+    config = Config(layers=["a", "b:input"], capture=["output", "input"])
+    assert [name for name, _ in layer_requests(config)] == ["a", "a:input", "b:input"]
+    assert [name for name, _ in layer_requests(Config(layers="stages", capture="input"))] == [
+        "stages:input"
+    ]
+    for wrong in ("weights", [], ["input", "input"]):
+        for layers in ("embedding", ["a:input"]):
+            with pytest.raises(ConfigError, match="capture="):
+                Config(capture=wrong, layers=layers)

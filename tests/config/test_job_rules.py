@@ -1,0 +1,219 @@
+"""Which options a job reads: recorded while it runs, and compared with what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from tiny_model import KEYS, MODEL, extract, run_job
+
+from featx.config import job_rules
+from featx.config.job_rules import unread
+from featx.config.option_types import Kind, option_types
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords
+from featx.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+TRUSTED = {name: MODEL[name] for name in ("name", "library", "target")}
+RUN = {**KEYS, "data": "photos"}
+MAPS = {key: value for key, value in RUN.items() if key != "layers"}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One run of a job, with the options that make it read as much as it can."""
+
+    job: str
+    keys: dict[str, Any]
+    json: bool = False
+
+
+CALLS = [
+    Call("extract", {**RUN, "out": "new"}),
+    Call("extract", {**RUN, "out": "new", "layers": ["deep"], "reduce": "avg", "pack": False}),
+    Call(
+        "attribute",
+        {
+            **{k: v for k, v in RUN.items() if k != "layers"},
+            "out": "maps",
+            "attribute": {"layer": "deep", "maps": "conv"},
+        },
+    ),
+    Call("plan", {**RUN, "out": "new"}),
+    Call("layers", {key: RUN[key] for key in ("model", "data", "precision", "batch_size")}),
+    Call("stats", {**RUN, "out": "new"}),
+    Call("probe", {"store": "store", "device": "cpu", "probe": {"l2": 0.1}}),
+    Call("probe", {"out": "store", "device": "cpu", "probe": {"method": "knn", "k": 1}}),
+    Call("predict", {"store": "probed", "data": "photos", "model": TRUSTED, "out": "p"}),
+    Call("similar", {"store": "store", "layer": "conv", "out": "near"}),
+    Call("similar", {"store": "store", "similar": {"cka": True}}),
+    Call("export", {"store": "store", "out": "exported"}),
+    Call("export", {"store": "store", "export": {"format": "webdataset"}, "data": "photos"}),
+    Call("verify", {"store": "store"}),
+    Call("verify", {"store": "store", "verify": {"sample": 4}, "model": TRUSTED, "data": "photos"}),
+    Call("verify", {"out": "store"}),
+    Call("status", {"store": "store"}),
+    Call("status", {"out": "store"}),
+    Call("pack", {"out": "store"}),
+]
+
+# What the calls above do not come to, and why it is an option of the job all the same.
+NOT_REACHED = {
+    "extract": {"executor", "devices", "target", "profile", "tensorboard", "retry_failed"},
+    "attribute": {"executor", "devices", "profile", "retry_failed"},
+    # The plan is that of the run the same options would make, with its checks.
+    "plan": {"pack", "max_failures", "executor", "devices", "target", "tensorboard", "grow"},
+    "stats": {"executor", "devices", "target", "profile", "stats.against"},
+    "export": {"export.incomplete"},
+    # What a saved config says of these is compared with what they say.
+    "predict": {"data", "model", "reduce.name"},
+    "verify": {"model", "reduce.name"},
+}
+
+LOOKED_AT = {"attribute": {"tensorboard"}, "stats": {"codec"}}
+"""Options that a job refuses, whose default it comes across in code that it shares."""
+
+
+_CHECKS = {str(module.__file__) for module in (copy, dataclasses, job_rules, pickle)}
+
+
+_NO_JOBS = ("__post_init__", "__eq__", "_has_default_out", "_digest", "in_this_process")
+
+
+_OF_KINDS = {
+    name
+    for group in ("data", "model.transform", "reduce", "executor", "probe", "attribute", "stats")
+    for name in option_types()
+    if name.startswith(f"{group}.") and name not in ("data.name", "data.root", "reduce.name")
+}
+"""Options of one kind of data set, reduction, ...: their own checks refuse them with others."""
+
+
+def _is_a_check(frame: FrameType | None) -> bool:
+    """Whether a read is of a check, a copy or a comparison of the config, and of no job."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _NO_JOBS:
+            return True
+        if code.co_filename in _CHECKS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextlib.contextmanager
+def recorded(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The dotted names of the options that are read of this very config, not of one in a store."""
+    seen: set[str] = set()
+    groups = {
+        f.name: value for f in fields(config) if is_dataclass(value := getattr(config, f.name))
+    }
+    prefixes = {id(config): "", **{id(value): f"{name}." for name, value in groups.items()}}
+    known = set(option_types())
+
+    def read(self: Any, name: str) -> Any:
+        option = prefixes.get(id(self), "-") + name
+        if option in known and not _is_a_check(sys._getframe(1)):
+            seen.add(option)
+        return object.__getattribute__(self, name)
+
+    with monkeypatch.context() as patch:
+        for schema in {Config, *map(type, groups.values())}:
+            patch.setattr(schema, "__getattribute__", read, raising=False)
+        yield seen
+
+
+@pytest.fixture
+def made(photos: Path) -> None:
+    extract("photos", layers=["conv", "pool"])
+    extract("photos", out="probed")
+    run_job("probe", store="probed", device="cpu", probe={"l2": 0.1})
+
+
+def leaves(names: set[str]) -> set[str]:
+    """Options that are no groups."""
+    types = option_types()
+    return {name for name in names if types[name].kind not in (Kind.GROUP, Kind.SECTION)}
+
+
+def run(call: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, set[str]]:
+    """The config of a call, and the options that its job reads."""
+    node = from_keywords(call.keys)
+    node.job.name = call.job
+    config = from_omegaconf(node, given_keywords(call.keys))
+    with recorded(config, monkeypatch) as seen:
+        importlib.import_module(f"featx.jobs.{call.job}").run(config, saved_yaml(node))
+    return config, leaves(seen) - _OF_EVERY_JOB
+
+
+_OF_EVERY_JOB = {"job.json", "job.name", "job.show", "log.json"}
+
+
+@pytest.mark.parametrize("job", sorted({call.job for call in CALLS}))
+def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
+    job: str, made: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[str] = set()
+    accepted: set[str] = set()
+    for call in (call for call in CALLS if call.job == job):
+        config, now = run(call, monkeypatch)
+        given = given_keywords(call.keys)
+        now -= LOOKED_AT.get(job, set())
+        assert not (refused := {name for name in now if unread(config, {*given, name})}), refused
+        read |= now
+        types = leaves(set(option_types())) - _OF_EVERY_JOB
+        accepted |= {name for name in types if not unread(config, {*given, name})}
+    expected = NOT_REACHED.get(job, set()) | _OF_KINDS
+    left = {n for n in accepted - read if n not in expected and n.split(".")[0] not in expected}
+    assert not left, left
+
+
+@pytest.mark.parametrize(
+    ("job", "keys", "refused"),
+    [
+        ("probe", {"store": "store", "model": "resnet18"}, "model has no effect with job=probe"),
+        ("probe", {"store": "store", "model": "efficientnet_lite0"}, "model has no effect"),
+        ("probe", {"store": "store", "out": "other"}, "out has no effect with job=probe"),
+        ("probe", {"store": "store", "data": {"limit": 3}}, r"data\.limit has no effect"),
+        ("verify", {"store": "store", "model": {"args": {"a": 1}}}, r"model\.args has "),
+        ("verify", {"store": "store", "device": "cpu"}, "device has no effect with job=verify"),
+        ("verify", {"store": "store", "seed": 0}, "seed has no effect with job=verify"),
+        ("status", {"store": "store", "device": "cpu"}, "device has no effect with job=status"),
+        ("status", {"model": "resnet18", "layers": ["layer4"]}, "layers has no effect"),
+        ("export", {"store": "store", "data": "photos"}, "data has no effect with job=export"),
+        ("export", {"store": "store", "seed": 0}, "seed has no effect with job=export"),
+        ("predict", {"store": "store", "batch_size": "auto"}, "batch_size has no effect"),
+        ("layers", {"layers": "all"}, "layers has no effect with job=layers"),
+        ("bench", {"out": "x"}, "out has no effect with job=bench"),
+        ("extract", {"probe": {"k": None}}, r"probe\.k has an effect with job=probe only"),
+    ],
+)
+def test_what_is_given_and_not_read_is_refused_also_with_its_default(
+    job: str, keys: dict[str, Any], refused: str
+) -> None:
+    if "args" in str(keys):
+        keys["model"] = {"name": "custom", "library": "custom", "target": "a:b", **keys["model"]}
+    node = from_keywords(keys)
+    node.job.name = job
+    with pytest.raises(ConfigError, match=refused):
+        from_omegaconf(node, given_keywords(keys))
+
+
+def test_a_store_may_be_named_by_the_model_and_the_data_that_made_it() -> None:
+    keys = {"model": "resnet18", "data": "photos"}
+    node = from_keywords(keys)
+    node.job.name = "status"
+    assert from_omegaconf(node, given_keywords(keys)).out == "runs/folder/resnet18"

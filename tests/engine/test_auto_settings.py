@@ -1,0 +1,152 @@
+"""What the Resolver measures, on engines that only say how long a pass takes."""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.engine.auto_settings import Resolver
+from featx.engine.engine import Compute, Engine
+from featx.errors import ConfigError, RunError
+
+CLOCK = "featx.engine.engine.time.perf_counter"
+
+
+class Timed:
+    """An engine of a device whose first pass is slow, as one that loads kernels; then 1 ms."""
+
+    seconds_per_image = Engine.seconds_per_image
+
+    def __init__(self, device: str, first_s: float) -> None:
+        self.device = types.SimpleNamespace(type=device)
+        self.compute = Compute("fp32", False, False, 4)
+        self.passes = 0
+        self.now = 0.0
+        self._first_s = first_s
+
+    def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.passes += 1
+        self.now += self._first_s if self.passes == 1 else 0.001
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("device", "first_s", "passes", "seconds"),
+    [("cpu", 2.0, 1, 0.5), ("cpu", 0.1, 2, 0.00025), ("cuda", 2.0, 2, 0.00025)],
+)
+def test_a_slow_pass_is_repeated_where_it_may_have_been_a_warm_up(
+    monkeypatch: pytest.MonkeyPatch, device: str, first_s: float, passes: int, seconds: float
+) -> None:
+    engine: Any = Timed(device, first_s)
+    monkeypatch.setattr(CLOCK, lambda: engine.now)
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    resolver._time()
+    assert engine.passes == passes
+    assert resolver.seconds_per_image == pytest.approx(seconds)
+
+
+class Compiled:
+    """An engine whose passes take a second an image, and another time when it is compiled."""
+
+    def __init__(self, compiled_s: float, value: float) -> None:
+        self.device = types.SimpleNamespace(type="cpu")
+        self.compute = Compute("fp32", False, False, 4)
+        self._compiled_s = compiled_s
+        self._value = value
+
+    def settle(self, compute: Compute) -> None:
+        self.compute = compute
+
+    def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        second = self._value if self.compute.compile else 1.0
+        return {"layer": torch.tensor([[1.0, second]] * len(images))}
+
+    def seconds_per_image(self, *_: object, **__: object) -> float:
+        return self._compiled_s if self.compute.compile else 1.0
+
+
+def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[Resolver, Compiled]:
+    """What comes of compiling an engine."""
+    engine: Any = Compiled(compiled_s, value)
+    config = from_omegaconf(from_keywords({"out": "store", **keys}))
+    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    resolver._time()
+    resolver._compile(engine.compute)
+    return resolver, engine
+
+
+@pytest.mark.parametrize(
+    ("compiled_s", "keys", "kept", "said"),
+    [
+        (0.5, {}, True, None),
+        (0.95, {}, False, "false (1.05 times as fast is too little)"),
+        (0.95, {"compile": True}, True, None),
+    ],
+)
+def test_compile_auto_has_to_pay(
+    compiled_s: float, keys: dict[str, Any], kept: bool, said: str | None
+) -> None:
+    resolver, engine = compiled(compiled_s, **keys)
+    assert engine.compute.compile is kept
+    assert resolver.choices.get("compile") == said
+    assert resolver.seconds_per_image == (compiled_s if kept else 1.0)
+
+
+def test_other_values_are_not_kept_however_fast() -> None:
+    resolver, engine = compiled(0.1, value=-1.0)
+    assert not engine.compute.compile
+    assert resolver.choices["compile"].startswith("false (cosine to eager is")
+    with pytest.raises(RunError, match="compile=true failed"):
+        compiled(0.1, value=-1.0, compile=True)
+
+
+class Large:
+    """An engine of which a pass takes 1 MB for each image."""
+
+    backbone = types.SimpleNamespace(preprocess=types.SimpleNamespace(crop=(100, 100)))
+
+    def __init__(self, device: str) -> None:
+        self.device = types.SimpleNamespace(type=device)
+
+    def bytes_per_image(self, precision: str) -> int:
+        return 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "refused"),
+    [("cpu", 10**6, True), ("cpu", 80, False), ("cuda", 10**6, True), ("cuda", 800, False)],
+)
+def test_a_batch_without_room_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, device: str, size: int, refused: bool
+) -> None:
+    monkeypatch.setattr("featx.engine.auto_settings.free_memory", lambda: 1e8)
+    config = from_omegaconf(from_keywords({"out": "store", "batch_size": size}))
+    engine: Any = Large(device)
+    resolver = Resolver(config, engine, torch.zeros(0, 3, 100, 100), 100, None)
+    if not refused:
+        resolver._check_memory(size)
+        return
+    with pytest.raises(
+        ConfigError, match=r"batch_size=1000000 needs at least .* are free. batch"
+    ) as raised:
+        resolver.resolve()
+    fits = int(re.findall(r"batch_size=(\d+) fits", str(raised.value))[0])
+    resolver._check_memory(fits)
+
+
+@pytest.mark.parametrize(
+    ("device", "rows", "size"),
+    [("cpu", 5, 8), ("cpu", 255, 16), ("cpu", 256, 32), ("cuda", 255, 256), ("cuda", 10**6, 256)],
+)
+def test_a_small_run_on_a_cpu_has_small_batches(device: str, rows: int, size: int) -> None:
+    """Else one thread computes the last batch and the others look on."""
+    config = from_omegaconf(from_keywords({"out": "store"}))
+    engine: Any = Timed(device, 0.1)
+    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
+    assert resolver._batch_size() == size

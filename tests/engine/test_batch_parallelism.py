@@ -1,0 +1,261 @@
+"""How many batches are computed side by side."""
+
+from __future__ import annotations
+
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from made_store import dataset_digests
+from tiny_engine import FP32, Residual, backbone_of, bound, noise
+
+import featx
+from featx.config import ModelConfig
+from featx.engine import batch_parallelism as beside
+from featx.engine.batch_parallelism import (
+    AtOnce,
+    _on_cpu,
+    _on_device,
+    room_for_batches,
+    same_beside,
+    threads_of_probe,
+)
+from featx.engine.engine import Compute
+from featx.models import build_backbone
+
+GIB = float(1 << 30)
+
+
+@pytest.mark.parametrize(
+    ("free", "each", "batches"),
+    [(None, 1, 4), (100 * GIB, GIB, 4), (5 * GIB, GIB, 3), (0.5 * GIB, GIB, 1), (GIB, -5, 4)],
+)
+def test_half_of_what_is_free_is_left(
+    monkeypatch: pytest.MonkeyPatch, free: float | None, each: float, batches: int
+) -> None:
+    monkeypatch.setattr("featx.engine.batch_parallelism.free_memory", lambda: free)
+    assert room_for_batches(int(GIB), int(GIB + each)) == batches
+
+
+@pytest.mark.parametrize(
+    ("cpus", "room", "replicable", "kept", "threads", "replicas"),
+    [
+        (1, 4, True, True, 1, 1),
+        (2, 4, True, True, 1, 2),
+        (6, 4, True, True, 2, 3),
+        (16, 4, True, True, 4, 4),
+        (8, 2, True, True, 4, 2),
+        (8, 4, False, True, 8, 1),  # a user's own model
+        (8, 4, True, False, 8, 1),  # in a notebook
+    ],
+)
+def test_threads_of_a_batch_and_batches_at_once(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, room: int, replicable: bool, kept: bool,
+    threads: int, replicas: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
+    engine = types.SimpleNamespace(replicable=replicable)
+    found = _on_cpu(cpus, engine, room, None)
+    beside = f", and {replicas} batches side by side" if replicas > 1 else ""
+    assert found == AtOnce(threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"})
+
+
+@pytest.mark.parametrize(
+    ("cpus", "stored", "replicas", "here"),
+    [(8, 8, 1, 2), (8, 2, 4, None), (8, 1, 4, 2), (2, 4, 1, 1)],
+)
+def test_a_store_keeps_its_threads(
+    monkeypatch: pytest.MonkeyPatch, cpus: int, stored: int, replicas: int, here: int | None
+) -> None:
+    monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: True)
+    engine = types.SimpleNamespace(replicable=True)
+    begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
+    found = _on_cpu(cpus, engine, 4, begun)
+    assert (found.threads, found.replicas) == (stored, replicas)
+    assert (f"here it would be {here}" in found.choices["threads"]) == (here is not None)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "resolved", "threads"),
+    [
+        (None, {"compile": True, "threads": 2}, None),  # a GPU computes
+        (8, None, 8),
+        (8, {"compile": False, "threads": 2}, 8),
+        (8, {"compile": True, "threads": 2}, 2),  # the code is made for so many
+        (8, {"compile": True}, 8),  # of before threads were kept
+    ],
+)
+def test_a_store_is_compiled_for_its_own_threads(
+    cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
+) -> None:
+    begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
+    assert threads_of_probe(cpus, begun) == threads
+
+
+# On CUDA
+
+CUDA = torch.device("cuda", 0)
+
+
+class Kept(torch.nn.Module):
+    """Keeps its map from one call to the next: two passes at once see each other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.last = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.conv(x)
+        time.sleep(0.05)
+        return self.last(self.kept)
+
+
+@pytest.mark.parametrize(
+    ("module", "layer", "same"), [(Residual, "fc", True), (Kept, "last", False)]
+)
+def test_replicas_are_tried_beside_each_other(module: Any, layer: str, same: bool) -> None:
+    backbone = backbone_of(module())
+    backbone.reentrant = True
+    with bound(backbone, layer) as engine:
+        assert same_beside(engine, noise(), 2) == same
+
+
+def test_a_value_that_is_none_is_the_same_as_itself() -> None:
+    backbone = backbone_of(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten()))
+    backbone.reentrant = True
+    with bound(backbone, "1") as engine:
+        assert same_beside(engine, torch.full((2, 3, 8, 8), torch.nan), 2)
+
+
+NO_ROOM = "1 (memory does not suffice for more batches at once)"
+OTHER_BITS = "1 (beside each other batches come to other last bits here)"
+
+
+def filled(size: int) -> torch.Tensor:
+    return noise(size)
+
+
+class Cuda:
+    """A device that says what a test wants, and an engine on it.
+
+    A batch takes 1 GiB there, beside 3 GiB of weights; 2 GiB are kept by torch, and free.
+    """
+
+    device = CUDA
+    compute = FP32
+
+    def __init__(self, patch: pytest.MonkeyPatch, free: float, host: float | None = None) -> None:
+        self.backbone = types.SimpleNamespace(reentrant=True)
+        self.replicable = True
+        self.same: bool | Exception = True
+        self.emptied = 0
+        for name, value in {
+            "memory_allocated": 3 * GIB,
+            "max_memory_allocated": 4 * GIB,
+            "memory_reserved": 5 * GIB,
+            "reset_peak_memory_stats": None,
+            "mem_get_info": (free - 2 * GIB, 9 * GIB),
+        }.items():
+            patch.setattr(torch.cuda, name, lambda device, value=value: value)
+        patch.setattr(torch.cuda, "empty_cache", self._empty)
+        patch.setattr(beside, "free_memory", lambda: host)
+        patch.setattr(beside, "same_beside", self._same)
+
+    def run(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": torch.zeros(64), "b": torch.zeros(64)}  # 512 bytes, of which there are four
+
+    def _empty(self) -> None:
+        self.emptied += 1
+
+    def _same(self, *arguments: Any) -> bool:
+        if isinstance(self.same, Exception):
+            raise self.same
+        return self.same
+
+
+@pytest.mark.parametrize(
+    ("free", "host", "expected"),
+    [
+        (4 * GIB, None, (2, True, "2, a batch in each")),
+        (4 * GIB, 4096.0, (2, True, "2, a batch in each")),
+        (3.9 * GIB, None, (1, False, NO_ROOM)),
+        (4 * GIB, 4095.0, (1, False, NO_ROOM)),
+    ],
+)
+def test_two_batches_where_there_is_memory_for_them(
+    monkeypatch: pytest.MonkeyPatch, free: float, host: float | None,
+    expected: tuple[int, bool, str],
+) -> None:  # fmt: skip
+    found = _on_device(Cuda(monkeypatch, free, host), filled)
+    assert found == AtOnce(None, *expected[:2], {"streams": expected[2]})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"backbone": types.SimpleNamespace(reentrant=False)}, (1, False, "1")),
+        ({"replicable": False}, (1, True, "1")),  # compiled, or gradients are taken
+        ({"same": False}, (1, True, OTHER_BITS)),
+        ({"same": torch.OutOfMemoryError("full")}, (1, False, NO_ROOM.replace("does", "did"))),
+    ],
+)
+def test_two_batches_where_they_do_not_change_each_other(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], expected: tuple[int, bool, str]
+) -> None:
+    engine = Cuda(monkeypatch, 9 * GIB)
+    vars(engine).update(change)
+    assert _on_device(engine, filled) == AtOnce(None, *expected[:2], {"streams": expected[2]})
+    assert engine.emptied == ("same" in change)
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_other_devices_have_no_streams(device: str) -> None:
+    engine: Any = types.SimpleNamespace(device=torch.device(device))
+    assert _on_device(engine, filled) == AtOnce(None, 1, False, {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("model", ["resnet50", "vit_b_16"])
+def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> None:
+    backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
+    layer = "avgpool" if model == "resnet50" else "encoder"
+    with bound(backbone, layer, device=CUDA) as engine:
+        engine.settle(Compute(precision, False, False, 64))
+        x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
+        assert _on_device(engine, lambda size: x[:size]).replicas == beside.CUDA_STREAMS
+        assert all(same_beside(engine, x, 2) for _ in range(10))
+        with engine.replicas(2) as replicas:
+            found = set()
+            for replica in replicas:
+                with replica.own_stream():
+                    found.add(torch.cuda.current_stream(CUDA).cuda_stream)
+            assert len(found) == 2
+            assert torch.cuda.default_stream(CUDA).cuda_stream not in found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_on_cuda_gives_the_same_bits_in_one_stream_and_in_two(
+    photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Rows, and sums that are made on the device of values that come from both streams."""
+    keys = {"model": {"name": "resnet18", "weights": None}, "data": photo_folder, "seed": 3}
+    keys |= {"layers": ["layer2"], "reduce": "avg", "batch_size": 2, "part_rows": 8}
+    keys |= {"device": "cuda", "precision": precision}
+    rows, sums = [], []
+    for count in (1, 2):
+        monkeypatch.setattr(beside, "CUDA_STREAMS", count)
+        capfd.readouterr()
+        rows.append(featx.extract(**keys, out=tmp_path / f"rows{count}")["layer2"][:].tobytes())
+        assert f"{count}, a batch in each" in capfd.readouterr().err
+        featx.stats(**keys, out=tmp_path / f"sums{count}")
+        assert f"{count}, a batch in each" in capfd.readouterr().err
+        sums.append(dataset_digests(tmp_path / f"sums{count}" / "stats.h5"))
+    assert rows[0] == rows[1]
+    assert sums[0] == sums[1]

@@ -1,0 +1,346 @@
+"""BatchNorm folded into convolutions: the same values, whatever the model does around them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from timm.layers import BatchNormAct2d
+from tiny_engine import backbone_of, bound
+from tiny_model import KEYS, extract
+from torch import nn
+from torch.nn.utils import prune
+
+from featx.engine.engine import Compute
+from featx.errors import LayerError, StoreMismatchError
+from featx.models.base import state_sha256
+from featx.models.batchnorm_folding import foldable_pairs, folded
+
+NONE = torch.zeros(0, 3, 16, 16)
+X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+
+
+def with_statistics(module: nn.Module) -> nn.Module:
+    """Running statistics, weights and biases that are not those of a new BatchNorm."""
+    generator = torch.Generator().manual_seed(1)
+    for part in module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            for values in (*part.buffers(), *part.parameters()):
+                values = values if values.is_floating_point() else torch.empty(0)
+                values.data.copy_(0.5 + torch.rand(values.shape, generator=generator))
+    return module.eval().requires_grad_(False)
+
+
+class Block(nn.Module):
+    """conv -> bn, and what reads the convolution's output beside it, if anything does."""
+
+    def __init__(self, read_twice: bool = False, called_twice: bool = False) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(3)
+        self.relu = nn.ReLU(inplace=True)
+        self.read_twice, self.called_twice = read_twice, called_twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        z = self.relu(self.bn(y))
+        if self.read_twice:
+            z = z + y
+        return self.relu(self.bn(self.conv(z))) if self.called_twice else z
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        Block(),
+        nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8, affine=False)),
+        nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), BatchNormAct2d(6, act_layer=nn.SiLU)),
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)),
+    ],
+    ids=["in-place", "not affine", "with activation", "two"],
+)
+def test_the_same_values_and_the_module_comes_back(module: nn.Module) -> None:
+    with_statistics(module)
+    before, objects = state_sha256(module), [id(p) for p in module.parameters()]
+    num_norms = sum(isinstance(part, nn.BatchNorm2d) for part in module.modules())
+    expected = module(X.clone())
+    pairs = foldable_pairs(module, X, kept=())
+    assert len(pairs) == num_norms
+    with folded(pairs):
+        found = module(X.clone())
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert not torch.equal(found, expected), "nothing was folded"
+    assert torch.equal(module(X.clone()), expected)
+    assert [id(p) for p in module.parameters()] == objects
+    assert state_sha256(module) == before
+    assert not any("forward" in part.__dict__ for part in module.modules())
+
+
+def test_it_comes_back_after_an_exception() -> None:
+    module = with_statistics(Block())
+    before = state_sha256(module)
+    with pytest.raises(KeyError), folded(foldable_pairs(module, X, kept=())):
+        raise KeyError
+    assert state_sha256(module) == before
+
+
+@pytest.mark.parametrize("kept", ["conv", "bn"])
+def test_what_somebody_looks_at_stays(kept: str) -> None:
+    assert foldable_pairs(with_statistics(Block()), X, kept=[kept]) == []
+
+
+def test_calls_of_several_maps_are_not_folded() -> None:
+    assert foldable_pairs(with_statistics(Block(called_twice=True)), X, kept=()) == []
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
+    class Reads(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            mean = y.mean() if before else 0
+            z = self.relu(self.bn(y))
+            return z + (mean if before else y.mean())
+
+    assert foldable_pairs(with_statistics(Reads()), X, kept=()) == []
+    module = with_statistics(nn.Sequential(Block(read_twice=True), nn.Flatten()))
+    assert foldable_pairs(module, X, kept=()) == []
+
+
+def test_weights_that_are_made_anew_in_each_pass_are_not_folded() -> None:
+    module = with_statistics(Block())
+    nn.utils.parametrizations.weight_norm(module.conv)
+    assert foldable_pairs(module, X, kept=()) == []
+    old = with_statistics(Block())
+    old.conv.__class__ = type("ScaledStdConv2d", (nn.Conv2d,), {})
+    assert foldable_pairs(old, X, kept=()) == []
+
+
+HOOKED: dict[str, Callable[[Block], object]] = {
+    "prune": lambda block: prune.l1_unstructured(block.conv, "weight", 0.3),
+    "prune the norm": lambda block: prune.l1_unstructured(block.bn, "weight", 0.3),
+    "old weight_norm": lambda block: nn.utils.weight_norm(block.conv),
+    "old spectral_norm": lambda block: nn.utils.spectral_norm(block.conv),
+    "weight_norm": lambda block: nn.utils.parametrizations.weight_norm(block.conv),
+    "spectral_norm": lambda block: nn.utils.parametrizations.spectral_norm(block.conv),
+    "a user's hook": lambda block: block.conv.register_forward_hook(lambda m, args, out: 2 * out),
+}
+"""What makes the weights, or the output, of a layer anew in each pass."""
+
+
+class Hooked(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.block = with_statistics(Block())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the old weight_norm
+            HOOKED[name](self.block)
+        self.last = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.block(x))
+
+
+LIVING: list[nn.Module] = []
+"""The user's own module, that `living` returns."""
+
+
+def living() -> nn.Module:
+    return LIVING[0]
+
+
+def facts(module: nn.Module) -> object:
+    """Names and hooks of all that a module consists of, and its values."""
+    parts = [
+        (
+            [*part._parameters],
+            [*part._buffers],
+            sorted({*part.__dict__} - {"weight"}),
+            list(part._forward_pre_hooks.values()),
+            list(part._forward_hooks.values()),
+            part.training,
+        )
+        for part in module.modules()
+    ]
+    return parts, state_sha256(module), [(id(x), x.requires_grad) for x in module.parameters()]
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+@pytest.mark.parametrize("name", HOOKED)
+def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos: Path) -> None:
+    """And the module comes back as it was, also from a run that fails on its way."""
+    module = Hooked(name).train()
+    LIVING[:] = [module]
+    before = facts(module)
+    model = {**KEYS["model"], "target": "test_batchnorm_folding:living", "weights": "default"}
+    keys = {**KEYS, "model": model, "layers": ["last"], "dtype": "float32"}
+    store = extract(photos, **keys)
+    assert facts(module) == before
+    with pytest.raises(LayerError):
+        extract(photos, **{**keys, "layers": ["last@3"], "out": "other"})
+    assert facts(module) == before
+    plain = extract(photos, **{**keys, "fold": False, "out": "plain"})
+    np.testing.assert_allclose(store["last"][:], plain["last"][:], atol=1e-5)
+
+
+def test_pairs_beside_a_hooked_convolution_are_folded() -> None:
+    module = with_statistics(nn.Sequential(Block(), Block()))
+    prune.l1_unstructured(module[0].conv, "weight", 0.3)
+    expected = module(X.clone())
+    pairs = foldable_pairs(module, X, kept=())
+    assert pairs == [(module[1].conv, module[1].bn)]
+    with folded(pairs):
+        assert torch.allclose(module(X.clone()), expected, atol=1e-5)
+
+
+def test_an_exception_in_the_midst_of_folding_leaves_the_module() -> None:
+    module = with_statistics(nn.Sequential(Block(), Block()))
+    pairs = foldable_pairs(module, X, kept=())
+    before = facts(module)
+    module[1].bn.running_mean = torch.zeros(7)  # of another size: its weights cannot be fused
+    with pytest.raises(RuntimeError), folded(pairs):
+        pass
+    module[1].bn.running_mean = pairs[1][1].running_var * 0
+    assert facts(module)[0] == before[0]  # type: ignore[index]
+    assert not any("forward" in part.__dict__ for part in module.modules())
+
+
+def test_batch_statistics_are_not_folded() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)).eval()
+    assert foldable_pairs(module, X, kept=()) == []
+
+
+@pytest.mark.parametrize(("read_twice", "folds"), [(False, True), (True, False)])
+def test_an_output_that_is_read_twice_shows_in_the_values(read_twice: bool, folds: bool) -> None:
+    module = with_statistics(nn.Sequential(Block(read_twice), nn.MaxPool2d(2)))
+    with bound(backbone_of(module, side=16), "1") as engine:
+        assert engine.formats(NONE).fold == folds
+
+
+def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
+    """Two neighbours of float16 lie further apart than folding moves a value."""
+    module = with_statistics(nn.Sequential(Block(), nn.Conv2d(3, 64, 1)))
+    with bound(backbone_of(module, side=64), "1", dtype="float16") as engine:
+        x = engine._noise(3)
+        values = []
+        for fold in (False, True):
+            engine.settle(Compute("fp32", False, False, 3, fold))
+            values.append(engine.run(x)["1"])
+        assert not torch.equal(*values)
+        assert engine.formats(NONE).fold
+
+
+def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
+    module = nn.Sequential(Block(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+    with bound(backbone_of(with_statistics(module), side=16), "0.relu:grad_output") as engine:
+        assert not engine.formats(NONE).fold
+
+
+@pytest.mark.parametrize(
+    ("compiled", "channels_last"),
+    [
+        (False, False),
+        (False, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
+def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_last: bool) -> None:
+    module = with_statistics(Block())
+    before = state_sha256(module)
+    images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
+    with bound(backbone_of(module, side=16), "relu") as engine:
+        plain = engine.run(images)["relu"]
+        engine.settle(Compute("fp32", compiled, channels_last, 4, fold=True))
+        assert "forward" in module.bn.__dict__
+        assert torch.allclose(engine.run(images)["relu"], plain, atol=1e-5)
+        engine.settle(Compute("fp32", False, False, 4))
+        assert torch.equal(engine.run(images)["relu"], plain)
+    assert state_sha256(module) == before
+
+
+OWN = {
+    **KEYS,
+    "model": {**KEYS["model"], "target": "test_batchnorm_folding:Classifier"},
+    "layers": ["relu"],
+}
+
+
+class Classifier(Block):
+    """With statistics of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with_statistics(self)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_folds_says_so_and_is_not_gone_on_with_otherwise(photos: Path) -> None:
+    plain = extract(photos, **{**OWN, "out": "plain", "fold": False})
+    store = extract(photos, **OWN)
+    assert store.attrs["config"] != plain.attrs["config"]
+    np.testing.assert_allclose(store["relu"][:], plain["relu"][:], atol=2e-3)  # float16
+    resolved = json.loads(Path("store/featx.json").read_text())["resolved"]
+    assert resolved["fold"] is True
+    assert "fold" not in json.loads(Path("plain/featx.json").read_text())["resolved"]
+    with pytest.raises(StoreMismatchError, match="fold"):
+        extract(photos, **{**OWN, "fold": False})
+    assert extract(photos, **OWN).complete
+
+
+class Twice(nn.Module):
+    """Behind `first.relu`, the output of a convolution is read beside its BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = with_statistics(Block(read_twice=True))
+        self.last = nn.MaxPool2d(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
+    keys = {
+        **OWN,
+        "model": {**OWN["model"], "target": "test_batchnorm_folding:Twice"},
+        "dtype": "float32",
+    }
+    extract(photos, **{**keys, "layers": ["first.relu"]})
+    added = extract(photos, **{**keys, "layers": ["first.relu", "last"]})
+    plain = extract(photos, **{**keys, "layers": ["last"], "fold": False, "out": "plain"})
+    np.testing.assert_allclose(added["last"][:], plain["last"][:], atol=1e-5)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_store_that_was_begun_without_it_goes_on_without_it(photos: Path) -> None:
+    extract(photos, **{**OWN, "fold": False})
+    assert extract(photos, **OWN).complete
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "resnet18",
+        pytest.param("tf_efficientnet_lite0", marks=pytest.mark.slow),
+        pytest.param("mobilenetv3_small_100", marks=pytest.mark.slow),
+    ],
+)
+def test_library_models(name: str) -> None:
+    import timm
+
+    module = with_statistics(timm.create_model(name).eval())
+    x = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    expected = module(x)
+    pairs = foldable_pairs(module, x, kept=())
+    assert len(pairs) == sum(isinstance(part, nn.BatchNorm2d) for part in module.modules())
+    with folded(pairs):
+        found = module(x)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

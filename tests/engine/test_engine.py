@@ -1,0 +1,628 @@
+"""The inference loop: rows are the layers' own, whatever the batch, layout or precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, hooked, noise
+from torch import nn
+
+import featx
+from featx.base.devices import choose_device, exact_cuda
+from featx.config import ModelConfig
+from featx.engine.engine import Compute
+from featx.engine.row_checks import finite_rows, row_cosines
+from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
+from featx.layers.trace import Tap
+from featx.models import build_backbone
+from featx.models.base import state_sha256
+
+
+class Tokens(nn.Module):
+    """Patch tokens behind a class token, changed in place after each layer."""
+
+    num_prefix_tokens = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, 6, 4, stride=4)
+        self.cls = nn.Parameter(torch.randn(1, 1, 6))
+        self.block = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = self.block(torch.cat([self.cls.expand(len(x), -1, -1), x], 1))
+        x.mul_(3)
+        return self.head(x[:, 0])
+
+
+class Turned(nn.Module):
+    """`permute().contiguous()` copies in NCHW and is a mere view in channels-last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x).permute(0, 2, 3, 1).contiguous()
+        y += 1
+        return self.norm(y)
+
+
+RESIDUAL_LAYERS = ("conv1", "bn", "conv2", "relu@1", "relu@2", "pool", "fc")
+
+
+@pytest.mark.parametrize("reduce", ["none", "flatten"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_overwritten_tensors_are_kept_bit_for_bit(reduce: str, channels_last: bool) -> None:
+    module, x = Residual(), noise()
+    with bound(backbone_of(module), *[(name, reduce) for name in RESIDUAL_LAYERS]) as engine:
+        engine.settle(Compute("fp32", False, channels_last, 4))
+        engine.run(noise(seed=4))
+        values = engine.run(x)
+    if channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    for name in RESIDUAL_LAYERS:
+        layer, _, call = name.partition("@")
+        expected = hooked(module, layer, x, int(call or 1))
+        expected = expected if reduce == "none" else expected.flatten(1)
+        assert torch.equal(values[name], expected), name
+
+
+@pytest.mark.parametrize("reduce", ["none", "flatten", "cls"])
+def test_overwritten_tokens_are_kept_bit_for_bit(reduce: str) -> None:
+    module = Tokens()
+    with bound(backbone_of(module, num_prefix_tokens=1), ("block", reduce)) as engine:
+        got = engine.run(noise())["block"]
+    expected = hooked(module, "block", noise())
+    assert torch.equal(
+        got, {"none": expected, "flatten": expected.flatten(1), "cls": expected[:, 0]}[reduce]
+    )
+
+
+@pytest.mark.parametrize("reduce", ["avg", "max", "gem", "grid"])
+def test_overwritten_maps_are_reduced_as_the_layer_gave_them(reduce: str) -> None:
+    module, x = Residual(), noise()
+    with bound(backbone_of(module), ("conv2", reduce)) as engine:
+        got = engine.run(x)["conv2"]
+    y = hooked(module, "conv2", x)
+    expected = {
+        "avg": y.mean((2, 3)),
+        "max": y.amax((2, 3)),
+        "gem": (y.clamp(min=1e-6) ** 3).mean((2, 3)) ** (1 / 3),
+        "grid": F.adaptive_avg_pool2d(y, 2),
+    }[reduce]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduce", ["avg", "patch_avg"])
+def test_overwritten_tokens_are_reduced_as_the_layer_gave_them(reduce: str) -> None:
+    module = Tokens()
+    with bound(backbone_of(module, num_prefix_tokens=1), ("block", reduce)) as engine:
+        got = engine.run(noise())["block"]
+    y = hooked(module, "block", noise())
+    expected = y.mean(1) if reduce == "avg" else y[:, 1:].mean(1)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_resnets_last_batchnorm_is_no_block_output() -> None:
+    """pytorch#95617: `out += identity` and the in-place ReLU turn bn2 into the block's output."""
+    config = ModelConfig(name="resnet18", library="torchvision", weights=None)
+    backbone = build_backbone(config, seed=0)
+    x = noise(2, 224)
+    with bound(backbone, "layer4.1.bn2", "layer4") as engine:
+        values = engine.run(x)
+    assert torch.equal(values["layer4.1.bn2"], hooked(backbone.module, "layer4.1.bn2", x))
+    assert torch.equal(values["layer4"], hooked(backbone.module, "layer4", x))
+    assert (values["layer4.1.bn2"] < 0).any()
+    assert not torch.equal(values["layer4.1.bn2"], values["layer4"])
+
+
+def test_an_overwriting_that_only_pictures_show_is_found() -> None:
+    module = Clamped()
+    x = 100 * noise().abs()
+    with bound(backbone_of(module), "layer", "clamp") as engine:
+        engine.run(noise())
+        values = engine.run(x)
+        again = engine.run(x)
+    assert torch.equal(values["layer"], x)
+    assert torch.equal(again["layer"], x)
+    assert values["clamp"].max() == 6
+
+
+def test_an_overwriting_in_channels_last_only_is_found() -> None:
+    module = Turned()
+    with bound(backbone_of(module), "conv", "norm") as engine:
+        engine.settle(Compute("fp32", False, True, 4))
+        got = engine.run(noise())["conv"]
+    expected = hooked(module, "conv", noise().contiguous(memory_format=torch.channels_last))
+    assert torch.equal(got, expected)
+
+
+def test_inference_tensors_are_copied() -> None:
+    """A model under torch.inference_mode keeps no count of writes."""
+
+    class Inference(Clamped):
+        @torch.inference_mode()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    x = 100 * noise().abs()
+    with bound(backbone_of(Inference()), "layer", "clamp") as engine:
+        assert torch.equal(engine.run(x)["layer"], x)
+
+
+def test_a_model_that_writes_to_its_input_does_not_change_the_callers_images() -> None:
+    class Greedy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x -= 0.5
+            return self.conv(x)
+
+    with bound(backbone_of(Greedy()), "conv") as engine:
+        x = noise()
+        first = engine.run(x)["conv"]
+        assert torch.equal(x, noise())
+        assert torch.equal(engine.run(x)["conv"], first)
+
+
+def test_features_of_one_batch_outlive_the_next() -> None:
+    with bound(backbone_of(Residual()), "conv1", "bn", "fc") as engine:
+        first = engine.run(noise(seed=1))
+        kept = {name: value.clone() for name, value in first.items()}
+        engine.run(noise(seed=2))
+        assert all(torch.equal(first[name], kept[name]) for name in kept)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_shapes_and_dtypes(dtype: str) -> None:
+    layers = ("conv1", ("conv2", "avg"), ("relu@2", "flatten"), ("pool", "grid"), "fc", "embedding")
+    with bound(backbone_of(Residual()), *layers, dtype=dtype) as engine:
+        values = engine.run(noise())
+        specs = {spec.name: spec for spec in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
+    shapes = {name: tuple(value.shape[1:]) for name, value in values.items()}
+    assert shapes == {
+        "conv1": (3, 8, 8),
+        "conv2": (3,),
+        "relu@2": (192,),
+        "pool": (3, 2, 2),
+        "fc": (5,),
+        "embedding": (12,),
+    }
+    assert {name: spec.shape for name, spec in specs.items()} == shapes
+    assert {value.dtype for value in values.values()} == {getattr(torch, dtype)}
+    assert {spec.dtype for spec in specs.values()} == {dtype}
+    assert (specs["embedding"].layer, specs["embedding"].capture) == ("fc", "input")
+    assert (specs["conv2"].reduce, specs["relu@2"].reduce) == ("avg", "flatten")
+    assert specs["fc"].row_bytes == 5 * (2 if dtype == "float16" else 4)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_row_does_not_depend_on_the_padding_or_on_failed_neighbours(channels_last: bool) -> None:
+    with bound(backbone_of(Residual()), "conv2", "fc") as engine:
+        engine.settle(Compute("fp32", False, channels_last, 4))
+        x = noise()
+        full = engine.run(x)
+        padded = x.clone()
+        padded[1:] = 0
+        alone = engine.run(padded)
+    assert all(torch.equal(full[name][0], alone[name][0]) for name in full)
+
+
+def test_other_batch_sizes_give_the_same_rows() -> None:
+    """Within 1e-5 of a row's largest value: kernels differ by batch size, formulas do not."""
+    x = noise(8)
+    rows = {}
+    for size in (1, 2, 8):
+        with bound(backbone_of(Residual()), "conv2", "fc") as engine:
+            engine.settle(Compute("fp32", False, True, size))
+            parts = [engine.run(x[i : i + size]) for i in range(0, 8, size)]
+        rows[size] = {k: torch.cat([p[k] for p in parts]).flatten(1) for k in parts[0]}
+    for size in (1, 2):
+        for name, expected in rows[8].items():
+            error = (rows[size][name] - expected).abs().amax(1) / expected.abs().amax(1)
+            assert error.max() <= 1e-5
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precisions_run_on_the_cpu(precision: str) -> None:
+    with bound(backbone_of(Residual()), "bn", "conv2", "fc") as engine:
+        exact = engine.run(noise())
+        engine.settle(Compute(precision, False, True, 4))
+        half = engine.run(noise())
+        specs = {spec.name: spec for spec in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
+    assert row_cosines(half, exact) > 0.99
+    assert not torch.equal(half["fc"], exact["fc"])
+    assert specs["fc"].compute_dtype == {"bf16": "bfloat16", "fp16": "float16"}[precision]
+    assert {value.dtype for value in half.values()} == {torch.float32}
+
+
+def test_overwritten_tensors_in_half_precision_stored_as_they_are() -> None:
+    """fp16 stored as float16 needs no cast, and so no copy comes about by chance."""
+    module = Residual()
+    with bound(backbone_of(module), "conv2", dtype="float16") as engine:
+        engine.settle(Compute("fp16", False, False, 4))
+        got = engine.run(noise())["conv2"]
+    with torch.autocast("cpu", torch.float16):
+        expected = hooked(module, "conv2", noise())
+    assert expected.dtype == torch.float16
+    assert torch.equal(got, expected)
+
+
+def test_a_view_inside_keeps_the_model_out_of_channels_last() -> None:
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(144, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.conv(x).view(len(x), -1))
+
+    module = Viewed()
+    with bound(backbone_of(module), "conv", "fc") as engine:
+        assert not engine.formats(noise()).channels_last
+        engine.settle(FP32)
+        got = engine.run(noise())["fc"]
+    assert torch.equal(got, hooked(module, "fc", noise()))
+    with bound(backbone_of(Residual()), "fc") as engine:
+        assert engine.formats(noise()).channels_last
+    with bound(backbone_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))), "1") as engine:
+        assert not engine.formats(noise()).channels_last
+
+
+def test_uint8_images_are_normalised() -> None:
+    module = nn.Sequential(nn.Identity(), nn.Conv2d(3, 2, 1))
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    with bound(backbone_of(module), "0") as engine:
+        got = engine.run(images)["0"]
+    torch.testing.assert_close(got, (images / 255 - 0.5) / 0.5, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "expected"),
+    [
+        (lambda x: x * float("inf"), "float32", "inf in fp32"),
+        (lambda x: x * 0 + float("nan"), "float32", "nan in fp32"),
+        (lambda x: x * 0 + 1e5, "float16", "100000, over 65504, the largest float16"),
+        (lambda x: x * 0 - 1e5, "float16", "100000, over 65504, the largest float16"),
+    ],
+)
+def test_a_value_that_is_not_finite_is_found_and_explained(
+    change: Callable[[torch.Tensor], torch.Tensor], dtype: str, expected: str
+) -> None:
+    class Wild(nn.Module):
+        """Row 2 only, and only for images brighter than noise ever is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.fine = nn.Identity(), nn.Conv2d(3, 2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bright = x.amax((1, 2, 3), keepdim=True) > 50
+            self.fine(x)
+            return self.layer(torch.where(bright, change(x), x))
+
+    x = noise()
+    x[2, 0, 0, 0] = 99
+    with bound(backbone_of(Wild()), "fine", "layer", dtype=dtype) as engine:
+        values = engine.run(x)
+        finite = finite_rows(values)
+        assert finite["layer"].tolist() == [True, True, False, True]
+        assert finite["fine"].all()
+        assert engine.explain(x, None, 2, "layer") == expected
+        again = engine.run(x)["layer"]
+    assert again.dtype == getattr(torch, dtype)
+
+
+def test_the_pass_stops_after_the_last_executed_layer() -> None:
+    """The layers are listed in another order than they run in."""
+    module = nn.Sequential(*[nn.Conv2d(3, 3, 1) for _ in range(5)])
+    calls = [0] * 5
+    for i, layer in enumerate(module):
+        layer.register_forward_pre_hook(
+            lambda m, args, i=i: calls.__setitem__(i, calls[i] + 1)  # type: ignore[misc]
+        )
+    with bound(backbone_of(module), "2", "0") as engine:
+        calls[:] = [0] * 5
+        values = engine.run(noise())
+    assert calls == [1, 1, 1, 0, 0]
+    assert torch.equal(values["2"], hooked(module, "2", noise()))
+
+
+def test_the_model_is_frozen_and_left_as_it_was() -> None:
+    """No parameter or buffer changes, no hook stays, whatever happens inside the block."""
+    module = Residual().train()
+    backbone = backbone_of(module)
+    assert not any(m.training for m in module.modules())
+    assert not any(p.requires_grad for p in module.parameters())
+    before = backbone.weights_sha256
+    with bound(backbone, "bn", "fc") as engine:
+        for channels_last in (True, False):
+            for precision in ("bf16", "fp32"):
+                engine.settle(Compute(precision, False, channels_last, 4))
+                engine.run(noise())
+        with pytest.raises(ModelError, match="channels"):
+            engine.run(torch.zeros(2, 5, 8, 8))
+        engine.run(noise())
+    assert state_sha256(module) == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_transformer_layers_without_their_fused_kernel() -> None:
+    """pytorch#128413: the fused path calls no sub-module, and no hook."""
+    module = nn.Sequential(
+        nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 32, batch_first=True, dropout=0.1)
+    )
+    with bound(backbone_of(module), "1.linear1", "1") as engine:
+        values = engine.run(noise())
+    assert values["1.linear1"].shape == (4, 3, 32)
+    assert torch.isfinite(values["1"]).all()
+
+
+def test_batch_statistics_are_refused() -> None:
+    """BatchNorm without running statistics makes every row depend on its neighbours."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False))
+    with (
+        pytest.raises(ModelError, match="1: the row of one image changes by"),
+        bound(backbone_of(module), "0", "1"),
+    ):
+        pass
+    with bound(backbone_of(module), "0") as engine:
+        engine.run(noise())
+
+
+def test_chance_is_refused() -> None:
+    """`F.dropout(x)` forgets about eval mode."""
+
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 1), nn.Linear(256, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(F.dropout(self.conv(x)).flatten(1))
+
+    with (
+        pytest.raises(ModelError, match="fc: the row of one image changes"),
+        bound(backbone_of(Forgetful()), "conv", "fc"),
+    ):
+        pass
+
+
+def test_a_layer_whose_first_dimension_is_the_batch_by_chance_is_refused() -> None:
+    class Pair(nn.Module):
+        """Always two rows, as many as the trace has images."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean((0, 1))[:2]
+
+    module = nn.Sequential(Pair())
+    with pytest.raises(LayerError, match="0 has shape"), bound(backbone_of(module), "0"):
+        pass
+
+
+def test_a_model_that_does_other_things_each_time_is_refused() -> None:
+    class Fickle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.passes = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            return self.a(x) if self.passes == 1 else self.b(x)
+
+    with pytest.raises(RunError, match="does different things"), bound(backbone_of(Fickle()), "a"):
+        pass
+
+
+def test_a_shape_that_changes_between_batches_is_an_error() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x[..., :4] if x.max() > 50 else x)
+
+    with bound(backbone_of(Growing()), "layer") as engine:
+        engine.run(noise())
+        with pytest.raises(RunError, match=r"layer gave \(4, 3, 8, 4\), the probe saw rows of"):
+            engine.run(noise() + 99)
+
+
+def test_a_reduction_that_does_not_fit_is_told_before_any_image() -> None:
+    with (
+        pytest.raises(ReduceError, match="avg does not fit fc"),
+        bound(backbone_of(Residual()), ("fc", "avg")),
+    ):
+        pass
+
+
+def test_row_cosines() -> None:
+    a = {"x": torch.tensor([[1.0, 0.0], [0.0, 2.0]])}
+    assert row_cosines(a, a) == 1.0
+    turned = {"x": torch.tensor([[1.0, 0.0], [2.0, 2.0]])}
+    assert row_cosines(turned, a) == pytest.approx(0.5**0.5)
+    zero = {"x": torch.zeros(2, 2)}
+    assert row_cosines(zero, zero) == 1.0
+    assert row_cosines(a, zero) == 0.0
+    broken = {"x": torch.tensor([[1.0, 0.0], [float("nan"), 2.0]])}
+    assert row_cosines(broken, a) == row_cosines(a, broken) == row_cosines(broken, broken) == -1.0
+
+
+def test_devices_that_are_not_there() -> None:
+    assert choose_device("cpu") == CPU
+    if not torch.cuda.is_available():
+        assert choose_device("auto").type in ("cpu", "mps")
+        with pytest.raises(ConfigError, match="device=cuda:1: torch sees 0 CUDA devices"):
+            choose_device("cuda:1")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(ConfigError, match="device=mps"):
+            choose_device("mps")
+
+
+def test_taps_are_told_apart_by_call_and_element() -> None:
+    class Pairs(nn.Module):
+        class Two(nn.Module):
+            def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                return x + 1, x * 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.two = self.Two()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.two(x)
+            return self.two(a - b)[0]
+
+    x = noise()
+    with bound(backbone_of(Pairs()), "two@2[1]", "two@1[0]", "two@1[1]", "two@2[0]") as engine:
+        values = engine.run(x)
+        first, _ = engine.chosen[0]  # type: ignore[attr-defined]
+    assert first == Tap("two@2[1]", "two", "output", 2, (1,))
+    assert torch.equal(values["two@1[0]"], x + 1)
+    assert torch.equal(values["two@1[1]"], x * 2)
+    assert torch.equal(values["two@2[0]"], (x + 1 - x * 2) + 1)
+    assert torch.equal(values["two@2[1]"], (x + 1 - x * 2) * 2)
+
+
+@pytest.mark.slow  # the C++ compiler takes half a minute
+def test_compiled_values_are_the_eager_ones() -> None:
+    with bound(backbone_of(Residual()), "bn", "conv2", ("relu@2", "flatten"), "fc") as engine:
+        eager = engine.run(noise())
+        engine.settle(Compute("fp32", True, False, 4))
+        compiled = engine.run(noise())
+        engine.run(noise(seed=5))
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_overwriting_that_only_pictures_show_is_found_when_compiled() -> None:
+    x = 100 * noise().abs()
+    with bound(backbone_of(Clamped()), "layer", "clamp") as engine:
+        engine.settle(Compute("fp32", True, False, 4))
+        values = engine.run(x)
+    assert torch.equal(values["layer"], x)
+    assert values["clamp"].max() == 6
+
+
+def test_on_cuda_fp32_means_fp32_and_the_settings_come_back() -> None:
+    """The settings exist without a GPU; what they do to values is a test with the gpu marker."""
+    conv, matmul = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.deterministic
+    with exact_cuda:
+        assert (conv.fp32_precision, matmul.fp32_precision) == ("ieee", "ieee")
+        assert torch.backends.cudnn.deterministic
+    after = conv.fp32_precision, matmul.fp32_precision, torch.backends.cudnn.deterministic
+    assert after == before
+
+
+@pytest.mark.gpu
+def test_cuda_gives_what_the_cpu_gives(photo_folder: Path, tmp_path: Path) -> None:
+    """fp32 to 1e-4 of each row's largest value, and the same bits in a second run."""
+    keys = {"model": {"name": "resnet18", "weights": None}, "data": photo_folder, "seed": 3}
+    keys |= {"layers": ["layer4", "avgpool"], "precision": "fp32", "dtype": "float32"}
+    stores = {
+        name: featx.extract(**keys, device=device, out=tmp_path / name)
+        for name, device in (("cpu", "cpu"), ("cuda", "cuda"), ("again", "cuda"))
+    }
+    for layer in ("layer4", "avgpool"):
+        cpu, cuda, again = (store[layer][:].reshape(21, -1) for store in stores.values())
+        assert (abs(cuda - cpu).max(1) / abs(cpu).max(1)).max() < 1e-4
+        assert cuda.tobytes() == again.tobytes()
+
+
+class Sequences(nn.Module):
+    """A Linear on tokens whose batch is second, as torchvision's attention has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(3, 5)
+        self.last = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(2).transpose(1, 2).contiguous()
+        return self.last(self.proj(tokens.transpose(0, 1)).transpose(0, 1))
+
+
+def test_a_weight_is_not_copied_for_each_image() -> None:
+    """torch does so, and takes six times as long in bf16, where a weight wants no gradient."""
+    with bound(backbone_of(Sequences()), "last") as engine, torch.profiler.profile() as profile:
+        engine.run(noise())
+    assert {"aten::mm", "aten::addmm"} & {event.key for event in profile.key_averages()}
+    assert "aten::bmm" not in {event.key for event in profile.key_averages()}
+
+
+def test_a_model_that_was_made_in_inference_mode_is_taken_as_it_is() -> None:
+    with torch.inference_mode():
+        module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    with bound(backbone_of(module), "0") as engine:
+        assert engine.run(noise())["0"].shape[1] == 4
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_weights_want_no_gradient_where_gradients_are_taken() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(4))
+    module(noise())
+    with bound(backbone_of(module), "0:grad_output"):
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_inputs_are_what_a_layer_was_given_before_it_wrote_to_it() -> None:
+    """What a module wrapped around the layer would see, in place or not."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1)).eval()
+    x = noise()
+    with bound(backbone_of(model), "1:input", "1", "2:input") as engine, torch.no_grad():
+        values = engine.run(x)
+        before = model[0](x.clone())
+    assert (before < 0).any()
+    assert torch.equal(values["1:input"], before)
+    assert torch.equal(values["1"], before.relu())
+    assert torch.equal(values["2:input"], before.relu())
+
+
+def test_complex_numbers_are_refused() -> None:
+    """A store of float32 would keep their real part."""
+
+    class Spectrum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.spectrum, self.magnitude = nn.Identity(), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.magnitude(self.spectrum(torch.fft.rfft2(x)).abs())
+
+    with (
+        pytest.raises(LayerError, match="spectrum gives complex numbers, and a store keeps real"),
+        bound(backbone_of(Spectrum()), "spectrum"),
+    ):
+        pass
+    with bound(backbone_of(Spectrum()), "magnitude") as engine:
+        assert engine.run(noise())["magnitude"].dtype == torch.float32
+
+
+def test_a_model_that_splits_its_batch_is_refused() -> None:
+    """As DataParallel does: each call of a layer sees a slice, and a hook keeps one of them."""
+
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([self.conv(part) for part in x.tensor_split(2)]).mean((2, 3))
+
+    for layer, message in (("conv", "called 2 times"), ("conv@1", "the batch is not in front")):
+        with pytest.raises(LayerError, match=message), bound(backbone_of(Split()), layer):
+            pass

@@ -1,0 +1,325 @@
+"""job=report: what it writes of stores of every kind, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_store import make_added, make_run, temporary_files
+from processes import killed_at_sync
+from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+
+import featx
+from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
+from featx.export.report.page import as_json
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and its text without scripts and styles."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag in ("script", "style"):
+            self._inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("script", "style"):
+            self._inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self._inside:
+            self.text += data
+
+    @property
+    def words(self) -> str:
+        return " ".join(self.text.split()).replace("\u202f", " ")
+
+
+def report(file: str = "store/report.html", **keys: Any) -> Elements:
+    keys["report"] = {"tsne": False, **keys.get("report", {})}
+    assert run_job("report", store="store", device="cpu", **keys) == 0
+    return Elements(Path(file).read_text(encoding="utf-8"))
+
+
+def data_of(file: str = "store/report.html") -> dict[str, Any]:
+    text = Path(file).read_text(encoding="utf-8")
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text)
+    assert found is not None
+    values: dict[str, Any] = json.loads(found.group(1))
+    return values
+
+
+def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photos / "cat" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    extract(photos, layers=["conv", "deep", "pool"], max_failures=2)
+    run_job("probe", store="store", device="cpu")
+    capsys.readouterr()
+    page = report(report={"tsne": True})
+    assert "file      " in capsys.readouterr().out
+    assert "This store is not complete" not in page.text
+    assert "1 of 22 rows failed" in page.words
+    assert "decode error" in page.text
+    assert "cat/broken.png" in page.text
+    assert "Best by its validation rows: linear on" in page.words
+    data = data_of()
+    assert [each["name"] for each in data["maps"]] == ["conv", "deep", "pool"]
+    assert len(data["rows"]) == 21
+    assert len(data["pictures"]) == 21
+    assert all(uri.startswith("data:image/webp;base64,") for uri in data["pictures"].values())
+    assert data["keys"][0] == "cat/000.png"
+    assert [row[i] for i, row in enumerate(data["likeness"]["cka"])] == pytest.approx([1, 1, 1])
+    assert sum(map(sum, data["confusion"]["counts"])) > 0
+    # Nothing of it comes from anywhere else.
+    for tag, attributes in page.found:
+        assert tag not in ("link", "iframe", "object", "base")
+        for name in ("src", "href", "srcset"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("data:", "#")), (tag, value)
+    policy = next(a["content"] for _, a in page.found if a.get("http-equiv"))
+    assert "default-src 'none'" in str(policy)
+
+
+def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
+    root = tmp_path / "photos"
+    evil = "<script>alert(1)<"
+    for i in range(6):
+        write_picture(root / evil / f'"><img src=x onerror=alert({i})>.png', i)
+        write_picture(root / "</script><b>" / f"{{{{ 7*7 }}}}&amp;{i}.png", i + 6)
+    (root / evil / "<svg onload=alert(9)>.jpg").write_text("no picture")
+    extract(root, max_failures=2)
+    run_job("probe", store="store", device="cpu")
+    page = report()
+    kinds = [tag for tag, _ in page.found]
+    assert kinds.count("script") == 3
+    assert "svg" not in kinds
+    assert not any(name.startswith("on") for _, found in page.found for name in found)
+    assert "<svg onload=alert(9)>.jpg" in page.text
+    assert "<script>alert(1)<" in page.text
+    assert "{{ 7*7 }}" in page.text
+    assert evil in data_of()["classes"]
+
+
+def test_as_json_cannot_end_its_element() -> None:
+    text = as_json({"</script>": "<!-- & \u2028 ]]>"})
+    assert "<" not in text
+    assert "&" not in text
+    assert text.isascii()
+    assert json.loads(text) == {"</script>": "<!-- & \u2028 ]]>"}
+
+
+def test_secrets_stay_out(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "swordfish")
+    keys = {"hang": "${oc.env:MY_TOKEN}"}
+    extract(photos, model={**MODEL, "args": keys})
+    assert "oc.env:MY_TOKEN" in report().text, "as the store keeps it"
+    assert "swordfish" not in Path("store/report.html").read_text(encoding="utf-8")
+
+
+def test_without_labels_and_without_pictures(tmp_path: Path) -> None:
+    root = write_pictures(tmp_path / "photos")
+    for path in list(root.glob("*/*.png")):
+        path.rename(root / path.name)
+    extract(root)
+    root.rename(tmp_path / "elsewhere")
+    page = report()
+    assert "No row has a label." in page.text
+    assert "There are no thumbnails: none of 21 pictures could be read now" in page.words
+    assert data_of()["pictures"] == {}
+    page = report(data={"name": "folder", "root": str(tmp_path / "elsewhere")})
+    assert "21 thumbnails" in page.words
+
+
+def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
+    keys = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
+    table = photos / "photos.csv"
+    table.write_text("\n".join(["path,label", *(f"{key},{key[:3]}" for key in keys)]))
+    odd = os.fsdecode(b"st\xffre")
+    extract({"name": "table", "root": str(table)}, out=odd)
+    assert run_job("report", store=odd, device="cpu", out="p.html", report={"tsne": False}) == 0
+    assert "21 thumbnails" in Elements(Path("p.html").read_text("utf-8")).words
+    table.unlink()
+    assert run_job("report", store=odd, device="cpu", out="p.html", report={"tsne": False}) == 0
+    page = Elements(Path("p.html").read_text("utf-8"))
+    assert "There are no thumbnails: data.root=" in page.words
+    assert "st\\xffre" in page.text
+
+
+def test_pictures_that_went_are_counted(photos: Path) -> None:
+    extract(photos)
+    (photos / "cat" / "000.png").unlink()
+    (photos / "cat" / "006.png").write_bytes(b"no picture any more")
+    words = report(report={"pictures": 40}).words
+    assert "1 pictures could not be read now" in words
+    assert "1 picture cannot be decoded now: cat/006.png." in words
+    data = data_of()
+    gone, damaged = (str(data["keys"].index(f"cat/{name}.png")) for name in ("000", "006"))
+    assert data["unread"] == {gone: "cannot be read", damaged: "cannot be decoded"}
+    assert not {gone, damaged} & data["pictures"].keys()
+    assert "asked for none" in report(report={"pictures": 0}).words
+    page = report(report={"pictures": 5})
+    assert "5 thumbnails" in page.words
+    assert "points of the maps beyond that have none" in page.words
+
+
+@pytest.mark.parametrize("parts", [[], [0], [0, 2]])
+def test_an_incomplete_store_says_so_loudly(
+    parts: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(60, 16, failed=[3])
+    with run.session(Path("store")).hold():
+        pass
+    run.write(Path("store"), parts=parts)
+    page = report()
+    assert "is not complete" in capsys.readouterr().err
+    missing = 60 - sum(len(run.grid.part(i)) for i in parts)
+    assert f"This store is not complete. {missing} of 60 rows are not there yet." in page.words
+    assert len(data_of()["rows"]) == max(0, 16 * len(parts) - (1 if parts else 0))
+
+
+def test_layers_that_are_being_added() -> None:
+    run = make_run(60, 16).identified()
+    run.finish(Path("store"))
+    make_added(run, {"later": (4,)}, part_rows=16).finish(Path("store"), at_most=1)
+    page = report()
+    assert "Layers are being added and do not show before they are whole: later." in page.words
+    assert [each["name"] for each in data_of()["maps"]] == ["flat", "map"]
+
+
+def test_parts_and_a_sample_of_rows() -> None:
+    make_run(60, 16).write(Path("store"))
+    page = report(report={"rows": 20}, seed=5)
+    assert "Over 20 random rows of 60 (seed 5)" in page.words
+    assert "4 parts, not packed" in page.words
+    data = data_of()
+    assert len(data["rows"]) == 20
+    assert data["parts"][-1][1] == 60
+    assert data["maps"][0]["tsne"] is None
+    report(report={"rows": 20}, seed=5)
+    assert data_of()["rows"] == data["rows"]
+    report(report={"rows": 20}, seed=6)
+    assert data_of()["rows"] != data["rows"]
+
+
+def test_of_many_layers_the_last_have_maps() -> None:
+    run = make_run(12, 16, {f"layer{i}": (3,) for i in range(10)})
+    run.write(Path("store"), packed=True)
+    page = report()
+    assert "Of 10 layers the last 8 have maps" in page.words
+    assert [each["name"] for each in data_of()["maps"]] == [f"layer{i}" for i in range(2, 10)]
+    assert len(data_of()["norms"]) == 10
+    report(layer="layer3")
+    assert [each["name"] for each in data_of()["maps"]] == ["layer3"]
+
+
+@pytest.mark.parametrize("failed", [range(7), range(8)])
+def test_hardly_a_row_is_ok(failed: range) -> None:
+    make_run(8, failed=failed).write(Path("store"))
+    page = report()
+    assert f"{len(failed)} of 8 rows failed" in page.words
+    assert "There are not two ok rows to compare." in page.text
+
+
+def test_a_file_alone() -> None:
+    make_run(12).write(Path("made"), packed=True)
+    Path("made/features.h5").rename("alone.h5")
+    assert run_job("report", store="alone.h5", device="cpu", report={"tsne": False}) == 0
+    assert "A single file tells nothing of time" in Path("report.html").read_text()
+
+
+def test_where_it_goes() -> None:
+    make_run(12).write(Path("store"))
+    report("folder/report.html", out="folder")
+    report("page.html", out="page.html")
+    report("page.html", out="page.html")  # its own page is written anew
+    Path("mine.html").write_text("<p>mine")
+    with pytest.raises(StoreError, match=r"mine\.html is there and is no report"):
+        report(out="mine.html")
+    assert Path("mine.html").read_text() == "<p>mine"
+    with pytest.raises(StoreError, match="cannot"):
+        report(out="mine.html/page.html")
+    Path("taken.html").mkdir()
+    with pytest.raises(StoreError, match="is a folder"):
+        report(out="taken.html")
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_run(12).write(Path("store"))
+    with pytest.raises(LayerError, match="flot"):
+        report(layer="flot")
+    with pytest.raises(ConfigError, match="needs store=DIR"):
+        run_job("report")
+    with pytest.raises(ConfigError, match="expected 10 to 10000"):
+        report(report={"rows": 9})
+    with pytest.raises(ConfigError, match="overwrite has no effect"):
+        report(overwrite=True)
+    with pytest.raises(ConfigError, match="job=report only"):
+        run_job("similar", store="store", report={"rows": 20})
+    monkeypatch.setattr("featx.export.report.run._PACKAGES", ("jinja2", "not_installed_here"))
+    with pytest.raises(MissingExtraError, match=r'not_installed_here: pip install "featx\[report'):
+        report()
+
+
+def test_from_python_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(12).write(Path("store"))
+    assert (
+        featx.write_report(store="store", out="p.html", device="cpu", report={"tsne": False})
+        == Path("p.html").absolute()
+    )
+    capsys.readouterr()
+    run_job("report", json=True, store="store", device="cpu", report={"tsne": False})
+    found = json.loads(capsys.readouterr().out)
+    assert found["rows_looked_at"] == 12
+    assert found["complete"] is True
+    assert found["bytes"] == Path("store/report.html").stat().st_size
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_killed_report_leaves_nothing_for_ever() -> None:
+    make_run(9, 8).write(Path("store"), packed=True)
+    killed_at_sync("from test_report import report; report()", "report.html")
+    assert len(temporary_files(Path("store"))) == 1
+    report()
+    assert temporary_files(Path("store")) == []
+
+
+@pytest.mark.slow
+def test_a_million_rows() -> None:
+    run = make_run(1_000_000, 1 << 18, {"flat": (8,)}, dtype="float16", failed=range(0, 999, 3))
+    run.write(Path("store"), packed=True)
+    page = report(report={"rows": 500})
+    assert "Over 500 random rows of 999 667 (seed 0)" in page.words
+    assert "among all 999 667 ok rows" in page.words
+    assert Path("store/report.html").stat().st_size < 6 << 20
+
+
+@pytest.mark.slow
+def test_the_command(
+    featx: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    made = featx("data=sample", "out=s", "max_failures=9")
+    assert made.returncode == 0, made.stderr
+    done = featx("job=report", "store=s")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "s" / "report.html").stat().st_size > 4_000_000
+    wrong = featx("job=report", "store=nowhere")
+    assert wrong.returncode == 2
+    assert "there is no store at" in wrong.stderr
+    assert "Traceback" not in wrong.stderr

@@ -1,0 +1,360 @@
+"""tensorboard=true: what TensorBoard's own reader finds, and that the run never depends on it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from tiny_model import KEYS, MODEL, Tiny, run_job, write_picture
+from tiny_model import extract as extract_and_pack
+
+import featx
+from featx.base.fingerprint import digest
+from featx.config.run_config import Config
+from featx.errors import ConfigError, MissingExtraError
+from featx.export.tensorboard import events
+from featx.export.tensorboard.histogram import Histogram
+from featx.pipeline import feature_sink
+from featx.pipeline.stop_signals import Interrupted
+from featx.sources.base import FolderSource
+from featx.store.manifest import load_manifest
+from featx.types import ImageFault, Status
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+COLOURS = {
+    "blue": (0, 0, 255),
+    "green": (0, 128, 0),
+    "orange": (255, 128, 0),
+    "red": (255, 0, 0),
+    "white": (255, 255, 255),
+}
+
+
+class Unseen(Tiny):
+    """Its result is nothing that torch.jit knows."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=super().forward(x))
+
+
+@pytest.fixture
+def colours(tmp_path: Path) -> Path:
+    """A picture of each colour in a class folder of its name, and one that is none."""
+    for name, colour in COLOURS.items():
+        path = tmp_path / "colours" / name / f"{name}.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (40, 50), colour).save(path)
+    (tmp_path / "colours" / "green" / "broken.png").write_bytes(b"no picture")
+    return tmp_path / "colours"
+
+
+def extract(data: Path, **keys: Any) -> featx.FeatureStore:
+    """The store as parts, which is all that matters here and takes less time."""
+    return extract_and_pack(data, **{"pack": False, **keys})
+
+
+def read_back(folder: str = "store/tensorboard/run-0") -> EventAccumulator:
+    guidance = {"scalars": 0, "tensors": 0, "graph": 0}  # everything
+    accumulator = EventAccumulator(folder, size_guidance=guidance)
+    accumulator.Reload()
+    return accumulator
+
+
+def steps(accumulator: EventAccumulator, tag: str = "run/images_per_second") -> list[int]:
+    return [event.step for event in accumulator.Scalars(tag)]
+
+
+def histograms(accumulator: EventAccumulator, layer: str) -> dict[int, np.ndarray]:
+    """step -> (k, 3) left edges, right edges, counts."""
+    found = accumulator.Tensors(f"activations/{layer}")
+    return {event.step: make_ndarray(event.tensor_proto) for event in found}
+
+
+def stored_bytes(root: str = "store") -> bytes:
+    return (Path(root) / "features.h5").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_every_number_lies_in_its_bin(dtype: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = 10.0 ** torch.randint(-9, 4, (3000,), generator=generator)
+    values = torch.randn(3000, generator=generator) * sizes
+    largest = torch.finfo(getattr(torch, dtype)).max
+    ends = torch.tensor([0.0, 0.0, -0.0, largest, -largest])
+    stored = torch.cat([values, ends]).to(getattr(torch, dtype))
+    bits = stored.view(torch.uint16) if dtype == "bfloat16" else stored
+    histogram = Histogram(dtype)
+    histogram.add(bits[:1000].reshape(10, 4, 25).permute(0, 2, 1).numpy())  # not contiguous
+    histogram.add(bits[1000:].numpy())
+    left, right, counts = histogram.take().T
+    numbers = stored.double().numpy()
+    negative = np.signbit(numbers)  # -0 counts as negative
+    distance = np.abs(numbers)
+    for low, high, count in zip(left, right, counts, strict=True):
+        below = np.signbit(low)
+        nearest, farthest = sorted((abs(low), abs(high)))
+        inside = (negative == below) & (distance >= nearest) & (distance < farthest)
+        if farthest == largest:
+            inside |= (negative == below) & (distance == largest)
+        assert inside.sum() == count
+    assert counts.sum() == len(numbers)
+    assert (right[left > 1e-3] / left[left > 1e-3] <= 1 + 1 / 16).all()
+    assert (np.diff(left) > 0).all()
+    assert len(histogram.take()) == 0
+
+
+def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path) -> None:
+    (photos / "cat" / "006.png").write_bytes(b"no picture")  # row 1, in the first part
+    store = extract(photos, layers=["conv", "conv:input"], max_failures=1, tensorboard=True)
+    found = read_back()
+    assert steps(found) == [4, 8, 12, 16, 20, 21]
+    assert [event.value for event in found.Scalars("run/failures")] == [1, 0, 0, 0, 0, 0]
+    for stage in ("read", "decode", "wait", "model", "copy", "write"):
+        seconds = [event.value for event in found.Scalars(f"seconds/{stage}")]
+        assert len(seconds) == 6
+        assert min(seconds) >= 0
+        assert stage in ("wait", "copy") or max(seconds) > 0
+    for layer in store.layers:
+        for step, buckets in histograms(found, layer).items():
+            rows = np.arange(max(0, (step - 1) // 4 * 4), step)
+            values = store[layer][rows[store.ok[rows]]].astype(np.float64).ravel()
+            left, right, counts = buckets.T
+            assert counts.sum() == len(values)
+            assert left[0] <= values.min() <= right[0]
+            assert left[-1] <= values.max() <= right[-1]
+            assert counts[left >= 0].sum() == (values >= 0).sum()
+    names = [node.name for node in found.Graph().node]
+    assert any("conv" in name for name in names)
+    assert any("head" in name for name in names)
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_next_step(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = feature_sink.compute_rows
+
+    def interrupted(prepared: Any, engine: Any, batch: Any) -> Any:
+        if batch.start == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(prepared, engine, batch)
+
+    monkeypatch.setattr(feature_sink, "compute_rows", interrupted)
+    with pytest.raises(Interrupted):
+        extract(photos, tensorboard=True)
+    assert steps(read_back()) == [4, 8, 12]
+    monkeypatch.setattr(feature_sink, "compute_rows", compute)
+    extract(photos, tensorboard=True)
+    found = read_back()
+    assert steps(found) == [4, 8, 12, 16, 20, 21]
+    counts = {step: buckets[:, 2].sum() for step, buckets in histograms(found, "conv").items()}
+    assert counts == {4: 512, 8: 512, 12: 512, 16: 512, 20: 512, 21: 128}
+
+
+@pytest.mark.parametrize("decode", ["fast", "reference"])
+def test_sprites_metadata_and_vectors_are_of_the_same_rows_in_the_same_order(
+    colours: Path, decode: str
+) -> None:
+    store = extract(colours, layers=["conv:input"], decode=decode, max_failures=1, tensorboard=True)
+    folder = Path("store/tensorboard")
+    assert metadata(folder) == [
+        ["label", "key", "row"],
+        ["blue", "blue/blue.png", "0"],
+        ["green", "green/green.png", "2"],  # broken.png is before it, and not here
+        ["orange", "orange/orange.png", "3"],
+        ["red", "red/red.png", "4"],
+        ["white", "white/white.png", "5"],
+    ]
+    sheet = np.asarray(Image.open(folder / "projector/sprites.png"))
+    assert sheet.shape == (96, 96, 3)
+    tiles = sheet.reshape(3, 32, 3, 32, 3).swapaxes(1, 2).reshape(9, 32, 32, 3)
+    for tile, colour in zip(tiles, COLOURS.values(), strict=False):
+        assert (tile == colour).all()
+    config = (folder / "projector_config.pbtxt").read_text()
+    assert 'tensor_name: "conv:input"' in config
+    assert config.count("single_image_dim: 32") == 2
+    vectors = np.loadtxt(folder / "projector/vectors-0.tsv", delimiter="\t")
+    expected = store["conv:input"][np.flatnonzero(store.ok)].astype(np.float64).mean((2, 3))
+    np.testing.assert_allclose(vectors, expected, rtol=1e-5, atol=1e-6)
+
+
+def metadata(folder: Path) -> list[list[str]]:
+    text = (folder / "projector/metadata.tsv").read_text()
+    return [line.split("\t") for line in text.splitlines()]
+
+
+def test_a_finished_store_gets_a_projector_and_a_graph_and_no_row_again(
+    photos: Path, computed: list[Any], capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    extract(photos, layers=["pool"], pack=True)
+    before, manifest = stored_bytes(), Path("store/featx.json").read_bytes()
+    computed.clear()
+    read = FolderSource.read
+
+    def read_others(source: FolderSource, key: bytes) -> bytes:
+        if key == b"cat/000.png":
+            raise ImageFault(Status.MISSING, "no such file")
+        return read(source, key)
+
+    monkeypatch.setattr(FolderSource, "read", read_others)
+    extract(photos, layers=["pool"], tensorboard=5)
+    assert computed == []
+    assert stored_bytes() == before
+    assert Path("store/featx.json").read_bytes() == manifest
+    rows = [row for _, _, row in metadata(Path("store/tensorboard"))]
+    assert rows == ["row", "0", "5", "10", "15", "20"]
+    assert "1 image cannot be read now" in capfd.readouterr().err
+    sheet = np.asarray(Image.open("store/tensorboard/projector/sprites.png"))
+    assert (sheet[:32, :32] == 128).all()
+    assert sheet[:32, 32:64].std() > 20
+    assert read_back().Graph().node
+    graphs = list(Path("store/tensorboard/run-0").glob("*.graph"))
+    extract(photos, layers=["pool"], tensorboard=True)
+    assert list(Path("store/tensorboard/run-0").glob("*.graph")) == graphs
+    assert len(metadata(Path("store/tensorboard"))) == 22
+
+
+def test_events_change_neither_the_features_nor_the_fingerprint(photos: Path) -> None:
+    extract(photos, tensorboard=True, out="with")
+    extract(photos, out="without")
+    (left, _), (right, _) = load_manifest(Path("with")), load_manifest(Path("without"))
+    assert left is not None
+    assert right is not None
+    assert left.digest == right.digest == digest(right.runs[0].header.fingerprint)
+    a, b = featx.open("with"), featx.open("without")
+    assert (np.asarray(a["conv"]).view("u2") == np.asarray(b["conv"]).view("u2")).all()
+
+
+def test_layers_that_are_added_have_curves_of_their_own(photos: Path) -> None:
+    extract(photos, tensorboard=True)
+    extract(photos, layers=["conv", "deep"], tensorboard=True)
+    found = read_back("store/tensorboard/run-1")
+    assert steps(found) == [4, 8, 12, 16, 20, 21]
+    assert list(found.PluginTagToContent("histograms")) == ["activations/deep"]
+    config = Path("store/tensorboard/projector_config.pbtxt").read_text()
+    assert config.index('"conv"') < config.index('"deep"')
+
+
+def test_overwrite_deletes_the_events_too(photos: Path) -> None:
+    extract(photos, tensorboard=True)
+    extract(photos, overwrite=True)
+    assert not Path("store/tensorboard").exists()
+
+
+def test_a_full_disk_costs_the_events_and_not_the_features(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    append = events.RunEvents._append
+
+    def full(self: events.RunEvents, records: bytes) -> None:
+        if self._path is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(self, records)
+
+    monkeypatch.setattr(events.RunEvents, "_append", full)
+    store = extract(photos, tensorboard=True)
+    assert store.complete
+    assert store.ok.all()
+    assert steps(read_back()) == [4]
+    assert capfd.readouterr().err.count("No space left on device") == 1
+
+
+def test_a_file_where_the_events_should_go_is_a_warning(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("store").mkdir()
+    Path("store/tensorboard").write_text("mine")
+    assert extract(photos, tensorboard=True).complete
+    told = capfd.readouterr().err
+    assert "The features go on without their events." in told
+    assert "The store is not touched by it." in told
+    assert Path("store/tensorboard").read_text() == "mine"
+
+
+def test_a_model_that_cannot_be_traced_has_no_graph(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = {**MODEL, "target": "test_tensorboard:Unseen"}
+    assert extract(photos, model=model, tensorboard=True).complete
+    lines = [line for line in capfd.readouterr().err.splitlines() if "no graph" in line]
+    assert len(lines) == 1
+    assert "torch.jit.trace" in lines[0]
+    assert "Graph" not in read_back().Tags() or not read_back().Tags()["graph"]
+    assert Path("store/tensorboard/projector_config.pbtxt").exists()
+
+
+def test_keys_of_all_kinds_stay_one_line_of_metadata(tmp_path: Path) -> None:
+    names = [b"a\tb.png", "ü.png".encode(), b"\xff.png", b"plain.png"]
+    (tmp_path / "odd").mkdir()
+    for i, name in enumerate(names):
+        write_picture(tmp_path / "odd" / os.fsdecode(name), i)
+    store = extract(tmp_path / "odd", tensorboard=True)
+    keys = [key for _, key, _ in metadata(Path("store/tensorboard"))[1:]]
+    assert keys == [r"a\tb.png", "plain.png", "ü.png", "\\xff.png"]
+    assert len(store) == 4
+
+
+def test_a_store_without_an_ok_row_has_no_projector(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.png").write_bytes(b"no picture")
+    extract(tmp_path / "bad", tensorboard=True, max_failures=1)
+    assert "no row is ok" in capfd.readouterr().err
+    assert not Path("store/tensorboard/projector_config.pbtxt").exists()
+
+
+def test_wide_layers_are_left_out_of_the_projector(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("featx.export.tensorboard.projector.MAX_WIDTH", 7)
+    extract(photos, layers=["conv", "deep"], tensorboard=True)
+    config = Path("store/tensorboard/projector_config.pbtxt").read_text()
+    assert '"deep"' in config
+    assert '"conv"' not in config
+    assert "conv is not in the projector, over 7 numbers" in capfd.readouterr().err
+
+
+def test_without_the_package_the_error_names_the_extra(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"featx\[tensorboard\]") as error:
+        extract(photos, tensorboard=True)
+    assert error.value.exit_code == 2
+    assert not Path("store").exists()
+
+
+def test_the_repair_of_a_store_needs_no_tensorboard(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract(photos, tensorboard=True)
+    Path("store/parts/part-000002.h5").unlink()
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    assert run_job("verify", store="store", verify={"repair": True}) == 0
+
+
+@pytest.mark.parametrize("value", [0, -1, 16385, "yes", 1.5, None])
+def test_what_is_no_number_of_pictures_is_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="how many pictures"):
+        Config(tensorboard=value)
+
+
+def test_the_key_belongs_to_the_main_job(photos: Path) -> None:
+    extract(photos)
+    with pytest.raises(ConfigError, match="tensorboard has an effect with job=extract"):
+        run_job("verify", store="store", tensorboard=True)
+    plan = {**KEYS, "out": "other", "data": str(photos)}
+    assert run_job("plan", tensorboard=True, **plan) == 0

@@ -1,0 +1,168 @@
+"""Notes of what is being decoded: they outlive a crash, and nothing else is taken for them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from conftest import with_path
+from hypothesis import given
+from hypothesis import strategies as st
+
+from featx.images.crash_journal import Notes, Suspects, noted_keys
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def left_behind(folder: Path) -> set[bytes]:
+    with Suspects(folder).left_behind() as keys:
+        return keys
+
+
+def crashed(folder: Path, *keys: bytes) -> None:
+    """A process whose threads are decoding these images when it is killed."""
+    program = (
+        "import os, signal, sys, threading\n"
+        "from pathlib import Path\n"
+        "from featx.images.crash_journal import Suspects\n"
+        "keys = [os.fsencode(key) for key in sys.argv[2:]]\n"
+        "ready = threading.Barrier(len(keys) + 1)\n"
+        "def decode(notes, key):\n"
+        "    with notes.noted(b'another that is done'): pass\n"
+        "    with notes.noted(key): ready.wait(), threading.Event().wait()\n"
+        "with Suspects(Path(sys.argv[1])).notes() as notes:\n"
+        "    for key in keys: threading.Thread(target=decode, args=(notes, key)).start()\n"
+        "    ready.wait()\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, folder, *map(os.fsdecode, keys)], env=with_path()
+    )
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_what_was_being_decoded_is_known_after_a_crash(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "store"
+    keys = {b"cat/a b.jpg", "häm\udcff.png".encode("utf-8", "surrogateescape"), b"k" * 1022}
+    crashed(folder, *keys)
+    with pytest.raises(ZeroDivisionError), Suspects(folder).left_behind():
+        raise ZeroDivisionError  # it is not known yet what they are
+    assert left_behind(folder) == keys
+    assert files(folder) == []
+    assert left_behind(folder) == set()
+
+
+def test_the_notes_of_the_living_are_left_alone(tmp_path: Path) -> None:
+    with Suspects(tmp_path).notes() as notes:
+        assert notes is not None
+        with notes.noted(b"a"):
+            assert noted_keys(next(tmp_path.iterdir())) == {b"a"}
+            assert left_behind(tmp_path) == set()
+            assert len(files(tmp_path)) == 1
+    assert files(tmp_path) == []
+
+
+def test_folders_that_were_made_for_the_notes_go_with_them(tmp_path: Path) -> None:
+    suspects = Suspects(tmp_path / "runs" / "store")
+    with suspects.notes():
+        assert (tmp_path / "runs" / "store").is_dir()
+    assert files(tmp_path) == []
+    with suspects.notes():
+        (tmp_path / "runs" / "mine").touch()
+    assert files(tmp_path / "runs") == ["mine"]
+
+
+def test_a_folder_that_cannot_be_had_is_no_reason_to_stop(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    suspects = Suspects(tmp_path / "file" / "store")
+    with suspects.notes() as notes:
+        assert notes is None
+    suspects.remember(b"a")
+    assert b"a" in suspects
+    with Suspects(None).notes() as notes:
+        assert notes is None
+    with Suspects(None).left_behind() as keys:
+        assert keys == set()
+
+
+def test_a_full_disk_takes_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room is reserved: a write into a mapped file without any would be SIGBUS."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Suspects(tmp_path).notes():
+        [path] = tmp_path.iterdir()
+        assert path.stat().st_blocks * 512 >= path.stat().st_size
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with Suspects(tmp_path / "new").notes() as notes:
+        assert notes is None
+    assert files(tmp_path) == []
+
+
+def test_more_threads_than_slots_and_keys_longer_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featx.images.crash_journal._NUM_SLOTS", 3)
+    notes = Notes(tmp_path / "notes")
+    barrier = threading.Barrier(6)
+
+    def decode(number: int) -> int:
+        with notes.noted(b"long" * 2000 if number == 0 else b"%d" % number):
+            barrier.wait(10)
+            found = len(noted_keys(tmp_path / "notes"))
+            barrier.wait(10)
+            return found
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(decode, range(6))) == [3] * 6
+    notes.close()
+    with notes.noted(b"late"):  # a thread that was left behind
+        assert files(tmp_path) == []
+
+
+@given(content=st.binary(max_size=9000))
+def test_any_bytes_can_be_read_as_notes(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "notes"
+    path.write_bytes(content)
+    assert all(0 < len(key) <= 1022 for key in noted_keys(path))
+
+
+def test_what_is_dangerous_is_remembered(tmp_path: Path) -> None:
+    suspects = Suspects(tmp_path)
+    keys = [b"a.gif", b"\xff/\xfe.gif", "ü.gif".encode()]
+    for key in [*keys, *keys]:
+        suspects.remember(key)
+    again = Suspects(tmp_path)
+    assert all(key in again for key in keys)
+    assert b"b.gif" not in again
+    assert files(tmp_path) == [".suspects"]
+    for damage in (b"", b"{", b"[1]", b"3", b"\xff"):
+        (tmp_path / ".suspects").write_bytes(damage)
+        assert keys[0] not in Suspects(tmp_path)
+
+
+def test_notes_are_the_threads_own(tmp_path: Path) -> None:
+    """Many threads, many images: at every moment each is noted once, in the end none."""
+    notes = Notes(tmp_path / "notes")
+    keys = [b"%05d" % number for number in range(60)]
+
+    def decode(key: bytes) -> bool:
+        with notes.noted(key):
+            return key in noted_keys(tmp_path / "notes")
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(decode, keys))
+        assert noted_keys(tmp_path / "notes") == set()
+    notes.close()

@@ -1,0 +1,598 @@
+"""The loader: every row in its own place, every failure said, memory and threads bounded."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import make_picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from featx.errors import RunError
+from featx.images import fault_tolerant_decode
+from featx.images import loader as loader_module
+from featx.images.decode import ImagePolicy, decode
+from featx.images.decode_settings import Decoding
+from featx.images.loader import PREFETCH_BATCHES, Loader
+from featx.images.preprocess import Preprocess
+from featx.sources.base import FolderSource
+from featx.types import Batch, ImageFault, Listing, Part, Status
+
+POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)
+SIDE = 16
+
+
+def to_tensor(image: Image.Image) -> torch.Tensor:
+    """A reference transform: resize without care for the proportions, values in [0, 1]."""
+    resized = np.array(image.resize((SIDE, SIDE)), dtype=np.float32)
+    return torch.from_numpy(resized).permute(2, 0, 1) / 255
+
+
+PREPROCESS = Preprocess(to_tensor, (SIDE, SIDE), SIDE, "bilinear", (0, 0, 0), (1, 1, 1))
+
+
+def encoded(seed: int) -> bytes:
+    file = io.BytesIO()
+    make_picture(40 + seed % 7, 30 + seed % 5, seed=seed).save(file, "PNG")
+    return file.getvalue()
+
+
+GOOD = [encoded(seed) for seed in range(23)]
+BAD = {
+    "empty": (b"", Status.UNSUPPORTED),
+    "text": (b"no image", Status.UNSUPPORTED),
+    "truncated": (GOOD[0][:600], Status.TRUNCATED),
+    "corrupt": (GOOD[0][:300] + b"\0\0\0\0" + GOOD[0][304:], Status.DECODE_ERROR),
+}
+
+
+class MemorySource:
+    """Images held in a list; keys are their numbers. Says which were read, and when."""
+
+    def __init__(self, images: list[bytes]) -> None:
+        self.images = images
+        self.read_keys: list[bytes] = []
+
+    def listing(self) -> Listing:
+        keys = np.array([b"%06d" % i for i in range(len(self.images))], dtype=np.bytes_)
+        return Listing(keys, np.full(len(keys), -1, dtype=np.int64))
+
+    def read(self, key: bytes) -> bytes:
+        self.read_keys.append(key)
+        return self.images[int(key)]
+
+
+def make_loader(
+    source: MemorySource | FolderSource,
+    batch_size: int = 4,
+    reference: bool = False,
+    preprocess: Preprocess = PREPROCESS,
+    policy: ImagePolicy = POLICY,
+) -> Loader:
+    decoding = Decoding(preprocess, policy, reference or not preprocess.has_fast_path)
+    return Loader(source, source.listing(), decoding, batch_size)
+
+
+def parts_of(num_rows: int, part_rows: int) -> list[Part]:
+    starts = range(0, num_rows, part_rows)
+    return [Part(k, i, min(i + part_rows, num_rows)) for k, i in enumerate(starts)]
+
+
+def load_all(
+    source: MemorySource | FolderSource, parts: Iterable[Part], **options: object
+) -> list[tuple[Part, Batch]]:
+    with make_loader(source, **options) as loader:
+        return list(loader.batches(parts))
+
+
+def rows_of(batches: Iterable[tuple[Part, Batch]]) -> dict[int, torch.Tensor]:
+    return {batch.start + i: batch.images[i] for _, batch in batches for i in range(batch.count)}
+
+
+def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
+    """What a row is, without the loader."""
+    image = decode(data, POLICY, None if reference else SIDE)
+    return to_tensor(image) if reference else PREPROCESS.crop_uint8(np.array(image))
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retries come at once."""
+    monkeypatch.setattr(fault_tolerant_decode, "_RETRY_WAITS_S", (0, 0, 0))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    """After every test of this file, whatever it raised."""
+    yield
+    assert our_threads() == []
+
+
+def our_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("featx-loader")]
+
+
+# Order, batches, parts
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_every_row_is_its_own_image(reference: bool) -> None:
+    rows = rows_of(load_all(MemorySource(GOOD), parts_of(23, 8), reference=reference))
+    assert sorted(rows) == list(range(23))
+    for row, x in rows.items():
+        assert torch.equal(x, expected_row(GOOD[row], reference))
+        assert x.dtype == (torch.float32 if reference else torch.uint8)
+
+
+def test_rows_keep_their_places_when_images_take_different_times() -> None:
+    """The first of each batch is the slowest to be read."""
+
+    class Slow(MemorySource):
+        def read(self, key: bytes) -> bytes:
+            time.sleep(0.02 * (3 - int(key) % 4))
+            return super().read(key)
+
+    rows = rows_of(load_all(Slow(GOOD), parts_of(23, 8)))
+    assert all(torch.equal(rows[i], expected_row(GOOD[i])) for i in range(23))
+
+
+def test_batches_come_in_order_full_and_the_last_one_padded() -> None:
+    batches = load_all(MemorySource(GOOD), [Part(0, 0, 23)], batch_size=8)
+    assert [(batch.start, batch.count) for _, batch in batches] == [(0, 8), (8, 8), (16, 7)]
+    assert {tuple(batch.images.shape) for _, batch in batches} == {(8, 3, SIDE, SIDE)}
+    last = batches[-1][1].images
+    assert not last[7].any()
+    assert all(last[i].any() for i in range(7))
+
+
+def test_no_batch_crosses_a_part() -> None:
+    batches = load_all(MemorySource(GOOD), [Part(3, 2, 9), Part(7, 14, 23)], batch_size=4)
+    found = [(part.index, batch.start, batch.count) for part, batch in batches]
+    assert found == [(3, 2, 4), (3, 6, 3), (7, 14, 4), (7, 18, 4), (7, 22, 1)]
+    for row, x in rows_of(batches).items():
+        assert torch.equal(x, expected_row(GOOD[row]))
+
+
+def test_parts_in_any_order() -> None:
+    parts = list(reversed(parts_of(23, 8)))
+    batches = load_all(MemorySource(GOOD), parts)
+    assert [part for part, _ in batches] == sorted((p for p, _ in batches), key=lambda p: -p.start)
+    assert all(torch.equal(x, expected_row(GOOD[i])) for i, x in rows_of(batches).items())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 9),
+    st.lists(st.tuples(st.integers(0, 23), st.integers(0, 23)), max_size=4),
+)
+def test_any_parts_and_batch_sizes(batch_size: int, spans: list[tuple[int, int]]) -> None:
+    parts = [Part(k, *sorted(span)) for k, span in enumerate(spans)]
+    batches = load_all(MemorySource(GOOD), parts, batch_size=batch_size)
+    found = [(part.index, batch.start + i) for part, batch in batches for i in range(batch.count)]
+    assert found == [(part.index, row) for part in parts for row in range(part.start, part.stop)]
+    for part, batch in batches:
+        assert part.start <= batch.start < batch.start + batch.count <= part.stop
+        assert len(batch.images) == batch_size
+        assert not batch.images[batch.count :].any()
+        for i in range(batch.count):
+            assert torch.equal(batch.images[i], expected_row(GOOD[batch.start + i]))
+
+
+def test_no_parts_give_no_batches() -> None:
+    assert load_all(MemorySource(GOOD), []) == []
+
+
+def test_batches_given_out_are_never_written_again() -> None:
+    """A consumer may keep a batch while later ones are loaded."""
+    with make_loader(MemorySource(GOOD)) as loader:
+        kept = [(batch, batch.images.clone()) for _, batch in loader.batches(parts_of(23, 8))]
+    assert all(torch.equal(batch.images, copy) for batch, copy in kept)
+    assert len({batch.images.data_ptr() for batch, _ in kept}) == len(kept)
+
+
+# Failures of images
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_image_is_zero_reported_and_alone(kind: str, reference: bool) -> None:
+    data, status = BAD[kind]
+    images = [data if i in (0, 5, 22) else good for i, good in enumerate(GOOD)]
+    clean = rows_of(load_all(MemorySource(GOOD), parts_of(23, 8), reference=reference))
+    batches = load_all(MemorySource(images), parts_of(23, 8), reference=reference)
+    for row, x in rows_of(batches).items():
+        if row in (0, 5, 22):
+            assert not x.any()
+        else:
+            assert torch.equal(x, clean[row])
+    failures = [failure for _, batch in batches for failure in batch.failures]
+    assert [(f.row, f.key, f.status) for f in failures] == [
+        (row, b"%06d" % row, status) for row in (0, 5, 22)
+    ]
+    for _, batch in batches:
+        assert all(batch.start <= f.row < batch.start + batch.count for f in batch.failures)
+    assert all(f.message and f.error for f in failures)
+
+
+def test_all_images_bad() -> None:
+    batches = load_all(MemorySource([b"x"] * 6), parts_of(6, 4))
+    assert [f.row for _, batch in batches for f in batch.failures] == list(range(6))
+    assert not any(batch.images.any() for _, batch in batches)
+
+
+def test_every_kind_of_fault_a_folder_can_have(tmp_path: Path) -> None:
+    for name, data in {
+        "a.png": GOOD[1],
+        "b-empty.png": b"",
+        "c-text.jpg": b"text",
+        "d-cut.png": GOOD[1][:500],
+        "e-gone.png": GOOD[1],
+        "f-large.png": b"P6 9999 9999 255\n",
+        "g.png": GOOD[2],
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    source = FolderSource(tmp_path)
+    with make_loader(source) as loader:
+        (tmp_path / "e-gone.png").unlink()
+        batches = list(loader.batches([Part(0, 0, 7)]))
+    assert {f.key: f.status for _, batch in batches for f in batch.failures} == {
+        b"b-empty.png": Status.EMPTY,
+        b"c-text.jpg": Status.UNSUPPORTED,
+        b"d-cut.png": Status.TRUNCATED,
+        b"e-gone.png": Status.MISSING,
+        b"f-large.png": Status.TOO_LARGE,
+    }
+    rows = rows_of(batches)
+    assert torch.equal(rows[0], expected_row(GOOD[1]))
+    assert torch.equal(rows[6], expected_row(GOOD[2]))
+
+
+def test_an_error_in_the_transform_is_recorded() -> None:
+    def transform(image: Image.Image) -> torch.Tensor:
+        if image.size == Image.open(io.BytesIO(GOOD[3])).size:
+            raise ZeroDivisionError("no such picture, please")
+        return to_tensor(image)
+
+    preprocess = Preprocess(transform, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
+    [(_, batch)] = load_all(
+        MemorySource(GOOD[:6]), [Part(0, 0, 6)], batch_size=6, preprocess=preprocess
+    )
+    [failure] = batch.failures
+    assert (failure.row, failure.status) == (3, Status.TRANSFORM_ERROR)
+    assert (failure.error, failure.message) == ("ZeroDivisionError", "no such picture, please")
+    assert not batch.images[3].any()
+    assert torch.equal(batch.images[4], expected_row(GOOD[4], reference=True))
+
+
+@pytest.mark.parametrize("shape", [(1, SIDE, SIDE), (3, 1, 1), (SIDE,), (3, SIDE, SIDE + 1)])
+def test_a_transform_of_another_shape_is_recorded_not_stretched(shape: tuple[int, ...]) -> None:
+    """Copying one channel into three places would go through without a word."""
+    preprocess = Preprocess(
+        lambda image: torch.ones(shape), (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1)
+    )
+    [(_, batch)] = load_all(MemorySource(GOOD[:2]), [Part(0, 0, 2)], preprocess=preprocess)
+    assert [f.status for f in batch.failures] == [Status.TRANSFORM_ERROR] * 2
+    assert f"expected (3, {SIDE}, {SIDE})" in batch.failures[0].message
+    assert not batch.images.any()
+
+
+def test_a_picture_that_resizing_makes_too_large_is_recorded() -> None:
+    """One pixel by 3000: within the limit as it is, 48 times over it when 16 pixels wide."""
+    file = io.BytesIO()
+    Image.new("RGB", (1, 3000), "red").save(file, "PNG")
+    policy = ImagePolicy("apply", (0, 0, 0), 16_000)
+    source = MemorySource([file.getvalue(), GOOD[0]])
+    [(_, batch)] = load_all(source, [Part(0, 0, 2)], policy=policy)
+    assert [(f.row, f.status) for f in batch.failures] == [(0, Status.TOO_LARGE)]
+    assert torch.equal(batch.images[1], expected_row(GOOD[0]))
+
+
+def test_a_transform_without_a_fast_path_takes_the_reference() -> None:
+    preprocess = Preprocess(to_tensor, (SIDE, SIDE), SIDE, "nearest", (0, 0, 0), (1, 1, 1))
+    rows = rows_of(load_all(MemorySource(GOOD), [Part(0, 0, 4)], preprocess=preprocess))
+    assert all(torch.equal(rows[i], expected_row(GOOD[i], reference=True)) for i in range(4))
+
+
+# A decoder that hangs
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("fault", [None, ImageFault(Status.TIMEOUT, "too long", "TimeoutError")])
+def test_a_decoder_that_hangs_costs_no_neighbour(
+    monkeypatch: pytest.MonkeyPatch, reference: bool, fault: ImageFault | None
+) -> None:
+    """Decoded again by itself: its pixels are used, or its fault is recorded."""
+    wake, waited = threading.Event(), []
+    for name in ("decode", "decode_pixels"):
+        real = getattr(fault_tolerant_decode, name)
+
+        def stuck(data: bytes, *rest: object, real: object = real) -> object:
+            if data in (GOOD[5], GOOD[6]):
+                waited.append(data)
+                wake.wait(30)
+            return real(data, *rest)
+
+        monkeypatch.setattr(fault_tolerant_decode, name, stuck)
+    if fault is not None:
+
+        def never(*_: object) -> None:
+            raise fault
+
+        monkeypatch.setattr(fault_tolerant_decode, "decode_alone", never)
+    source = MemorySource(GOOD)
+    decoding = Decoding(PREPROCESS, POLICY, reference, timeout_s=1)
+    with Loader(source, source.listing(), decoding, batch_size=4) as loader:
+        batches = list(loader.batches(parts_of(23, 8)))
+        wake.set()
+    until = time.monotonic() + 10
+    while our_threads() and time.monotonic() < until:  # those left behind wake up, and end
+        time.sleep(0.01)
+    assert sorted(waited) == sorted(GOOD[5:7])
+    failures = [failure for _, batch in batches for failure in batch.failures]
+    bad = [5, 6] if fault else []
+    assert [(f.row, f.status) for f in failures] == [(row, Status.TIMEOUT) for row in bad]
+    for row, x in rows_of(batches).items():
+        expected = torch.zeros_like(x) if row in bad else expected_row(GOOD[row], reference)
+        assert torch.equal(x, expected)
+
+
+# Failures of the environment
+
+
+class FailingSource(MemorySource):
+    """Raises for one key, a number of times."""
+
+    def __init__(self, images: list[bytes], key: bytes, error: BaseException, times: int) -> None:
+        super().__init__(images)
+        self.key, self.error, self.times = key, error, times
+
+    def read(self, key: bytes) -> bytes:
+        data = super().read(key)
+        if key == self.key and self.times > 0:
+            self.times -= 1
+            raise self.error
+        return data
+
+
+IO_ERROR = OSError(errno.EIO, "Input/output error")
+
+
+def test_a_disk_that_recovers_costs_no_row() -> None:
+    source = FailingSource(GOOD, b"000005", IO_ERROR, times=3)
+    batches = load_all(source, parts_of(23, 8))
+    assert all(torch.equal(x, expected_row(GOOD[i])) for i, x in rows_of(batches).items())
+    assert all(batch.failures == [] for _, batch in batches)
+    assert source.read_keys.count(b"000005") == 4
+
+
+def test_a_disk_that_goes_on_failing_stops_the_run_and_is_no_row() -> None:
+    source = FailingSource(GOOD, b"000002", IO_ERROR, times=10**6)
+    with make_loader(source) as loader:
+        batches = loader.batches(parts_of(23, 8))
+        with pytest.raises(RunError, match=r"reading 000002 failed: Input/output error, 4 times"):
+            next(batches)
+        assert list(batches) == []
+    assert source.read_keys.count(b"000002") == 4
+
+
+def test_batches_before_the_failing_one_are_given_out() -> None:
+    source = FailingSource(GOOD, b"000009", IO_ERROR, times=10**6)
+    with make_loader(source) as loader:
+        batches = loader.batches(parts_of(23, 8))
+        assert [next(batches)[1].start, next(batches)[1].start] == [0, 4]
+        with pytest.raises(RunError):
+            next(batches)
+
+
+def test_a_folder_that_vanishes_stops_the_run(tmp_path: Path) -> None:
+    root = tmp_path / "pictures"
+    root.mkdir()
+    for i in range(6):
+        (root / f"{i}.png").write_bytes(GOOD[i])
+    with make_loader(FolderSource(root), batch_size=2) as loader:
+        root.rename(tmp_path / "away")
+        with pytest.raises(RunError, match=r"reading 0\.png failed: No such file"):
+            list(loader.batches([Part(0, 0, 6)]))
+
+
+def test_out_of_memory_stops_the_run_and_is_no_row() -> None:
+    for error in (
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ):
+
+        def transform(image: Image.Image, error: Exception = error) -> torch.Tensor:
+            raise error
+
+        preprocess = Preprocess(transform, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
+        source = MemorySource(GOOD[:2])
+        with pytest.raises(RunError, match="out of memory at 000000"):
+            load_all(source, [Part(0, 0, 2)], preprocess=preprocess, reference=True)
+
+
+def test_no_transform_is_followed_on_uint8_that_cannot_be() -> None:
+    """Its pixels would be others, and nobody would see it."""
+    preprocess = Preprocess(to_tensor, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
+    assert Decoding(preprocess, POLICY, reference=True).reference
+    with pytest.raises(AssertionError):
+        Decoding(preprocess, POLICY)
+
+
+def test_a_bug_in_a_source_is_not_taken_for_a_bad_image() -> None:
+    source = FailingSource(GOOD, b"000005", KeyError("a bug"), times=10**6)
+    with pytest.raises(KeyError, match="a bug"):
+        load_all(source, parts_of(23, 8))
+
+
+def test_a_fault_is_not_retried() -> None:
+    fault = ImageFault(Status.MISSING, "no such file")
+    source = FailingSource(GOOD, b"000005", fault, times=10**6)
+    batches = load_all(source, parts_of(23, 8))
+    assert [f.row for _, batch in batches for f in batch.failures] == [5]
+    assert source.read_keys.count(b"000005") == 1
+
+
+def test_retries_wait_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fault_tolerant_decode, "_RETRY_WAITS_S", (0.05, 0.1))
+    source = FailingSource(GOOD[:1], b"000000", IO_ERROR, times=2)
+    begun = time.perf_counter()
+    load_all(source, [Part(0, 0, 1)])
+    assert time.perf_counter() - begun >= 0.15
+
+
+# Bounds
+
+
+def test_reading_ahead_is_bounded() -> None:
+    source = MemorySource(GOOD[:1] * 400)
+    source.images = [GOOD[0]] * 400
+    most = 0
+    with make_loader(source) as loader:
+        for number, _ in enumerate(loader.batches([Part(0, 0, 400)])):
+            time.sleep(0.002)
+            most = max(most, len(source.read_keys) - 4 * (number + 1))
+    assert 0 < most <= 4 * PREFETCH_BATCHES
+    assert len(source.read_keys) == 400
+
+
+def test_batches_alive_at_one_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Batch] = weakref.WeakSet()
+    monkeypatch.setattr(Batch, "__hash__", object.__hash__, raising=False)
+    most = 0
+
+    def counted(*arguments: object) -> Batch:
+        nonlocal most
+        batch = Batch(*arguments)  # type: ignore[arg-type]
+        alive.add(batch)
+        most = max(most, len(alive))
+        return batch
+
+    monkeypatch.setattr(loader_module, "Batch", counted)
+    with make_loader(MemorySource([GOOD[0]] * 200)) as loader:
+        for _ in loader.batches([Part(0, 0, 200)]):
+            gc.collect(0)
+    assert most > PREFETCH_BATCHES
+    assert most <= PREFETCH_BATCHES + 2  # those ahead, the one being begun, the consumer's
+
+
+def test_a_consumer_that_asks_for_nothing_starts_nothing() -> None:
+    source = MemorySource(GOOD)
+    with make_loader(source) as loader:
+        loader.batches([Part(0, 0, 23)])
+        time.sleep(0.02)
+    assert source.read_keys == []
+
+
+# Threads
+
+
+def test_threads_live_as_long_as_the_context() -> None:
+    with make_loader(MemorySource(GOOD)) as loader:
+        next(loader.batches([Part(0, 0, 23)]))
+        assert our_threads()
+    assert our_threads() == []
+
+
+def test_threads_are_gone_after_an_exception_of_the_consumer() -> None:
+    source = MemorySource([GOOD[0]] * 4000)
+
+    def consume() -> None:
+        with make_loader(source) as loader:
+            for _ in loader.batches([Part(0, 0, 4000)]):
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        consume()
+    assert our_threads() == []
+    assert len(source.read_keys) <= 4 * (PREFETCH_BATCHES + 1)
+
+
+def test_leaving_early_drops_what_was_not_begun() -> None:
+    """Ending a run must not wait for a queue of slow reads."""
+
+    class Slow(MemorySource):
+        def read(self, key: bytes) -> bytes:
+            time.sleep(0.05)
+            return super().read(key)
+
+    source = Slow([GOOD[0]] * 400)
+    with make_loader(source, batch_size=100) as loader:
+        next(loader.batches([Part(0, 0, 1), Part(1, 1, 400)]))
+        begun = time.perf_counter()
+    assert time.perf_counter() - begun < 2
+    assert len(source.read_keys) < 100
+
+
+def test_two_loaders_at_once_do_not_mix() -> None:
+    other = list(reversed(GOOD))
+    with make_loader(MemorySource(GOOD)) as one, make_loader(MemorySource(other)) as two:
+        parts = [Part(0, 0, 23)]
+        for (_, a), (_, b) in zip(one.batches(parts), two.batches(parts), strict=True):
+            for i in range(a.count):
+                assert torch.equal(a.images[i], expected_row(GOOD[a.start + i]))
+                assert torch.equal(b.images[i], expected_row(other[b.start + i]))
+
+
+# The rest
+
+
+def test_load_leaves_failed_images_out_and_keeps_the_order() -> None:
+    images = [b"bad" if i in (2, 4) else good for i, good in enumerate(GOOD[:6])]
+    with make_loader(MemorySource(images)) as loader:
+        x = loader.load([5, 4, 0, 2, 1])
+        assert loader.load([2, 4]).shape == (0, 3, SIDE, SIDE)
+        assert loader.load([]).shape == (0, 3, SIDE, SIDE)
+    assert x.shape == (3, 3, SIDE, SIDE)
+    assert all(torch.equal(x[i], expected_row(GOOD[row])) for i, row in enumerate((5, 0, 1)))
+
+
+def test_images_come_one_by_one_with_a_gap_where_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loader_module, "AHEAD_ROWS", 3)
+    source = MemorySource([*GOOD[:9], BAD["text"][0]])
+    rows = [5, 9, 4, 0, 5, 9, 8]
+    with make_loader(source) as loader:
+        images = list(loader.each(rows))
+    assert [row for row, image in zip(rows, images, strict=True) if image is None] == [9, 9]
+    for row, image in zip(rows, images, strict=True):
+        if image is not None:
+            assert torch.equal(image, expected_row(GOOD[row]))
+    with make_loader(source) as loader:
+        source.read_keys.clear()
+        first = next(loader.each(range(9)))
+    assert first is not None
+    assert len(source.read_keys) <= 4
+
+
+def test_times_add_up() -> None:
+    class Slow(MemorySource):
+        def read(self, key: bytes) -> bytes:
+            time.sleep(0.01)
+            return super().read(key)
+
+    with make_loader(Slow(GOOD)) as loader:
+        list(loader.batches([Part(0, 0, 23)]))
+        times = loader.times
+    assert times.bytes == sum(map(len, GOOD))
+    assert times.read >= 0.23
+    assert times.decode > 0
+
+
+def test_runs_are_bit_identical() -> None:
+    images = [b"bad" if i % 6 == 1 else good for i, good in enumerate(GOOD)]
+    runs = [rows_of(load_all(MemorySource(images), parts_of(23, 8))) for _ in range(5)]
+    for first, other in itertools.pairwise(runs):
+        assert all(torch.equal(first[i], other[i]) for i in range(23))

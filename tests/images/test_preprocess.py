@@ -1,0 +1,190 @@
+"""The fast path against the libraries' own transforms, which are the reference."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import timm
+import torch
+from conftest import make_picture
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torchvision import models
+from torchvision.transforms import functional as TF
+
+from featx.errors import ModelError
+from featx.images.preprocess import Preprocess, centre_crop, check_reference
+from featx.models import timm as timm_models
+from featx.models import torchvision as torchvision_models
+
+TORCHVISION = [
+    models.ResNet50_Weights.IMAGENET1K_V1,  # bilinear, 256 -> 224
+    models.ResNet50_Weights.IMAGENET1K_V2,  # bilinear, 232 -> 224
+    models.Inception_V3_Weights.DEFAULT,  # bilinear, 342 -> 299
+    models.EfficientNet_B0_Weights.DEFAULT,  # bicubic, 256 -> 224
+    models.Swin_V2_T_Weights.DEFAULT,  # bicubic, 260 -> 256
+    models.ViT_B_16_Weights.IMAGENET1K_SWAG_LINEAR_V1,  # bicubic, 224 -> 224
+    models.segmentation.FCN_ResNet50_Weights.DEFAULT,  # bilinear, 520, no crop of its own
+]
+TIMM = [
+    "tf_efficientnet_lite0",  # bicubic, 256 -> 224
+    "resnet18.a1_in1k",  # bicubic, 0.95
+    "vit_small_patch14_dinov2.lvd142m",  # bicubic, 518, no margin
+    "vit_tiny_patch16_224",  # mean and std 0.5
+    "mobilenetv3_large_100",
+    "inception_v3.tv_in1k",
+]
+SIZES = [
+    (320, 240),
+    (257, 331),
+    (500, 333),
+    (224, 224),
+    (50, 60),  # smaller than the crop
+    (223, 225),
+    (1, 1),
+    (1, 9),
+    (9, 1),
+]
+
+
+def timm_preprocess(name: str) -> Preprocess:
+    """As for a built model, without building it."""
+    module = torch.nn.Identity()
+    module.pretrained_cfg = timm.get_pretrained_cfg(name).to_dict()
+    return timm_models.preprocess_of(module)
+
+
+PREPROCESSES = {
+    **{str(w): torchvision_models.preprocess_of(w.transforms(), str(w)) for w in TORCHVISION},
+    **{name: timm_preprocess(name) for name in TIMM},
+}
+
+
+def in_grey_levels(preprocess: Preprocess, normalised: torch.Tensor) -> torch.Tensor:
+    """(3, H, W) as the backbone sees it -> values in [0, 255]."""
+    std = torch.tensor(preprocess.std).view(3, 1, 1)
+    mean = torch.tensor(preprocess.mean).view(3, 1, 1)
+    return (normalised * std + mean) * 255
+
+
+def fast(preprocess: Preprocess, image: Image.Image) -> torch.Tensor:
+    return preprocess.normalise(preprocess.crop_uint8(np.array(image))[None])[0]
+
+
+@pytest.mark.parametrize("preprocess", PREPROCESSES.values(), ids=PREPROCESSES)
+def test_the_fast_path_is_within_two_grey_levels(preprocess: Preprocess) -> None:
+    assert preprocess.has_fast_path
+    for i, (width, height) in enumerate(SIZES):
+        image = make_picture(width, height, seed=i)
+        expected = in_grey_levels(preprocess, preprocess.reference(image))
+        found = in_grey_levels(preprocess, fast(preprocess, image))
+        assert found.shape == expected.shape == (3, *preprocess.crop)
+        difference = (found - expected).abs()
+        assert difference.max() <= 2.01, (width, height)
+        assert difference.mean() <= 0.5, (width, height)
+
+
+@pytest.mark.parametrize("preprocess", PREPROCESSES.values(), ids=PREPROCESSES)
+def test_hard_edges_do_not_overflow(preprocess: Preprocess) -> None:
+    """Bicubic weights are negative in places: 255 must not become 0, nor 0 become 255."""
+    board = (np.indices((300, 380)).sum(0) // 3 % 2 * 255).astype(np.uint8)
+    image = Image.fromarray(board).convert("RGB")
+    expected = in_grey_levels(preprocess, preprocess.reference(image))
+    difference = (in_grey_levels(preprocess, fast(preprocess, image)) - expected).abs()
+    assert difference.max() <= 2.01
+
+
+@pytest.mark.parametrize("size", [(700, 30), (30, 700)])
+def test_a_long_thin_picture(size: tuple[int, int]) -> None:
+    preprocess = PREPROCESSES["resnet18.a1_in1k"]
+    image = make_picture(*size)
+    expected = in_grey_levels(preprocess, preprocess.reference(image))
+    found = in_grey_levels(preprocess, fast(preprocess, image))
+    assert (found - expected).abs().max() <= 2.01
+
+
+def test_channels_and_axes_keep_their_places() -> None:
+    """Left half red, lower right corner blue."""
+    pixels = np.zeros((256, 256, 3), np.uint8)
+    pixels[:, :128, 0] = 255
+    pixels[192:, 192:, 2] = 255
+    preprocess = Preprocess(None, (224, 224), 256, "bilinear", (0, 0, 0), (1, 1, 1))
+    x = preprocess.crop_uint8(pixels)
+    assert x.dtype == torch.uint8
+    assert x[:, 100, 10].tolist() == [255, 0, 0]
+    assert x[:, 100, 200].tolist() == [0, 0, 0]
+    assert x[:, 210, 200].tolist() == [0, 0, 255]
+    assert x[:, 10, 200].tolist() == [0, 0, 0]
+
+
+def test_a_picture_of_the_right_size_is_not_resampled() -> None:
+    image = make_picture(256, 320)
+    preprocess = Preprocess(None, (224, 224), 256, "bicubic", (0, 0, 0), (1, 1, 1))
+    expected = np.asarray(image)[48 : 48 + 224, 16 : 16 + 224].transpose(2, 0, 1)
+    assert np.array_equal(preprocess.crop_uint8(np.array(image)).numpy(), expected)
+
+
+def test_a_crop_that_is_not_square() -> None:
+    preprocess = Preprocess(None, (100, 200), 120, "bilinear", (0, 0, 0), (1, 1, 1))
+    assert preprocess.crop_uint8(np.array(make_picture(400, 130))).shape == (3, 100, 200)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.tuples(st.integers(1, 40), st.integers(1, 40)))
+def test_the_centre_crop_is_torchvisions(height: int, width: int, crop: tuple[int, int]) -> None:
+    x = torch.arange(1, 3 * height * width + 1).reshape(3, height, width)
+    assert torch.equal(centre_crop(x, crop), TF.center_crop(x, list(crop)))
+
+
+@pytest.mark.parametrize("preprocess", PREPROCESSES.values(), ids=PREPROCESSES)
+def test_normalise_is_torchvisions(preprocess: Preprocess) -> None:
+    x = torch.arange(256, dtype=torch.uint8).repeat(2, 3, 4, 1)
+    expected = TF.normalize(x.float() / 255, list(preprocess.mean), list(preprocess.std))
+    found = preprocess.normalise(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_normalise_leaves_its_input_alone() -> None:
+    x = torch.full((1, 3, 2, 2), 7, dtype=torch.uint8)
+    next(iter(PREPROCESSES.values())).normalise(x)
+    assert (x == 7).all()
+
+
+@pytest.mark.parametrize("preprocess", PREPROCESSES.values(), ids=PREPROCESSES)
+def test_the_reference_gives_what_it_says(preprocess: Preprocess) -> None:
+    check_reference(preprocess)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    [
+        lambda image: torch.zeros(3, 8, 9),
+        lambda image: torch.zeros(1, 8, 8),
+        lambda image: torch.zeros(3, 8, 8, dtype=torch.float64),
+        lambda image: TF.pil_to_tensor(image).float(),
+    ],
+)
+def test_a_reference_of_another_shape_or_type_is_refused(reference: object) -> None:
+    preprocess = Preprocess(reference, (8, 8), None, "other", (0, 0, 0), (1, 1, 1))
+    with pytest.raises(ModelError, match=r"expected \(3, 8, 8\) float32"):
+        check_reference(preprocess)
+
+
+@pytest.mark.parametrize(("resize", "interpolation"), [(None, "bilinear"), (8, "nearest")])
+def test_what_the_fast_path_cannot_follow_it_says(resize: int | None, interpolation: str) -> None:
+    assert not Preprocess(None, (8, 8), resize, interpolation, (0, 0, 0), (1, 1, 1)).has_fast_path
+
+
+def test_the_description_tells_transforms_apart() -> None:
+    """It is part of the fingerprint: whatever changes values must show."""
+    texts = [preprocess.describe() for preprocess in PREPROCESSES.values()]
+    settings_of = {
+        (p.resize, p.crop, p.interpolation, p.mean, p.std) for p in PREPROCESSES.values()
+    }
+    assert len(set(texts)) == len(settings_of) > 6
+    assert PREPROCESSES["resnet18.a1_in1k"].describe() == (
+        "resize 235 bicubic antialias, crop 224x224, "
+        "mean [0.485, 0.456, 0.406], std [0.229, 0.224, 0.225]"
+    )

@@ -1,0 +1,100 @@
+"""One image decoded in a process of its own: the same pixels, or what became of the process."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from pathlib import Path
+
+import broken_decoders
+import numpy as np
+import pytest
+from broken_decoders import ABORT, CRASH, HANG, KILL, SLOW, gif
+from conftest import make_picture
+
+from featx.errors import RunError
+from featx.images.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
+from featx.images.subprocess_decode import decode_alone
+from featx.types import ImageFault, Status
+
+POLICY = ImagePolicy("apply", (10, 20, 30), 10**7, SIMPLEJPEG)
+PICTURE = make_picture(300, 260)
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children of this process have decoders that crash and hang."""
+    folder = broken_decoders.install(tmp_path / "broken")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+def encoded(kind: str) -> bytes:
+    file = io.BytesIO()
+    PICTURE.save(file, kind)
+    return file.getvalue()
+
+
+def fault_of(data: bytes, limit_s: float = 60) -> ImageFault:
+    with pytest.raises(ImageFault) as caught:
+        decode_alone(data, POLICY, None, limit_s)
+    return caught.value
+
+
+@pytest.mark.parametrize(("kind", "at_least"), [("JPEG", 32), ("PNG", None)])
+def test_the_same_pixels(kind: str, at_least: int | None) -> None:
+    data = encoded(kind)
+    found = decode_alone(data, POLICY, at_least, 60)
+    assert np.array_equal(found, decode_pixels(data, POLICY, at_least))
+    assert found.flags.writeable
+
+
+def test_the_same_fault() -> None:
+    data = encoded("PNG")[:500]
+    with pytest.raises(ImageFault) as here:
+        decode_pixels(data, POLICY, None)
+    there = fault_of(data)
+    assert (there.status, str(there), there.error) == (
+        here.value.status,
+        str(here.value),
+        here.value.error,
+    )
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize(("comment", "name"), [(CRASH, "SIGSEGV"), (ABORT, "SIGABRT")])
+def test_a_crash_is_a_fault(comment: bytes, name: str) -> None:
+    fault = fault_of(gif(PICTURE, comment))
+    assert (fault.status, fault.error) == (Status.CRASHES_DECODER, name)
+    assert str(fault) == f"decoding it ends the process with {name}, also by itself"
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_hang_is_a_fault_after_its_limit() -> None:
+    begun = time.monotonic()
+    fault = fault_of(gif(PICTURE, HANG), 0.3)
+    assert time.monotonic() - begun < 30
+    assert (fault.status, fault.error) == (Status.TIMEOUT, "TimeoutError")
+    assert "data.timeout_s=0.3" in str(fault)
+
+
+@pytest.mark.usefixtures("broken")
+def test_what_was_slow_elsewhere_is_a_picture_here() -> None:
+    plain = decode_pixels(gif(PICTURE), POLICY, None)
+    assert np.array_equal(decode_alone(gif(PICTURE, SLOW), POLICY, None, 60), plain)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_child_that_is_killed_says_nothing_of_the_image() -> None:
+    with pytest.raises(MemoryError, match="was killed"):
+        decode_alone(gif(PICTURE, KILL), POLICY, None, 60)
+
+
+def test_a_child_that_cannot_start_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "PIL.py").write_text("raise ImportError('no Pillow today')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(RunError, match="no Pillow today"):
+        decode_alone(encoded("PNG"), POLICY, None, 60)

@@ -1,0 +1,187 @@
+"""featx.capture: what is read belongs to one pass, of one thread, of one model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from test_capture_hooks import num_hooks
+from torch import nn
+
+import featx
+from featx.errors import LayerError
+from featx.layers.capture_hooks import TapHooks
+from featx.layers.operations import Watch
+
+
+class Scaled(nn.Module):
+    """One layer called twice, an operation of its own, and attention that averages its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.act = nn.ReLU()
+        self.attend = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.first(x) + 1)
+        y, _ = self.attend(y, y, y, need_weights=bool(x[0, 0, 0] > 0))
+        return self.act(y).sum((1, 2))
+
+
+NAMES = ["first", "act@1", "act@2", "attend[0]"]
+
+
+@pytest.fixture
+def model() -> Scaled:
+    torch.manual_seed(0)
+    return Scaled().eval()
+
+
+def images(seed: int) -> torch.Tensor:
+    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def meeting(num_threads: int) -> Callable[..., None]:
+    """A hook in which each of some threads waits for the others."""
+    barrier = threading.Barrier(num_threads, timeout=30)
+
+    def hook(*_: object) -> None:
+        barrier.wait()
+
+    return hook
+
+
+def test_a_gradient_of_an_earlier_pass_is_no_gradient_of_this_one(model: Scaled) -> None:
+    with featx.capture(model, ["first", "first:grad_output", "add", "add:grad_output"]) as features:
+        first = model(images(1)).sum()
+        second = model(images(2)).sum()
+        first.backward()
+        for name in ("first:grad_output", "add:grad_output"):
+            with pytest.raises(LayerError, match="has arrived for the last forward pass"):
+                features[name]
+        assert torch.equal(features["first"], model.first(images(2)))
+        second.backward()
+        gradient = features["first:grad_output"]
+    x = model.first(images(2)).detach().requires_grad_()
+    rest = model.act(x + 1)
+    rest = model.attend(rest, rest, rest)[0]
+    (expected,) = torch.autograd.grad(model.act(rest).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_gradients_of_two_passes_in_one_backward_are_told_apart(model: Scaled) -> None:
+    def gradient(*seeds: int) -> torch.Tensor:
+        with featx.capture(model, ["first:grad_output"]) as features:
+            torch.stack([model(images(seed)).sum() for seed in seeds]).sum().backward()
+            return features["first:grad_output"]
+
+    assert torch.equal(gradient(1, 2), gradient(2))
+    assert not torch.equal(gradient(1, 2), gradient(1))
+
+
+def test_threads_that_share_a_model_read_their_own_features(model: Scaled) -> None:
+    """The passes of all threads run at the same time: each waits in its own for the others."""
+    num_threads, num_passes = 4, 20
+    expected = {}
+    for seed in range(num_threads):
+        with torch.no_grad(), featx.capture(model, NAMES) as features:
+            model(images(seed))
+        expected[seed] = dict(features)
+    meet = meeting(num_threads)
+
+    def passes(features: Any, seed: int) -> bool:
+        same = True
+        for _ in range(num_passes):
+            with torch.no_grad():
+                model(images(seed))
+            same &= all(torch.equal(features[name], expected[seed][name]) for name in NAMES)
+        return same
+
+    with featx.capture(model, NAMES) as features, ThreadPoolExecutor(num_threads) as pool:
+        model.act.register_forward_hook(meet)
+        found = list(pool.map(lambda seed: passes(features, seed), range(num_threads)))
+        assert found == [True] * num_threads
+        with pytest.raises(LayerError, match="this thread has run no forward pass in the block"):
+            features["first"]
+
+
+def test_attention_weights_asked_for_in_one_thread_reach_no_other(model: Scaled) -> None:
+    """Each call gets back what it asked for: weights, or None."""
+    x = images(1)
+
+    def attend(need_weights: bool) -> bool:
+        return all(
+            (model.attend(x, x, x, need_weights=need_weights)[1] is not None) == need_weights
+            for _ in range(50)
+        )
+
+    with featx.capture(model, ["attend:attention"]), ThreadPoolExecutor(2) as pool:
+        model.attend.register_forward_pre_hook(meeting(2))
+        assert list(pool.map(attend, [True, False])) == [True, True]
+
+
+def test_operations_are_named_as_if_no_other_thread_ran_the_model(model: Scaled) -> None:
+    stop = threading.Event()
+
+    def run_meanwhile() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                model(images(5))
+
+    with torch.no_grad(), featx.capture(model, ["add"]) as features:
+        thread = threading.Thread(target=run_meanwhile)
+        thread.start()
+        try:
+            for seed in range(50):
+                model(images(seed))
+                assert torch.equal(features["add"], model.first(images(seed)) + 1)
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_copy_of_the_model_is_another_model(model: Scaled) -> None:
+    asked = [*NAMES, "add", "attend:attention", "first:grad_output"]
+    with featx.capture(model, asked) as features:
+        model(images(1)).sum().backward()
+        expected = {name: features[name].clone() for name in asked}
+        twin = copy.deepcopy(model)
+        twin(images(2)).sum().backward()
+        assert all(torch.equal(features[name], expected[name]) for name in asked)
+        model(images(1))
+        assert torch.equal(features["first"], expected["first"])
+        with torch.no_grad(), featx.capture(twin, ["first"]) as of_twin:
+            twin(images(2))
+        assert torch.equal(of_twin["first"], twin.first(images(2)))
+        assert torch.equal(features["first"], expected["first"])
+
+
+@pytest.mark.parametrize("layers", [["first:attention"], ["add", "act", "first:attention"]])
+def test_a_block_that_cannot_begin_leaves_no_hook(model: Scaled, layers: list[str]) -> None:
+    with pytest.raises(LayerError, match="no attention module"), featx.capture(model, layers):
+        pass
+    assert num_hooks(model) == 0
+
+
+def test_hooks_that_cannot_be_attached_leave_none(
+    model: Scaled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no hooks here")
+
+    monkeypatch.setattr(model.attend, "register_forward_hook", refuse)
+    hooks = TapHooks(model, [])
+    with pytest.raises(RuntimeError, match="no hooks"):
+        Watch(model, lambda *_: None).attach()
+    with pytest.raises(RuntimeError, match="no hooks"), featx.capture(model, ["act", "attend[0]"]):
+        pass
+    with pytest.raises(RuntimeError, match="no hooks"), featx.capture(model, ["act", "add"]):
+        pass
+    assert hooks.fired == []
+    assert num_hooks(model) == 0

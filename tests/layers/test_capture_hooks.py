@@ -1,0 +1,387 @@
+"""Captured tensors are the layers' own, bit for bit, and the model is left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_engine import overwritten
+from torch import nn
+
+import featx
+from featx.base.nested_tensors import elements
+from featx.errors import LayerError, RunError
+from featx.layers.capture_hooks import Expected, StopForward, TapHooks
+from featx.layers.trace import Tap
+from featx.layers.tracer import trace
+from featx.models.base import state_sha256
+
+
+class Block(nn.Module):
+    """conv -> bn -> in-place relu -> += identity: everything that overwrites what a hook saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.bn = nn.BatchNorm2d(3)
+        self.relu = nn.ReLU(inplace=True)
+        self.plain = nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.relu(self.bn(self.conv(x)))
+        out = self.plain(out)
+        out += x
+        return self.relu(out)
+
+
+class Shared(nn.Module):
+    """One ReLU called twice, as in ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.relu = nn.ReLU()
+        self.last = nn.Flatten()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.relu(self.relu(x - 1) - 0.5))
+
+
+class Nested(nn.Module):
+    """A layer that returns a tuple with a dictionary in it."""
+
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return x + 1, {"hidden": x + 2, "pooled": x.mean((2, 3))}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+class Chain(nn.Module):
+    """Five layers that count their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(nn.Conv2d(3, 3, 1) for _ in range(5))
+        self.calls = [0] * 5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, step in enumerate(self.steps):
+            x = step(x)
+            self.calls[i] += 1
+        return x
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def taps(*names: str) -> list[Tap]:
+    return [Tap(name, name) for name in names]
+
+
+def test_capture_keeps_what_the_layer_gave_although_it_is_overwritten(x: torch.Tensor) -> None:
+    model = Block().eval()
+    with torch.no_grad():
+        conv = model.conv(x)
+        bn = model.bn(conv)
+        plain = model.plain(F.relu(bn))
+        with featx.capture(model, ["bn", "plain", "conv", "relu@1", "relu@2"]) as features:
+            model(x)
+        assert torch.equal(features["conv"], conv)
+        assert torch.equal(features["bn"], bn)
+        assert torch.equal(features["plain"], plain)
+        assert torch.equal(features["relu@1"], F.relu(bn))
+        assert torch.equal(features["relu@2"], F.relu(plain + x))
+    assert (bn < 0).any()
+
+
+def test_overwritten_names_just_the_overwritten(x: torch.Tensor) -> None:
+    found = overwritten(Block().eval(), taps("conv", "bn", "plain"), x)
+    assert found == {"bn", "plain"}
+
+
+def test_overwritten_sees_writes_behind_the_version_counter(x: torch.Tensor) -> None:
+    class Sneaky(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 3, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            y.data.mul_(2)
+            return y
+
+    assert overwritten(Sneaky().eval(), taps("a"), x) == {"a"}
+
+
+def test_capture_takes_one_name_too(x: torch.Tensor) -> None:
+    with featx.capture(Block().eval(), "conv") as features:
+        assert list(features) == ["conv"]
+
+
+def test_capture_stays_attached_to_the_graph(x: torch.Tensor) -> None:
+    model = Block()
+    with featx.capture(model, ["conv"]) as features:
+        model(x)
+    features["conv"].sum().backward()
+    assert model.conv.weight.grad is not None
+    assert model.plain.weight.grad is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_capture_leaves_mode_parameters_and_buffers(x: torch.Tensor, training: bool) -> None:
+    model = Block()
+    model.train(training)
+    model.bn.eval()
+    before = state_sha256(model)
+    flags = [m.training for m in model.modules()]
+    with featx.capture(model, ["bn"]):
+        model(x)
+    assert [m.training for m in model.modules()] == flags
+    assert state_sha256(model) == before
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_each_pass_replaces_the_one_before(x: torch.Tensor) -> None:
+    model = Block().eval()
+    with torch.no_grad(), featx.capture(model, ["conv"]) as features:
+        with pytest.raises(LayerError, match="'conv' was not called in the last forward pass"):
+            features["conv"]
+        model(x)
+        first = features["conv"]
+        model(-x)
+        second = features["conv"]
+    with torch.no_grad():
+        assert torch.equal(first, model.conv(x))
+        assert torch.equal(second, model.conv(-x))
+
+
+def test_a_pass_that_fails_leaves_nothing_of_the_one_before(x: torch.Tensor) -> None:
+    model = Block().eval()
+    with featx.capture(model, ["plain"]) as features:
+        model(x)
+        with pytest.raises(RuntimeError, match="channels"):
+            model(torch.zeros(2, 5, 8, 8))
+        with pytest.raises(LayerError, match="was not called"):
+            features["plain"]
+
+
+def test_capture_of_a_repeated_module_lists_its_calls(x: torch.Tensor) -> None:
+    with featx.capture(Shared(), ["relu"]) as features:
+        Shared()(x)
+    model = Shared()
+    with featx.capture(model, ["relu", "relu@1", "relu@2", "relu@9"]) as features:
+        model(x)
+    with pytest.raises(LayerError, match=r"called 2 times.*relu@1, relu@2"):
+        features["relu"]
+    assert torch.equal(features["relu@1"], F.relu(x - 1))
+    assert torch.equal(features["relu@2"], F.relu(F.relu(x - 1) - 0.5))
+    with pytest.raises(LayerError, match="relu@9"):
+        features["relu@9"]
+
+
+def test_capture_of_nested_outputs(x: torch.Tensor) -> None:
+    model = Nested()
+    with featx.capture(model, ["inner[0]", "inner[1].hidden"]) as features:
+        model(x)
+    assert torch.equal(features["inner[0]"], x + 1)
+    assert torch.equal(features["inner[1].hidden"], x + 2)
+    with (
+        pytest.raises(LayerError, match=r"inner gives 3 tensors \(\[0\].*\[1\].hidden"),
+        featx.capture(model, ["inner"]),
+    ):
+        model(x)
+    assert num_hooks(model) == 0
+
+
+def test_capture_of_unknown_names() -> None:
+    with (
+        pytest.raises(LayerError, match=r"no layer 'bm'.*Nearest: bn"),
+        featx.capture(Block(), ["bm"]),
+    ):
+        pass
+    with featx.capture(Block(), ["bn"]) as features, pytest.raises(LayerError, match="captures"):
+        features["conv"]
+
+
+def test_capture_hooks_are_gone_after_success_and_after_an_exception(x: torch.Tensor) -> None:
+    model = Block().eval()
+    with featx.capture(model, ["bn", "relu@1"]):
+        assert num_hooks(model) == 3
+        model(x)
+    assert num_hooks(model) == 0
+    with pytest.raises(RuntimeError, match="channels"), featx.capture(model, ["bn"]):
+        model(torch.zeros(2, 5, 8, 8))
+    assert num_hooks(model) == 0
+    with pytest.raises(KeyboardInterrupt), featx.capture(model, ["bn"]):
+        raise KeyboardInterrupt
+    assert num_hooks(model) == 0
+
+
+def test_the_users_own_hooks_stay(x: torch.Tensor) -> None:
+    model = Block().eval()
+    seen = []
+    handle = model.bn.register_forward_hook(lambda *args: seen.append(1))
+    with featx.capture(model, ["bn"]):
+        model(x)
+    trace(model, x)
+    model(x)
+    assert (len(seen), num_hooks(model)) == (3, 1)
+    handle.remove()
+
+
+def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: torch.Tensor) -> None:
+    model = Chain().eval()
+    expected = Expected(["steps.1", "steps.3"], stop=True)
+    with TapHooks(model, taps("steps.3", "steps.1"), expected=expected) as hooks:
+        values = hooks.forward(x)
+    # steps.3 ran, but its caller never saw it return.
+    assert model.calls == [1, 1, 1, 0, 0]
+    assert hooks.fired == []
+    model.calls = [0] * 5
+    with featx.capture(model, ["steps.3", "steps.1"]) as features:
+        model(x)
+    assert torch.equal(values["steps.3"], features["steps.3"])
+    assert torch.equal(values["steps.1"], features["steps.1"])
+    assert model.calls == [1] * 5
+
+
+def test_hooks_are_gone_after_an_early_stop(x: torch.Tensor) -> None:
+    model = Chain().eval()
+    with TapHooks(model, taps("steps.0"), expected=Expected(["steps.0"], stop=True)) as hooks:
+        with pytest.raises(StopForward):
+            model(x)
+        assert list(hooks.forward(x)) == ["steps.0"]
+    assert num_hooks(model) == 0
+    assert model(x).shape == x.shape
+    assert model.calls == [1] * 5
+
+
+def test_a_model_that_catches_every_exception_still_stops(x: torch.Tensor) -> None:
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1)
+            self.seen = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                x = self.first(x)
+            except Exception:  # noqa: BLE001 - what this test is about
+                x = x * 0
+            self.seen += 1
+            return self.second(x)
+
+    model = Stubborn().eval()
+    with TapHooks(model, taps("first"), expected=Expected(["first"], stop=True)) as hooks:
+        values = hooks.forward(x)
+    assert model.seen == 0
+    assert torch.equal(values["first"], model.first(x))
+
+
+@pytest.mark.parametrize("stop", [True, False])
+def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> None:
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.ReLU(), nn.ReLU(), nn.ReLU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.a(x)
+            if x.max() > 100:
+                return self.a(x)
+            if x.max() > 10:
+                return self.c(self.b(x))
+            return self.b(self.c(x))
+
+    model = Moody()
+    x = torch.ones(2, 3, 4, 4)
+    expected = Expected(["a", "c", "b"], stop=stop)
+    with TapHooks(model, taps("a", "b", "c"), expected=expected) as hooks:
+        assert set(hooks.forward(x)) == {"a", "b", "c"}
+        with pytest.raises(RunError, match=r"fired, expected \['a', 'c', 'b'\]"):
+            hooks.forward(20 * x)
+        with pytest.raises(RunError, match=r"\['c', 'b'\] did not fire"):
+            hooks.forward(200 * x)
+        assert set(hooks.forward(x)) == {"a", "b", "c"}
+
+
+def test_input_taps_see_the_input_before_the_layer_writes_to_it(x: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)).eval()
+    tap = Tap("embedding", "1", "input")
+    with torch.no_grad(), TapHooks(model, [tap], lambda tap, t: t.clone()) as hooks:
+        values = hooks.forward(x)
+        assert torch.equal(values["embedding"], model[0](x))
+        assert overwritten(model, [tap], x) == {"embedding"}
+
+
+def test_keyword_inputs_are_seen(x: torch.Tensor) -> None:
+    class Keywords(nn.Module):
+        class Inner(nn.Module):
+            def forward(self, *, value: torch.Tensor) -> torch.Tensor:
+                return value * 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = self.Inner()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(value=x)
+
+    with TapHooks(Keywords(), [Tap("in", "inner", "input")]) as hooks:
+        assert torch.equal(hooks.forward(x)["in"], x)
+
+
+def test_a_module_under_two_names_is_one_module(x: torch.Tensor) -> None:
+    model = nn.Module()
+    model.first = model.second = nn.Conv2d(3, 3, 1)
+    model.forward = lambda x: model.first(x)  # type: ignore[method-assign]
+    with torch.no_grad(), featx.capture(model, ["first", "second"]) as features:
+        model(x)
+    assert torch.equal(features["first"], features["second"])
+
+
+def test_elements_of_nested_values() -> None:
+    a, b, c = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    assert elements(a) == {(): a}
+    assert elements((a, None, [b])) == {(0,): a, (2, 0): b}
+    assert elements({"x": {"y": c}, "n": 3}) == {("x", "y"): c}
+    assert elements(None) == {}
+
+
+def test_trace_records_shapes_calls_and_operations() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Flatten()).eval()
+    model.append(nn.Linear(4 * 6 * 6, 10))
+    found = trace(model, torch.zeros(2, 3, 8, 8))
+    assert [call.module for call in found.calls] == ["0", "1", "2", "3", ""]
+    conv, relu, _, linear, root = found.calls
+    assert conv.outputs == {(): (2, 4, 6, 6)}
+    assert conv.inputs == {(0,): (2, 3, 8, 8)}
+    assert conv.mflops == pytest.approx(2 * 4 * 36 * 27 / 1e6)
+    assert linear.mflops == pytest.approx(2 * 144 * 10 / 1e6)
+    assert root.mflops == pytest.approx(conv.mflops + linear.mflops)
+    assert (conv.num_parameters, linear.num_parameters) == (108, 1450)
+    assert (linear.is_linear, relu.is_linear, root.is_leaf, relu.is_leaf) == (
+        True,
+        False,
+        False,
+        True,
+    )
+    assert num_hooks(model) == 0
+
+
+def test_trace_removes_its_hooks_after_an_exception_inside_forward() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(99, 2)).eval()
+    with pytest.raises(RuntimeError, match="shape"):
+        trace(model, torch.zeros(2, 3, 8, 8))
+    assert num_hooks(model) == 0

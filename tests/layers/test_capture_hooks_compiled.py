@@ -1,0 +1,196 @@
+"""The same values under torch.compile, through the engine as a run compiles it.
+
+The graphs are traced and functionalised (aot_eager) but not made into C++, which takes minutes;
+tests/engine/test_engine.py has the slow tests with the compiler. Tolerance: none: same kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_attention import Encoder, tiny_vit
+from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, hooked, noise
+from torch import nn
+
+import featx
+from featx.config import ReduceConfig
+from featx.engine.engine import Compute, Engine
+from featx.errors import LayerError, RunError
+from featx.layers.selection import select
+
+
+class Repeated(nn.Module):
+    """One in-place ReLU behind two layers, and a layer in between that is written to again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu = nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True)
+        self.norm, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.norm(self.relu(self.conv(x))))
+        y *= 2
+        return self.fc(y.mean((2, 3)))
+
+
+class Tail(nn.Module):
+    """A norm that an in-place operation writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        y += 1
+        return y.mean((2, 3))
+
+
+class Pairs(nn.Module):
+    """A tuple, twice."""
+
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return x + 1, {"twice": x * 2}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = self.Two()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, b = self.two(x)
+        return self.two(a - b["twice"])[0]
+
+
+COMPILE = torch.compile
+
+
+@pytest.fixture(autouse=True)
+def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(function: Any, dynamic: bool, options: Any) -> Any:
+        return COMPILE(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", traced)
+
+
+def test_every_engine_of_a_process_is_compiled() -> None:
+    """PyTorch keeps a few graphs of a function and runs it uncompiled from then on."""
+    for channels in range(3, 6):
+        module = nn.Sequential(nn.Conv2d(3, channels, 1))
+        with Engine(backbone_of(module), CPU, "float32") as engine:
+            engine.bind(select([("0", ReduceConfig())], engine.trace(), None, None).chosen)
+            engine.settle(FP32)
+            engine.run(noise())
+            engine.settle(Compute("fp32", True, False, 4))
+            with torch._dynamo.config.patch(recompile_limit=1):
+                engine.run(noise())  # fullgraph raises where it would be run uncompiled
+
+
+CASES = {
+    "in_place": (Residual, 8, ["conv1", "bn", "relu@1", "conv2", "relu@2", "fc", "fc:input"]),
+    "repeated": (Repeated, 8, ["conv", "relu@1", "norm", "relu@2", "relu@2:input", "fc"]),
+    "elements": (Pairs, 8, ["two@1[1].twice", "two@2[0]"]),
+    "multihead": (Encoder, 16, ["layer.self_attn:attention", "layer.self_attn[0]", "layer"]),
+    "timm": (tiny_vit, 16, ["blocks.0.attn:attention", "blocks.0.attn", "blocks.1", "norm"]),
+}
+
+
+SLOW = ("multihead", "elements")
+
+
+@pytest.mark.parametrize(
+    ("case", "reduce"),
+    [
+        *(
+            pytest.param(case, "none", marks=[pytest.mark.slow] if case in SLOW else [])
+            for case in CASES
+        ),
+        ("in_place", "flatten"),
+    ],
+)
+def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
+    make, side, layers = CASES[case]
+    with Engine(backbone_of(make(), side), CPU, "float32") as engine:
+        requests = [(layer, ReduceConfig(reduce)) for layer in layers]
+        engine.bind(select(requests, engine.trace(layers), None, None).chosen)
+        x = noise(4, side)
+        engine.settle(FP32)
+        eager = {name: value.clone() for name, value in engine.run(x).items()}
+        engine.settle(Compute("fp32", True, False, 4))
+        engine.run(noise(4, side, seed=9))
+        compiled = engine.run(x)
+    assert list(compiled) == list(eager)
+    for name, value in eager.items():
+        assert torch.equal(compiled[name], value), name
+
+
+def test_a_write_that_only_pictures_show_is_found_when_compiled() -> None:
+    x = 100 * noise().abs()
+    with Engine(backbone_of(Clamped()), CPU, "float32") as engine:
+        requests = [("layer", ReduceConfig()), ("clamp", ReduceConfig())]
+        engine.bind(select(requests, engine.trace(), None, None).chosen)
+        engine.settle(Compute("fp32", True, False, 4))
+        values = engine.run(x)
+    assert torch.equal(values["layer"], x)
+    assert values["clamp"].max() == 6
+
+
+def test_taps_in_another_order_are_an_error_when_compiled() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.swap = nn.ReLU(), nn.Sigmoid(), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(self.b(x)) if self.swap else self.b(self.a(x))
+
+    module = Counted()
+    with Engine(backbone_of(module), CPU, "float32") as engine:
+        requests = [("a", ReduceConfig()), ("b", ReduceConfig())]
+        engine.bind(select(requests, engine.trace(), None, None).chosen)
+        engine.settle(Compute("fp32", True, False, 4))
+        engine.run(noise())
+        module.swap = True
+        with pytest.raises((RunError, torch._dynamo.exc.Unsupported), match=r"expected|RunError"):
+            engine.run(noise())
+
+
+@pytest.mark.parametrize("layer", ["_orig_mod.conv2", "_orig_mod.relu@2"])
+def test_hooks_on_a_model_that_was_compiled_before(layer: str) -> None:
+    """pytorch#117758: they may not fire, which is told; what they give is the layer's own."""
+    module, x = Residual().eval(), noise()
+    model = COMPILE(module, backend="eager")
+    with torch.no_grad():
+        model(x)
+        with featx.capture(model, [layer]) as features:
+            model(x)
+        name, _, call = layer.removeprefix("_orig_mod.").partition("@")
+        expected = hooked(module, name, x, int(call or 1))
+    try:
+        got = features[layer]
+    except LayerError as error:
+        assert "was not called in the last forward pass" in str(error)  # noqa: PT017
+    else:
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using .torch.compile")  # the counter of FLOPs has global hooks
+def test_a_backbone_with_a_part_that_was_compiled_before() -> None:
+    """Whatever the compiled part hides, a tap in it is right or refused."""
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), Tail())
+    module[1] = COMPILE(module[1].eval(), backend="eager")
+    backbone, x = backbone_of(module), noise()
+    with torch.no_grad():
+        module(x)
+        expected = module[0](x), module[1]._orig_mod.norm(module[0](x))
+    with Engine(backbone, CPU, "float32") as engine:
+        traced = engine.trace()
+        inner = "1._orig_mod.norm"
+        names = ["0"] + ([inner] if inner in traced.by_module else [])
+        engine.bind(select([(name, ReduceConfig()) for name in names], traced, None, None).chosen)
+        engine.settle(FP32)
+        values = engine.run(x)
+    for name, value in zip(names, expected, strict=False):
+        assert torch.equal(values[name], value)

@@ -1,0 +1,122 @@
+"""A pass told call by call, up to the call that fails."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from featx.errors import ModelError
+from featx.layers.forward_log import watch
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.relu(self.conv(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+def watched(module: nn.Module, x: torch.Tensor) -> list[str]:
+    lines: list[str] = []
+    with torch.no_grad():
+        watch(module, x, lines.append)
+    return lines
+
+
+def plain(lines: list[str]) -> list[str]:
+    """Indentation kept, other spaces and the times taken out."""
+    return [
+        re.sub(r"(?<=\S) +", " ", re.sub(r" +\d+\.\d\d ms", "", line)).rstrip() for line in lines
+    ]
+
+
+PASS = [
+    "(the model) Sequential 2x3x8x8 -> ...",
+    "0 Block 2x3x8x8 -> ...",
+    "  0.conv Conv2d 2x3x8x8 -> 2x4x6x6 float32",
+    "  0.relu ReLU 2x4x6x6 -> 2x4x6x6 float32",
+    "  0.relu@2 ReLU 2x4x6x6 -> 2x4x6x6 float32",
+    "  0.fc Linear 2x4 -> 2x2 float32",
+    "0 Block 2x3x8x8 -> 2x2 float32",
+    "(the model) Sequential 2x3x8x8 -> 2x2 float32",
+]
+
+
+def test_every_call_in_order_as_a_hook_sees_it() -> None:
+    model = nn.Sequential(Block())
+    lines = watched(model, torch.ones(2, 3, 8, 8))
+    assert plain(lines) == PASS
+    assert all(line.endswith(" ms") for line in lines if not line.endswith("..."))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_dtype_is_that_under_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        lines = plain(watched(nn.Sequential(Block()), torch.ones(2, 3, 8, 8)))
+    assert lines[2] == "  0.conv Conv2d 2x3x8x8 -> 2x4x6x6 bfloat16"
+
+
+def test_a_pass_that_fails_has_told_every_line_before() -> None:
+    """What a broken layer gets is what people look for."""
+    model = nn.Sequential(Block(width=5))
+    told: list[str] = []
+    message = (
+        r"failed in 0\.fc \(Linear\), inside 0, \(the model\): RuntimeError: .*test_forward_log"
+    )
+    with pytest.raises(ModelError, match=message):
+        watch(model, torch.ones(2, 3, 8, 8), told.append)
+    assert plain(told) == [*PASS[:5], "  0.fc Linear 2x4 -> RuntimeError"]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_lines_come_while_the_pass_goes_on() -> None:
+    told: list[str] = []
+    seen: list[int] = []
+
+    class Look(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(told))
+            return x
+
+    watch(nn.Sequential(nn.ReLU(), Look(), nn.ReLU(), Look()), torch.ones(1, 3), told.append)
+    assert seen == [2, 4]  # the model's begin, and the layers before
+
+
+class DivideByZero(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 0
+
+
+def test_values_that_are_not_finite_are_marked_and_the_first_is_told() -> None:
+    lines = watched(nn.Sequential(nn.ReLU(), DivideByZero(), nn.ReLU()), torch.ones(1, 3))
+    marks = [line.partition(" ms")[2] for line in lines[1:]]
+    assert marks == ["", "  3 NOT FINITE, the first", "  3 NOT FINITE", "  3 NOT FINITE"]
+
+    class Between(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[1](self[0](x) / 0)
+
+    lines = watched(Between(nn.ReLU(), nn.ReLU()), torch.ones(1, 3))
+    assert lines[2].endswith("  3 NOT FINITE, as some of its input")
+
+
+def test_several_tensors_and_none() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor, scale: float = 2.0) -> object:
+            return {"a": x, "b": [x, x.sum().long()], "c": None}
+
+    class Nothing(nn.Module):
+        def forward(self, x: object) -> None:
+            return None
+
+    lines = plain(watched(nn.Sequential(Odd(), Nothing()), torch.ones(1, 3)))
+    assert lines[1] == "0 Odd 1x3 -> 2 of 1x3, scalar float32, int64"
+    assert lines[2] == "1 Nothing 2 of 1x3, scalar -> no tensor -"

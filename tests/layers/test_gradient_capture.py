@@ -1,0 +1,366 @@
+"""Gradients at layers: against autograd by hand, full backward hooks, and real backbones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import featx
+from featx.config import ModelConfig, ReduceConfig
+from featx.config.run_config import Config
+from featx.engine.engine import Compute, Engine
+from featx.errors import ConfigError, LayerError, ModelError
+from featx.images.preprocess import Preprocess
+from featx.layers.gradient_target import target_values
+from featx.layers.selection import select
+from featx.models import build_backbone
+from featx.models.base import Backbone
+
+SIDE = 6
+
+
+class Residual(nn.Module):
+    """One tensor read by two layers, an in-place activation, `+=`, and a layer nobody needs."""
+
+    def __init__(self, inplace: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inplace = inplace
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.relu = nn.ReLU(inplace)
+        self.left = nn.Conv2d(4, 4, 3, padding=1)
+        self.right = nn.Conv2d(4, 4, 1)
+        self.aside = nn.Linear(4, 2)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.stem(x))
+        y = self.left(x)
+        if self.inplace:
+            y += self.right(x)
+            torch.relu_(y)
+        else:
+            y = torch.relu(y + self.right(x))
+        pooled = y.mean((2, 3))
+        self.aside(pooled)
+        return self.fc(pooled)
+
+
+def backbone_of(module: nn.Module) -> Backbone:
+    preprocess = Preprocess(
+        reference=lambda image: torch.zeros(3, SIDE, SIDE),
+        crop=(SIDE, SIDE),
+        resize=SIDE,
+        interpolation="bilinear",
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+    for parameter in module.eval().parameters():
+        parameter.requires_grad_(False)
+    return Backbone(module, "test", "random", preprocess, 0)
+
+
+def gradients(
+    backbone: Backbone,
+    x: torch.Tensor,
+    *layers: str,
+    target: str | int = "predicted",
+    labels: torch.Tensor | None = None,
+    reduce: str = "none",
+) -> dict[str, torch.Tensor]:
+    with Engine(backbone, torch.device("cpu"), "float32", target) as engine:
+        requests = [(layer, ReduceConfig(reduce)) for layer in layers]
+        engine.bind(select(requests, engine.trace(), None, None).chosen)
+        engine.settle(Compute("fp32", False, False, len(x)))
+        return engine.run(x, labels)
+
+
+def by_full_backward_hooks(
+    layers: list[str], x: torch.Tensor, columns: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """PyTorch's own hooks, on the model without in-place operations, which they do not allow."""
+    module = Residual(inplace=False)
+    found: dict[str, torch.Tensor] = {}
+    for name in layers:
+
+        def hook(m: nn.Module, gin: tuple, gout: tuple, name: str = name) -> None:
+            found[f"{name}:grad_input"] = gin[0].clone()
+            found[f"{name}:grad_output"] = gout[0].clone()
+
+        module.get_submodule(name).register_full_backward_hook(hook)
+    leaf = x.clone().requires_grad_()
+    module(leaf).gather(1, columns[:, None]).sum().backward()
+    return found
+
+
+def test_they_are_those_of_pytorchs_full_backward_hooks() -> None:
+    """Also where one tensor is read by two layers, whose own shares are told apart."""
+    model = Residual()
+    x = torch.randn(4, 3, SIDE, SIDE)
+    layers = ["stem", "relu", "left", "right", "fc"]
+    asked = [f"{layer}:{kind}" for layer in layers for kind in ("grad_output", "grad_input")]
+    got = gradients(backbone_of(model), x, *asked)
+    columns = model(x).argmax(1)
+    expected = by_full_backward_hooks(layers, x, columns)
+    assert set(got) == set(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-7)
+    assert not torch.equal(got["left:grad_input"], got["right:grad_input"])
+
+
+def test_activation_and_gradient_of_one_row_come_from_one_pass() -> None:
+    model = Residual()
+    x = torch.randn(4, 3, SIDE, SIDE)
+    both = gradients(backbone_of(model), x, "stem", "stem:grad_output", "fc", "fc:input")
+    alone = gradients(backbone_of(model), x, "stem", "fc", "fc:input")
+    for name, value in alone.items():
+        assert torch.equal(both[name], value), name
+    assert both["stem:grad_output"].shape == both["stem"].shape
+
+
+def test_a_row_is_its_own_images_gradient_whatever_stands_beside_it() -> None:
+    model = Residual()
+    x = torch.randn(4, 3, SIDE, SIDE)
+    together = gradients(backbone_of(model), x, "left:grad_output")["left:grad_output"]
+    others = x.clone()
+    others[1:] = 0
+    again = gradients(backbone_of(model), others, "left:grad_output")["left:grad_output"]
+    torch.testing.assert_close(again[0], together[0], rtol=1e-5, atol=1e-7)
+    assert not torch.allclose(again[1], together[1])
+
+
+def test_reductions_apply_to_gradients() -> None:
+    x = torch.randn(4, 3, SIDE, SIDE)
+    model = backbone_of(Residual())
+    whole = gradients(model, x, "stem:grad_output")["stem:grad_output"]
+    mean = gradients(model, x, "stem:grad_output", reduce="avg")["stem:grad_output"]
+    torch.testing.assert_close(mean, whole.mean((2, 3)))
+
+
+LOGITS = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("predicted", [3.0, 0.5]),
+        ("label", [2.0, -1.0]),
+        (0, [1.0, 0.5]),
+        ("loss", [1.4076059, 2.1041306]),
+        ("logsumexp", [3.4076059, 1.1041306]),
+        ("entropy", [0.8323955, 0.9110766]),
+    ],
+)
+def test_targets_by_hand(target: str | int, expected: list[float]) -> None:
+    found = target_values(LOGITS, target, torch.tensor([2, 1]))
+    if target == "entropy":
+        p = LOGITS.double().softmax(1)
+        expected = (-(p * p.log()).sum(1)).tolist()
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("target", ["label", "loss", "predicted", 3, "entropy", "logsumexp"])
+def test_each_targets_gradient_is_autograds(target: str | int) -> None:
+    model = Residual()
+    x, labels = torch.randn(4, 3, SIDE, SIDE), torch.tensor([4, 0, 2, 2])
+    got = gradients(backbone_of(model), x, "stem:grad_input", target=target, labels=labels)
+    leaf = x.clone().requires_grad_()
+    target_values(model(leaf), target, labels).sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(got["stem:grad_input"], leaf.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_classes_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ModelError, match="the model has 3 classes"):
+        target_values(LOGITS, 3, None)
+    for labels in ([-1, 0], [0, 3]):
+        with pytest.raises(ModelError, match="has no label, or one beyond the model's 3 classes"):
+            target_values(LOGITS, "label", torch.tensor(labels))
+
+
+class Named(OrderedDict[str, torch.Tensor]):
+    """As a ModelOutput of Hugging Face: a dict whose entries are attributes."""
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self["logits"]
+
+
+@dataclass
+class Fields:
+    logits: torch.Tensor | None
+    hidden: torch.Tensor
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    aux: torch.Tensor
+
+
+HIDDEN = torch.zeros(2, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        Named(logits=LOGITS, last_hidden_state=HIDDEN),
+        {"logits": LOGITS},
+        Fields(LOGITS, HIDDEN),
+        Pair(LOGITS, LOGITS + 1),
+        (LOGITS, HIDDEN),
+        [HIDDEN, LOGITS],
+    ],
+)
+def test_logits_are_found_in_what_a_model_returns(output: object) -> None:
+    assert target_values(output, 1, None).tolist() == LOGITS[:, 1].tolist()
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (
+            Named(last_hidden_state=HIDDEN, pooler_output=LOGITS),
+            r"a Named with last_hidden_state \(2, 4, 4, 4\), pooler_output \(2, 3\)",
+        ),
+        ({"out": LOGITS}, r"a dict with out \(2, 3\)"),
+        (Fields(None, HIDDEN), r"a Fields with logits NoneType, hidden \(2, 4, 4, 4\)"),
+        ((LOGITS, LOGITS), r"a tuple of \(2, 3\), \(2, 3\)"),
+        (HIDDEN, r"a tensor \(2, 4, 4, 4\)"),
+        (None, "a NoneType with nothing"),
+    ],
+)
+def test_a_model_without_logits_is_told_what_it_returns(output: object, found: str) -> None:
+    with pytest.raises(ModelError, match=f"this one returns {found}"):
+        target_values(output, "predicted", None)
+
+
+def test_gradients_of_a_model_with_named_outputs() -> None:
+    class WithNames(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> Named:
+            return Named(logits=self.model(x), hidden=x)
+
+    model, x = Residual(), torch.randn(4, 3, SIDE, SIDE)
+    plain = gradients(backbone_of(model), x, "stem:grad_input")
+    named = gradients(backbone_of(WithNames(model)), x, "model.stem:grad_input")
+    assert torch.equal(named["model.stem:grad_input"], plain["stem:grad_input"])
+
+
+def test_a_layer_that_no_gradient_reaches_is_named() -> None:
+    with pytest.raises(LayerError, match=r"aside:grad_output: no gradient of target=predicted"):
+        gradients(backbone_of(Residual()), torch.randn(2, 3, SIDE, SIDE), "aside:grad_output")
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Residual()
+    backbone = backbone_of(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients(backbone, torch.randn(4, 3, SIDE, SIDE), "left:grad_input", "left:grad_output")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None and not p.requires_grad for p in model.parameters())
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._backward_hooks
+
+
+class WritesToItsInput(nn.Module):
+    """Throws the result of an in-place layer away, and goes on with what it wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x)
+        self.relu(x)
+        return self.fc(x.mean((2, 3)))
+
+
+def test_a_model_that_needs_what_a_layer_wrote_to_its_input_is_refused() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, SIDE, SIDE)
+    assert gradients(backbone_of(WritesToItsInput()), x, "relu:grad_output")
+    with pytest.raises(LayerError, match="a layer writes to its input"):
+        gradients(backbone_of(WritesToItsInput()), x, "relu:grad_input")
+
+
+@pytest.mark.slow
+def test_vision_transformer_blocks_have_gradients() -> None:
+    config = ModelConfig(name="vit_tiny_patch16_224", library="timm", weights=None)
+    backbone = build_backbone(config, 0)
+    x = torch.randn(2, 3, 224, 224)
+    name = "blocks.5:grad_output"
+    got = gradients(backbone, x, name)[name]
+    seen: list[torch.Tensor] = []
+    backbone.module.blocks[5].register_full_backward_hook(lambda m, i, o: seen.append(o[0].clone()))
+    leaf = x.clone().requires_grad_()
+    logits = backbone.module(leaf)
+    logits.gather(1, logits.argmax(1)[:, None]).sum().backward()
+    torch.testing.assert_close(got, seen[0], rtol=1e-4, atol=1e-8)
+
+
+def test_capture_fills_gradients_in_at_the_users_backward() -> None:
+    model = Residual()
+    x = torch.randn(2, 3, SIDE, SIDE)
+    asked = ["left", "left:grad_output", "left:grad_input"]
+    with featx.capture(model, asked) as features:
+        loss = model(x).square().sum()
+        with pytest.raises(LayerError, match="no gradient of 'left:grad_output' has arrived"):
+            features["left:grad_output"]
+        loss.backward()
+        assert features["left:grad_output"].shape == features["left"].shape
+        assert features["left:grad_input"].abs().sum() > 0
+        with torch.no_grad(), pytest.raises(LayerError, match="no gradient passes there"):
+            model(x)
+
+
+def test_the_config_refuses_what_has_no_effect() -> None:
+    Config(layers=["a:grad_output"], target=7)
+    for wrong in ("best", -1, True, 1.5):
+        with pytest.raises(ConfigError, match="target="):
+            Config(capture="grad_output", target=wrong)
+    with pytest.raises(ConfigError, match="has an effect with capture=grad_output"):
+        Config(target="label")
+    with pytest.raises(ConfigError, match="does not go with gradients"):
+        Config(capture="grad_input", compile=True)
+
+
+@pytest.mark.slow
+def test_gradients_go_into_the_store_beside_the_activations(
+    photo_folder: Path, tmp_path: Path
+) -> None:
+    keys = {
+        "model": {"name": "resnet18", "weights": None},
+        "layers": ["layer4", "layer4:grad_output"],
+        "data": {"name": "folder", "root": str(photo_folder), "limit": 6},
+        "reduce": "avg",
+        "dtype": "float32",
+        "precision": "fp32",
+    }
+    store = featx.extract(**keys, out=tmp_path / "predicted")
+    assert set(store) == {"layer4", "layer4:grad_output"}
+    assert store["layer4:grad_output"].attrs["capture"] == "grad_output"
+    assert store["layer4:grad_output"].shape == (6, 512)
+    other = featx.extract(**keys, target=3, out=tmp_path / "three")
+    assert np.array_equal(store["layer4"][:], other["layer4"][:])
+    assert not np.allclose(store["layer4:grad_output"][:], other["layer4:grad_output"][:])
+    with pytest.raises(featx.FeatxError, match=r"target 3', now .*target predicted'"):
+        featx.extract(**keys, out=tmp_path / "three")
+    with pytest.raises(featx.FeatxError, match=r"target 3', now .*target predicted'"):
+        featx.extract(
+            **{**keys, "layers": ["layer3", "layer4", "layer4:grad_output"]}, out=tmp_path / "three"
+        )

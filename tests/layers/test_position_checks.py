@@ -1,0 +1,127 @@
+"""Positions of tokens against the image: row-major order is taken, any other is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_engine import backbone_of, bound, noise
+from torch import nn
+
+from featx.config import ReduceConfig
+from featx.engine.engine import Engine
+from featx.errors import ReduceError
+from featx.layers.selection import select
+from featx.layers.tracer import trace
+
+
+class Patches(nn.Module):
+    """(B, 3, 16, 16) -> `num_prefix` tokens and 4 x 4 patch tokens in a given order, (B, T, C)."""
+
+    def __init__(self, order: list[int], num_prefix: int = 0) -> None:
+        super().__init__()
+        self.embed, self.tokens, self.mix = nn.Conv2d(3, 8, 4, 4), nn.Identity(), nn.Linear(8, 8)
+        self.order, self.num_prefix = order, num_prefix
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).flatten(2).transpose(1, 2)[:, self.order]
+        x = x + 2 * self.mix(x.mean(1, keepdim=True))  # attention that looks everywhere
+        front = torch.ones(len(x), self.num_prefix, 8)
+        return self.tokens(torch.cat([front, x], 1))
+
+
+ROW_MAJOR = list(range(16))
+COLUMN_MAJOR = [4 * column + row for row in range(4) for column in range(4)]
+BY_UNITS = [
+    4 * (2 * a + c) + 2 * b + d for a in (0, 1) for b in (0, 1) for c in (0, 1) for d in (0, 1)
+]
+
+
+@pytest.mark.parametrize("num_prefix", [0, 1, 5])
+def test_tokens_in_row_major_order_make_a_grid(num_prefix: int) -> None:
+    module = Patches(ROW_MAJOR, num_prefix)
+    backbone = backbone_of(module, 16, num_prefix)
+    with bound(backbone, ("tokens", "grid")) as engine:
+        found = engine.run(noise(side=16))["tokens"]
+    maps = module(noise(side=16))[:, num_prefix:].transpose(1, 2).reshape(4, 8, 4, 4)
+    expected = torch.nn.functional.adaptive_avg_pool2d(maps, 2)
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [COLUMN_MAJOR, BY_UNITS, ROW_MAJOR[::-1]])
+def test_tokens_in_another_order_are_refused(order: list[int]) -> None:
+    """Hiera keeps them by mask units: a grid of them would be scrambled."""
+    backbone = backbone_of(Patches(order), 16)
+    with (
+        pytest.raises(
+            ReduceError, match="tokens: its positions cannot be shown to lie as the image does"
+        ),
+        bound(backbone, ("tokens", "grid")),
+    ):
+        pass
+    with bound(backbone, ("tokens", "avg")) as engine:
+        assert engine.run(noise(side=16))["tokens"].shape == (4, 8)
+
+
+def test_two_grids_are_checked_each() -> None:
+    module = nn.Sequential(Patches(ROW_MAJOR), Patches(BY_UNITS))
+    module.forward = lambda x: module[0](x) + module[1](x)  # type: ignore[method-assign]
+    with (
+        pytest.raises(ReduceError, match=r"^1\.tokens"),
+        bound(backbone_of(module, 16), ("0.tokens", "grid"), ("1.tokens", "grid")),
+    ):
+        pass
+
+
+def test_groups_of_tokens_that_look_like_a_map_are_refused() -> None:
+    """timm's nest: (groups, tokens of a group, C), as many groups as tokens."""
+
+    class Groups(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches, self.tokens = Patches(BY_UNITS), nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.tokens(self.patches(x).reshape(len(x), 4, 4, 8))
+
+    with (
+        pytest.raises(ReduceError, match="cannot be shown to lie as the image does"),
+        bound(backbone_of(Groups(), 16), ("tokens", "grid")),
+    ):
+        pass
+
+
+def test_tokens_that_the_image_does_not_change_are_refused() -> None:
+    class Constant(Patches):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(0 * x)
+
+    with (
+        pytest.raises(ReduceError, match="cannot be shown to lie as the image does"),
+        bound(backbone_of(Constant(ROW_MAJOR), 16), ("tokens", "grid")),
+    ):
+        pass
+
+
+def test_gradients_are_checked_by_the_tensor_they_belong_to() -> None:
+    module = nn.Sequential(Patches(BY_UNITS), nn.Flatten(), nn.Linear(128, 3))
+    backbone = backbone_of(module, 16)
+    with Engine(backbone, torch.device("cpu"), "float32") as engine:
+        requests = [("0.tokens:grad_output", ReduceConfig("grid"))]
+        chosen = select(requests, trace(module, noise(2, 16)), None, None).chosen
+        with pytest.raises(ReduceError, match="cannot be shown to lie as the image does"):
+            engine.bind(chosen)
+
+
+def test_a_register_token_is_no_class_token() -> None:
+    """timm's vit_little_patch16_reg4_gap_256 has four registers and pools the patches."""
+    backbone = backbone_of(Patches(ROW_MAJOR, 4), 16, 4)
+    backbone.has_class_token = False
+    with (
+        pytest.raises(ReduceError, match=r"4 tokens in front .* are register tokens.*patch_avg"),
+        bound(backbone, ("tokens", "cls")),
+    ):
+        pass
+    with bound(backbone, ("tokens", "patch_avg")) as engine:
+        found = engine.run(noise(side=16))["tokens"]
+    expected = backbone.module(noise(side=16))[:, 4:].mean(1)
+    assert torch.allclose(found, expected, atol=1e-6)

@@ -1,0 +1,224 @@
+"""Every reduction against numbers worked out by hand on tiny tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from featx.config import ReduceConfig
+from featx.errors import ReduceError
+from featx.layers.reductions import VIEWS, channels_last, reduction, token_grid
+
+SQUARE = (224, 224)
+
+
+def reduced(
+    x: torch.Tensor,
+    name: str,
+    prefix: int = 0,
+    input_size: tuple[int, int] = SQUARE,
+    p: float | None = None,
+    size: int | None = None,
+) -> torch.Tensor:
+    """The reduction `name` of (B, ...)."""
+    config = ReduceConfig(name, p=p, size=size)
+    return reduction(config, "layer", tuple(x.shape[1:]), input_size, prefix)(x)
+
+
+def nchw() -> torch.Tensor:
+    """(2, 3, 2, 2): channel c of image b holds 100 b + 10 c + (0, 1, 2, 3)."""
+    b = 100 * torch.arange(2.0).view(2, 1, 1, 1)
+    c = 10 * torch.arange(3.0).view(1, 3, 1, 1)
+    return b + c + torch.arange(4.0).view(1, 1, 2, 2)
+
+
+def tokens(prefix: int) -> torch.Tensor:
+    """(2, prefix + 4, 3): prefix tokens of 1000s, then the patches of `nchw` in row-major order."""
+    patches = nchw().flatten(2).transpose(1, 2)
+    front = 1000 * torch.arange(1.0, prefix + 1).view(1, prefix, 1).expand(2, prefix, 3)
+    return torch.cat([front, patches], 1)
+
+
+def test_none_is_the_tensor_itself() -> None:
+    x = nchw()
+    assert reduced(x, "none") is x
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_flatten_is_in_logical_order_whatever_the_memory_format(
+    memory_format: torch.memory_format,
+) -> None:
+    x = nchw().contiguous(memory_format=memory_format)
+    flat = reduced(x, "flatten")
+    assert flat[1].tolist() == [100, 101, 102, 103, 110, 111, 112, 113, 120, 121, 122, 123]
+    assert reduced(torch.zeros(2, 5), "flatten").shape == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "first_channel"),
+    [("avg", 1.5), ("max", 3.0), ("gem", ((1e-18 + 1 + 8 + 27) / 4) ** (1 / 3))],
+)
+def test_pooling_of_maps_and_tokens(name: str, first_channel: float) -> None:
+    for x in (nchw(), nchw().permute(0, 2, 3, 1), tokens(0)):
+        y = reduced(x, name)
+        assert y.shape == (2, 3)
+        assert y[0, 0].item() == pytest.approx(first_channel)
+    if name != "gem":
+        expected = [100 + first_channel, 110 + first_channel, 120 + first_channel]
+        assert reduced(nchw(), name)[1].tolist() == expected
+
+
+def test_gem_with_its_exponent() -> None:
+    """p = 1 is the mean of what is above the floor; a large p goes to the largest."""
+    x = nchw()[:1] + 1
+    assert torch.allclose(reduced(x, "gem", p=1), reduced(x, "avg"))
+    powers = sum(v**2 for v in (1, 2, 3, 4)) / 4
+    assert reduced(x, "gem", p=2)[0, 0].item() == pytest.approx(math.sqrt(powers))
+    assert reduced(-x, "gem").max().item() == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_pooling_of_a_vector_is_refused() -> None:
+    for name in ("avg", "max", "gem", "cls", "patch_avg", "grid"):
+        with pytest.raises(ReduceError, match=f"reduce={name} does not fit layer"):
+            reduced(torch.zeros(2, 8), name)
+
+
+def test_five_dimensions_are_refused() -> None:
+    for name in ("avg", "cls", "grid"):
+        with pytest.raises(ReduceError, match=r"\(2, 3, 4, 5\)"):
+            reduced(torch.zeros(1, 2, 3, 4, 5), name)
+
+
+@pytest.mark.parametrize("prefix", [1, 2, 5])
+def test_cls_is_the_first_token(prefix: int) -> None:
+    assert reduced(tokens(prefix), "cls", prefix).tolist() == [[1000] * 3] * 2
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_patch_avg_counts_no_prefix_token(prefix: int) -> None:
+    """With 4 register tokens as with none."""
+    y = reduced(tokens(prefix), "patch_avg", prefix)
+    assert y.tolist() == [[1.5, 11.5, 21.5], [101.5, 111.5, 121.5]]
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_grid_of_tokens_is_the_grid_of_the_map(prefix: int) -> None:
+    y = reduced(tokens(prefix), "grid", prefix, size=2)
+    assert torch.equal(y, nchw())
+    y = reduced(tokens(prefix), "grid", prefix, size=1)
+    assert y[:, :, 0, 0].tolist() == [[1.5, 11.5, 21.5], [101.5, 111.5, 121.5]]
+
+
+def test_grid_of_maps() -> None:
+    x = torch.arange(16.0).view(1, 1, 4, 4)
+    assert reduced(x, "grid")[0, 0].tolist() == [[2.5, 4.5], [10.5, 12.5]]
+    last = torch.cat([x, x + 100], 1).permute(0, 2, 3, 1)
+    assert reduced(last, "grid")[0, 1].tolist() == [[102.5, 104.5], [110.5, 112.5]]
+
+
+def test_grid_finer_than_the_map_is_refused() -> None:
+    with pytest.raises(ReduceError, match=r"4 x 4 cells are more than its 2 x 2 positions"):
+        reduced(nchw(), "grid", size=4)
+
+
+def test_grid_of_the_maps_own_size_is_no_view() -> None:
+    """Else a later in-place operation would change what was kept."""
+    x = nchw()
+    y = reduced(x, "grid", size=2)
+    x.zero_()
+    assert y.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["avg", "max", "gem", "patch_avg", "grid"])
+def test_reductions_that_are_no_views_never_share_storage(name: str) -> None:
+    """Maps of one pixel are where a mean could be a view."""
+    assert name not in VIEWS
+    x = torch.ones(2, 1, 3) if name == "patch_avg" else torch.ones(2, 3, 1, 1)
+    y = reduced(x, name, size=1 if name == "grid" else None)
+    x.fill_(7)
+    assert torch.equal(y, torch.ones_like(y))
+
+
+def test_sums_are_taken_in_float32() -> None:
+    """4096 ones in half precision would stop at 2048."""
+    x = torch.ones(1, 1, 64, 64, dtype=torch.float16)
+    assert reduced(x * 60000, "avg").item() == 60000
+    assert reduced(x, "avg").dtype == torch.float32
+    assert reduced(torch.full((1, 4, 2), 60000.0, dtype=torch.float16), "patch_avg").max() == 60000
+    assert torch.isfinite(reduced(x * 1000, "gem")).all()
+
+
+def test_cls_without_a_class_token_is_refused() -> None:
+    with pytest.raises(ReduceError, match="no class token"):
+        reduced(tokens(0), "cls")
+
+
+def test_tokens_that_make_no_grid_are_refused() -> None:
+    """CaiT's blocks hold patches only, though the model has a class token: row 0 is no class."""
+    for name in ("cls", "patch_avg", "grid"):
+        with pytest.raises(ReduceError, match="4 tokens are not 1 prefix tokens and a grid"):
+            reduced(tokens(0), name, prefix=1)
+    with pytest.raises(ReduceError, match="197 tokens are not 5 prefix"):
+        reduced(torch.zeros(1, 197, 2), "patch_avg", prefix=5)
+
+
+def test_cls_of_a_map_is_refused() -> None:
+    with pytest.raises(ReduceError, match=r"expected tokens \(T, C\)"):
+        reduced(nchw(), "cls", 1)
+
+
+@pytest.mark.parametrize("shape", [(7, 7, 7), (1, 1, 1)])
+def test_a_map_that_could_be_either_way_is_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(ReduceError, match=r"could be \(C, H, W\) or \(H, W, C\)"):
+        reduced(torch.zeros(2, *shape), "avg")
+
+
+def test_a_map_of_other_proportions_is_refused() -> None:
+    """(heads, tokens, channels) is no map."""
+    with pytest.raises(ReduceError, match="no map of the input's proportions"):
+        reduced(torch.zeros(2, 12, 197, 64), "avg")
+
+
+@pytest.mark.parametrize(
+    ("row_shape", "input_size", "expected"),
+    [
+        ((512, 7, 7), SQUARE, False),
+        ((7, 7, 512), SQUARE, True),
+        ((8, 6, 3), (256, 192), True),
+        ((3, 8, 6), (256, 192), False),
+        ((7, 7, 512), (224, 224), True),
+    ],
+)
+def test_channels_last_follows_the_inputs_proportions(
+    row_shape: tuple[int, int, int], input_size: tuple[int, int], expected: bool
+) -> None:
+    assert channels_last("avg", "layer", row_shape, input_size) is expected
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "input_size", "prefix", "expected"),
+    [
+        (197, SQUARE, 1, (14, 14)),
+        (201, SQUARE, 5, (14, 14)),
+        (196, SQUARE, 0, (14, 14)),
+        (197, SQUARE, 0, None),
+        (195, SQUARE, 1, None),
+        (1 + 16 * 12, (256, 192), 1, (16, 12)),
+        (1 + 12 * 16, (192, 256), 1, (12, 16)),
+        (1, SQUARE, 1, None),
+    ],
+)
+def test_token_grid(
+    num_tokens: int,
+    input_size: tuple[int, int],
+    prefix: int,
+    expected: tuple[int, int] | None,
+) -> None:
+    assert token_grid(num_tokens, input_size, prefix) == expected
+
+
+def test_a_message_names_the_layer_the_shape_and_a_way_on() -> None:
+    with pytest.raises(ReduceError, match=r"layer.*\(8,\).*layers=\{layer: none\}"):
+        reduced(torch.zeros(2, 8), "avg")

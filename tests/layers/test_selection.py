@@ -1,0 +1,415 @@
+"""Names, globs and presets: what is taken of tiny traces by hand, and of real backbones."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from featx.cli.layer_table import layer_rows
+from featx.config import PRESETS, ModelConfig, ReduceConfig
+from featx.engine.engine import Compute, Engine
+from featx.errors import ConfigError, LayerError
+from featx.layers.layer_names import parse_tap
+from featx.layers.selection import Selection, select
+from featx.layers.trace import Trace
+from featx.layers.tracer import no_fast_path, trace
+from featx.models import build_backbone
+from featx.models.base import Backbone
+
+NONE = ReduceConfig()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y, weights = self.mha(x, x, x, need_weights=True)
+        return y, weights
+
+
+class SequenceFirst(nn.Module):
+    """Gives (T, B, C), as PyTorch's transformers do by default."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(0, 1)
+
+
+class Odd(nn.Module):
+    """All the odd layers in one model; (B, 3, 4, 4) -> (B, 5)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer1 = nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU())
+        self.layer2 = nn.Sequential(nn.Conv2d(8, 8, 1), nn.ReLU())
+        self.relu = nn.ReLU()
+        self.attention = Attention()
+        self.turn = SequenceFirst()
+        self.pool = nn.AdaptiveAvgPool1d(1)
+        self.unused = nn.Linear(8, 8)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer2(self.layer1(x))
+        tokens = self.relu(self.relu(x) + 1).flatten(2).transpose(1, 2)
+        y, _ = self.attention(tokens)
+        y = self.turn(y).transpose(0, 1)
+        return self.fc(self.pool(y.transpose(1, 2)).flatten(1))
+
+
+@functools.cache
+def odd_trace() -> Trace:
+    with no_fast_path:
+        return trace(Odd().eval(), torch.randn(2, 3, 4, 4))
+
+
+@functools.cache
+def traced(library: str, name: str) -> tuple[Backbone, Trace]:
+    backbone = build_backbone(ModelConfig(name=name, library=library, weights=None), seed=0)
+    with Engine(backbone, torch.device("cpu"), "float32") as engine:
+        return backbone, engine.trace(["embedding"])
+
+
+def chosen(*requests: str, of: Trace | None = None) -> list[str]:
+    return [tap.name for tap, _ in selection(*requests, of=of).chosen]
+
+
+def selection(*requests: str, of: Trace | None = None) -> Selection:
+    found = of or odd_trace()
+    return select([(request, NONE) for request in requests], found, None, None)
+
+
+def preset(library: str, name: str, request: str) -> Selection:
+    backbone, found = traced(library, name)
+    return select([(request, NONE)], found, backbone.classifier, backbone.stages)
+
+
+def test_names_keep_the_order_of_the_requests_and_repeats_count_once() -> None:
+    assert chosen("fc", "layer1", "fc", "layer1.0") == ["fc", "layer1", "layer1.0"]
+
+
+def test_a_star_does_not_cross_dots_and_two_stars_do() -> None:
+    assert chosen("layer*") == ["layer1", "layer2"]
+    assert chosen("layer*.*") == ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]
+    assert chosen("layer**") == ["layer1.0", "layer1.1", "layer1", "layer2.0", "layer2.1", "layer2"]
+    assert chosen("**.0") == ["layer1.0", "layer2.0"]
+    assert chosen("layer?.1") == ["layer1.1", "layer2.1"]
+
+
+def test_a_glob_takes_other_signs_literally() -> None:
+    """A dot is a dot, no regular expression."""
+    with pytest.raises(LayerError, match="matches no layer"):
+        chosen("layer1.0|fc*")
+    with pytest.raises(LayerError, match="matches no layer"):
+        chosen("layer.*")
+
+
+def test_a_glob_without_a_match_says_how_globs_work() -> None:
+    with pytest.raises(LayerError, match=r"'layre\*' matches no layer.*crosses dots.*layer1"):
+        chosen("layre*")
+    with pytest.raises(LayerError, match="names only layers that are never called"):
+        chosen("unus*")
+
+
+def test_a_glob_tells_what_it_left_out() -> None:
+    """`unused` matches and is never called; it must not vanish without a word."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1))
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
+    model.append(nn.ReLU())
+    found = selection("?", of=trace(model.eval(), torch.zeros(2, 3, 4, 4)))
+    assert [tap.name for tap, _ in found.chosen] == ["0"]
+    assert found.left_out == ["1 (never called)"]
+
+
+def test_a_typo_lists_the_nearest_names_and_the_presets() -> None:
+    with pytest.raises(LayerError, match=r"no layer 'layer3'.*Nearest: layer\d.*embedding, stages"):
+        chosen("layer3")
+    with pytest.raises(LayerError, match="no layer ''"):
+        chosen("")
+    with pytest.raises(LayerError, match=r"no layer 'layer1\.7'.*Nearest: layer1\.\d"):
+        chosen("layer1.7")
+    with pytest.raises(LayerError, match="no layer 'fc@'"):
+        chosen("fc@")
+    with pytest.raises(LayerError, match=r"no layer 'fc\[0\]'.*Nearest: fc"):
+        chosen("fc[0]")
+
+
+def test_a_repeated_module_lists_its_calls() -> None:
+    with pytest.raises(LayerError, match=r"called 2 times.*relu@1 \(8, 4, 4\), relu@2 \(8, 4, 4\)"):
+        chosen("relu")
+    assert chosen("relu@2", "relu@1") == ["relu@2", "relu@1"]
+    for wrong in ("relu@9", "relu@0"):
+        with pytest.raises(LayerError, match=f"'{wrong}': relu is called 2 times, counted from 1"):
+            chosen(wrong)
+    assert chosen("fc@1") == ["fc@1"]
+    with pytest.raises(LayerError, match="fc is called 1 times"):
+        chosen("fc@2")
+
+
+def test_an_ambiguous_output_lists_its_elements() -> None:
+    with pytest.raises(
+        LayerError, match=r"gives 2 tensors \(\[0\] \(2, 16, 8\), \[1\] \(2, 16, 16\)"
+    ):
+        chosen("attention")
+    assert chosen("attention[0]", "attention[1]") == ["attention[0]", "attention[1]"]
+    with pytest.raises(LayerError, match=r"attention gives 2 tensors"):
+        chosen("attention[2]")
+
+
+def test_elements_of_dictionaries_are_reached_by_key() -> None:
+    names = {"": "", "block": "block", "block.hidden": "block.hidden"}
+    assert parse_tap("block.other[0]", names).path == ("other", 0)
+    inner = parse_tap("block.hidden", names)
+    assert (inner.module, inner.path) == ("block.hidden", ())
+
+
+def test_a_layer_that_is_never_called_is_told_apart_from_a_typo() -> None:
+    with pytest.raises(LayerError, match=r"'attention.mha.out_proj' exists but is not called"):
+        chosen("attention.mha.out_proj")
+    with pytest.raises(LayerError, match="exists but is not called"):
+        chosen("unused")
+
+
+def test_a_layer_without_the_batch_in_front_is_refused() -> None:
+    with pytest.raises(LayerError, match=r"turn has shape \(16, 2, 8\) for a batch of 2"):
+        chosen("turn")
+
+
+def test_all_and_leaves_leave_out_what_has_no_rows_and_say_so() -> None:
+    everything = selection("all")
+    names = [tap.name for tap, _ in everything.chosen]
+    assert names == [
+        "layer1.0",
+        "layer1.1",
+        "layer1",
+        "layer2.0",
+        "layer2.1",
+        "layer2",
+        "relu@1",
+        "relu@2",
+        "attention.mha[0]",
+        "attention.mha[1]",
+        "attention[0]",
+        "attention[1]",
+        "pool",
+        "fc",
+    ]
+    assert everything.left_out == ["turn (16, 2, 8) (the batch is not in front)"]
+    leaves = chosen("leaves")
+    assert leaves == [
+        "layer1.0",
+        "layer1.1",
+        "layer2.0",
+        "layer2.1",
+        "relu@1",
+        "relu@2",
+        "pool",
+        "fc",
+    ]
+
+
+def test_every_tap_of_all_can_be_named_one_by_one() -> None:
+    taps = [tap for tap, _ in selection("all").chosen]
+    for tap in taps:
+        (found,) = selection(tap.name).chosen
+        again = found[0]
+        assert (again.module, again.path) == (tap.module, tap.path)
+        assert (again.call or 1) == (tap.call or 1)
+
+
+def test_one_layer_with_two_reductions_is_refused() -> None:
+    flat = ReduceConfig("flatten")
+    with pytest.raises(ConfigError, match="fc with reduce=none and with reduce=flatten"):
+        select([("fc", NONE), ("fc", flat)], odd_trace(), None, None)
+    with pytest.raises(ConfigError, match="layer1 with reduce=avg and with reduce=flatten"):
+        select([("layer*", ReduceConfig("avg")), ("layer1", flat)], odd_trace(), None, None)
+    with pytest.raises(ConfigError, match="embedding with reduce=none and with reduce=flatten"):
+        select([("embedding", NONE), ("embedding", flat)], odd_trace(), None, None)
+
+
+def test_presets_and_names_go_together() -> None:
+    assert chosen("embedding", "layer1") == ["embedding", "layer1"]
+    (tap, reduce), _ = selection("embedding", "fc").chosen
+    assert (tap.module, tap.capture, reduce.name) == ("fc", "input", "none")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_a_preset_beside_a_module_of_that_name(name: str) -> None:
+    """38 of timm's files call a module `stages`; it is reached by its call, and that is said."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1))
+    model.add_module(name, nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)))
+    model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)])
+    found = trace(model.eval(), torch.zeros(2, 3, 8, 8))
+    expected = {
+        "embedding": ["embedding"],
+        "stages": ["0", f"{name}@1"],
+        "leaves": ["0", f"{name}.0", f"{name}.1", "2", "3", "4"],
+        "all": ["0", f"{name}.0", f"{name}.1", f"{name}@1", "2", "3", "4"],
+    }
+    preset = selection(name, of=found)
+    assert [tap.name for tap, _ in preset.chosen] == expected[name]
+    assert preset.left_out == [
+        f"the module {name!r} of this model: layers={name} is the preset, the module is {name}@1"
+    ]
+    for request in (f"{name}@1", f"{name[:-1]}?"):
+        module = selection(request, of=found)
+        ((tap, _),) = module.chosen
+        assert (tap.name, tap.module, tap.capture) == (f"{name}@1", name, "output")
+        assert module.left_out == []
+    ((tap, _),) = selection(f"{name}@1:input", of=found).chosen
+    assert (tap.module, tap.capture) == (name, "input")
+    assert f"{name}@1" in [row["name"] for row in layer_rows(found, 4)]
+
+
+def test_a_module_list_named_like_a_preset_is_not_spoken_of() -> None:
+    """It is never called, so nothing can be meant but the preset."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(256, 2))
+    found = trace(model.eval(), torch.zeros(2, 3, 8, 8))
+    model.add_module("leaves", nn.ModuleList())
+    names = {**found.names, "leaves": "leaves"}
+    assert selection("leaves", of=replace(found, names=names)).left_out == []
+
+
+def test_no_embedding_without_a_linear_layer_at_the_end() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
+    found = trace(model, torch.zeros(2, 3, 4, 4))
+    with pytest.raises(LayerError, match=r"ends in a linear layer; the last layer.*here is 1"):
+        selection("embedding", of=found)
+
+
+def test_stages_of_a_model_without_any() -> None:
+    found = trace(nn.Sequential(nn.Flatten(), nn.Linear(48, 5)).eval(), torch.zeros(2, 3, 4, 4))
+    with pytest.raises(LayerError, match="found no feature maps and no transformer blocks"):
+        selection("stages", of=found)
+
+
+STAGES = {
+    ("torchvision", "resnet18"): ["relu", "layer1", "layer2", "layer3", "layer4"],
+    ("torchvision", "mobilenet_v2"): [f"features.{i}" for i in (1, 3, 6, 13, 18)],
+    ("torchvision", "vit_b_16"): [f"encoder.layers.encoder_layer_{i}" for i in range(12)],
+    ("torchvision", "swin_t"): [f"features.{i}" for i in (1, 3, 5, 7)],
+    ("torchvision", "convnext_tiny"): [f"features.{i}" for i in (1, 3, 5, 7)],
+    ("torchvision", "squeezenet1_1"): [f"features.{i}" for i in (1, 4, 7, 12)],
+    ("timm", "resnet18"): ["act1", "layer1", "layer2", "layer3", "layer4"],
+    ("timm", "vit_tiny_patch16_224"): [f"blocks.{i}" for i in range(12)],
+    ("timm", "efficientnet_lite0"): [f"blocks.{i}" for i in (0, 1, 2, 4, 6)],
+}
+
+
+@pytest.mark.parametrize(("library", "name"), STAGES)
+@pytest.mark.slow
+def test_stages_of_real_backbones(library: str, name: str) -> None:
+    assert [tap.name for tap, _ in preset(library, name, "stages").chosen] == STAGES[library, name]
+
+
+@pytest.mark.parametrize(("library", "name"), STAGES)
+def test_leaves_and_all_of_real_backbones(library: str, name: str) -> None:
+    """Every called module is there or told to be left out; leaves are the childless ones."""
+    backbone, found = traced(library, name)
+    modules = dict(backbone.module.named_modules())
+    everything, leaves = preset(library, name, "all"), preset(library, name, "leaves")
+    got = {tap.module for tap, _ in everything.chosen}
+    called = {call.module for call in found.calls if call.module}
+    told = {entry.split(" ")[0].split("@")[0].split("[")[0] for entry in everything.left_out}
+    assert got | told == called
+    assert {tap.module for tap, _ in leaves.chosen} == {
+        name for name in got if not list(modules[name].children())
+    }
+    names = [tap.name for tap, _ in everything.chosen]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [
+        ("resnet18", "fc"),
+        ("mobilenet_v2", "classifier.1"),
+        ("swin_t", "head"),
+        ("convnext_tiny", "classifier.2"),
+    ],
+)
+@pytest.mark.slow
+def test_the_embedding_is_what_torchvision_classifies(name: str, last: str) -> None:
+    """The model without its last linear layer gives it."""
+    backbone, _ = traced("torchvision", name)
+    cut = copy.deepcopy(backbone.module)
+    assert isinstance(cut.get_submodule(last), nn.Linear)
+    parent, _, leaf = last.rpartition(".")
+    setattr(cut.get_submodule(parent), leaf, nn.Identity())
+    x = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        expected = cut(x)
+    _close(embedding("torchvision", name, x), expected)
+
+
+def test_the_embedding_of_a_convolutional_classifier_is_averaged() -> None:
+    backbone, _ = traced("torchvision", "squeezenet1_1")
+    x = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        expected = backbone.module.features(x).mean((2, 3))
+    _close(embedding("torchvision", "squeezenet1_1", x), expected)
+
+
+def test_the_embedding_of_vit_b_16_is_the_input_of_its_head() -> None:
+    assert traced("torchvision", "vit_b_16")[0].num_prefix_tokens == 1
+    ((tap, reduce),) = preset("torchvision", "vit_b_16", "embedding").chosen
+    assert (tap.module, tap.capture, reduce.name) == ("heads.head", "input", "none")
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "efficientnet_lite0"])
+def test_the_embedding_is_timms_pre_logits(name: str) -> None:
+    backbone, _ = traced("timm", name)
+    x = torch.randn(2, 3, 224, 224)
+    with torch.no_grad():
+        features = backbone.module.forward_features(x)
+        expected = backbone.module.forward_head(features, pre_logits=True)
+    _close(embedding("timm", name, x), expected)
+
+
+def embedding(library: str, name: str, x: torch.Tensor) -> torch.Tensor:
+    backbone, _ = traced(library, name)
+    with Engine(backbone, torch.device("cpu"), "float32") as engine:
+        engine.bind(preset(library, name, "embedding").chosen)
+        engine.settle(Compute("fp32", False, False, len(x)))
+        return engine.run(x)["embedding"]
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.shape == expected.shape
+    assert got.dim() == 2
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_an_input_is_named_for_its_kind_and_found_under_globs_and_presets() -> None:
+    found = selection("fc:input", "layer*:input", "fc")
+    assert [(tap.name, tap.module, tap.capture) for tap, _ in found.chosen] == [
+        ("fc:input", "fc", "input"),
+        ("layer1:input", "layer1", "input"),
+        ("layer2:input", "layer2", "input"),
+        ("fc", "fc", "output"),
+    ]
+    every = {tap.name for tap, _ in selection("all:input").chosen}
+    assert {"layer1.0:input", "relu@1:input", "relu@2:input"} <= every
+    assert "attention.mha[0]:input" in every
+
+
+def test_several_inputs_are_told_apart_or_refused() -> None:
+    tap = selection("attention.mha[1]:input").chosen[0][0]
+    assert (tap.name, tap.path) == ("attention.mha[1]:input", (1,))
+    with pytest.raises(LayerError, match=r"takes \d tensors .*such as 'attention\.mha\[0\]:input'"):
+        selection("attention.mha:input")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [("fc:grad", "one of output, input"), ("embedding:input", "needs the name of a layer")],
+)
+def test_unknown_kinds_and_kinds_of_an_embedding_are_refused(request_: str, message: str) -> None:
+    with pytest.raises(LayerError, match=message):
+        selection(request_)

@@ -1,0 +1,113 @@
+"""A worker without torch: it has the rows of a made-up run at hand, and goes wrong when told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from featx.config.run_config import Config
+from featx.pipeline.executors.local_worker import Link
+
+
+@dataclass(frozen=True)
+class StubOrder:
+    """What the driver sends.
+
+    Attributes:
+        root: of the store; run: its rows.
+        notes: a folder in which workers note what they do.
+        faults: part (or "start") -> what happens there, and to how many workers.
+        pause_s: that a part takes.
+    """
+
+    run: object
+    root: Path
+    notes: Path
+    faults: Mapping[object, tuple[str, int]] = field(default_factory=dict)
+    pause_s: float = 0.0
+    config: Config = field(default_factory=Config)
+
+    def note(self, name: str) -> bool:
+        """Leave a file; False where it is there already."""
+        try:
+            (self.notes / name).open("x").close()
+        except FileExistsError:
+            return False
+        return True
+
+    def fault_at(self, place: object) -> str:
+        """What is to go wrong now, '' for nothing."""
+        what, times = self.faults.get(place, ("", 0))
+        return what if any(self.note(f"fault-{place}-{n}") for n in range(times)) else ""
+
+
+def go_wrong(what: str, root: Path) -> None:
+    if what == "crash":
+        from featx.images.crash_journal import Suspects
+
+        with Suspects(root).notes() as notes:
+            assert notes is not None
+            with notes.noted(b"cat/0000.jpg"):
+                os.kill(os.getpid(), signal.SIGSEGV)
+                time.sleep(60)
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        os.write(2, b"these are my last words\n")
+        sys.exit(5)
+    if what == "raise":
+        raise ValueError("a bug in the model")
+    if what == "disk":
+        from featx.errors import StoreMismatchError
+
+        raise StoreMismatchError("another store")
+    if what == "hang":
+        time.sleep(60)
+
+
+def main() -> None:
+    connection = Connection(int(sys.argv[1]))
+    sys.path[:] = connection.recv()
+    from stub_worker import StubOrder as Known  # the same class under its own name
+
+    order, device = connection.recv()
+    assert isinstance(order, Known)
+    link = Link(connection)
+    order.note(f"pid-{os.getpid()}")
+    from featx.pipeline.executors.part_worker import rows_text
+    from featx.pipeline.executors.worker_stats import Done, Labour
+    from featx.storage.local_folder import Disk
+    from featx.store.manifest import read_manifest
+    from featx.store.part_files import publish_part
+
+    run = order.run
+    manifest = read_manifest(order.root)
+    at = []
+    try:
+        go_wrong(order.fault_at("start"), order.root)
+        link.tell("ready")
+        os.write(1, f"hello from {device}\n".encode())
+        while (first := link.draw(wait=True)) is not None:
+            for part in link.parts(first):
+                at = [part]
+                if link.stopping.is_set():
+                    break
+                time.sleep(order.pause_s)
+                go_wrong(order.fault_at(part.index), order.root)
+                failures = publish_part(Disk(order.root), run.builder(part), manifest, run.listing)
+                order.note(f"part-{part.index}-by-{os.getpid()}-of-{len(link.held)}")
+                link.done(Done(part, failures, {"flat": 1}, 0.1, 0.0))
+    except Exception as error:  # noqa: BLE001 - as a worker does
+        link.tell("failed", type(error).__name__, str(error), "its traceback", rows_text(at))
+        sys.exit(1)
+    link.tell("bye", Labour({"model": 1.0}, 10, 20))
+
+
+if __name__ == "__main__":
+    main()

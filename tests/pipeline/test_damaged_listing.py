@@ -1,0 +1,70 @@
+"""A bit flips in samples.h5 before the store is finished: the listing found now takes its place."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+import featx as package
+from featx.storage.local_folder import Disk
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def begun(featx: Command, photos: Path) -> list[str]:
+    """A store of which the last part and what came after it are missing."""
+    arguments = ["model=mobilenet_v3_small", "model.weights=null", "data=folder",
+                 f"data.root={photos}", "out=run", "part_rows=4", "batch_size=4", "precision=fp32",
+                 "pack=false", "device=cpu"]  # fmt: skip
+    done = featx(*arguments)
+    assert done.returncode == 0, done.stderr
+    return arguments
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["key", *(pytest.param(name, marks=pytest.mark.slow) for name in ("label", "classes"))],
+)
+def test_the_same_command_goes_on(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
+    arguments = begun(featx, photos)
+    root = tmp_path / "run"
+    expected = package.open(root)
+    keys, labels, classes = expected.keys, expected.labels, expected.classes
+    features = expected["embedding"][:]
+    Disk(root).remove(sorted((root / "parts").iterdir())[-1])
+    path = root / "samples.h5"
+    with h5py.File(path) as file:
+        at = file[name].id.get_offset()
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+    done = featx(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "samples.h5 was written anew" in done.stderr
+    assert "Traceback" not in done.stderr
+    store = package.open(root)
+    assert store.complete
+    assert (store.keys == keys).all()
+    assert (store.labels == labels).all()
+    assert store.classes == classes
+    np.testing.assert_array_equal(store["embedding"][:], features)
+
+
+def test_another_data_set_is_not_taken_for_it(featx: Command, photos: Path, tmp_path: Path) -> None:
+    arguments = begun(featx, photos)
+    root = tmp_path / "run"
+    Disk(root).remove(sorted((root / "parts").iterdir())[-1])
+    data = bytearray((root / "samples.h5").read_bytes())
+    with h5py.File(root / "samples.h5") as file:
+        data[file["key"].id.get_offset()] ^= 4
+    (root / "samples.h5").write_bytes(data)
+    sorted(photos.rglob("*.*"))[0].unlink()
+    done = featx(*arguments)
+    assert done.returncode == 2
+    assert "samples.h5 is damaged" in done.stderr
+    assert "Traceback" not in done.stderr

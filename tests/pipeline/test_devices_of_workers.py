@@ -1,0 +1,356 @@
+"""The key `devices` with real workers and a tiny model: the same rows however many there are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import spread_jobs
+from conftest import with_path
+from made_store import dataset_digests, temporary_files
+from PIL import Image
+from processes import ended
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job
+from torch import nn
+
+import featx
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.errors import ConfigError, RunError
+from featx.pipeline.executors import worker_spec
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def digests(root: str | Path) -> dict[str, str]:
+    return dataset_digests(Path(root) / "features.h5")
+
+
+# What the key takes
+
+
+def config(**keys: Any) -> Any:
+    return from_omegaconf(from_keywords(keys))
+
+
+@pytest.mark.parametrize("value", [0, -1, [], [0, -1], "all", True, 2.5, [0.5]])
+def test_values_that_are_none_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"devices=.*: expected how many workers, such as 4"):
+        config(devices=value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"devices": [0, 1], "device": "cpu"}, r"devices=\[0, 1\] are GPUs.*devices=2"),
+        ({"devices": 2, "tensorboard": True}, "tensorboard sees the batches of one process"),
+        ({"devices": 2, "profile": True}, "profile sees the batches of one process"),
+        ({"executor": "lokal"}, "executor=lokal: expected one of local, ray, slurm"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**keys)
+
+
+def test_gpus_that_are_not_there_are_told_before_a_store_is_begun(photos: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cuda:7.*torch sees \d+ CUDA devices"):
+        extract(photos, devices=[7])
+    assert not Path("store").exists()
+
+
+# The same rows
+
+
+class OfADataset:
+    """A data set that travels: three pictures of one colour."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("RGB", (40, 40), (80 * index, 10, 10)), index
+
+
+@pytest.mark.slow  # two processes that import torch; test_local.py has workers without it
+def test_two_workers_give_what_one_process_gives(
+    photos: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    alone = extract(photos, out="alone", max_failures=5)
+    shared = extract(photos, devices=2, max_failures=5)
+    assert shared.complete
+    assert digests("store") == digests(alone.root)
+    assert [f["key"] for f in shared.failures] == ["cat/broken.png"]
+    descriptor = json.loads(Path("store/featx.json").read_text())
+    assert descriptor["resolved"]["threads"] == 1
+    assert descriptor["fingerprint"] == json.loads(Path("alone/featx.json").read_text())[
+        "fingerprint"
+    ]  # fmt: skip
+    summary = json.loads(Path("store/summary.json").read_text())
+    assert summary["seconds"]["read"] > 0
+    assert summary["images_per_second"] > 0
+    assert summary["failures"] == 1
+    assert "device      2 x cpu" in capfd.readouterr().err
+    assert extract(photos, devices=2, max_failures=5).complete  # nothing is left to do
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    spread_jobs.run(job, photos, "alone", max_failures=5)
+    for workers in (2, 4):
+        keys: dict[str, Any] = {"devices": workers, "max_failures": 5}
+        assert spread_jobs.run(job, photos, **keys, overwrite=True) == 0
+        assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+        assert temporary_files(Path("store")) == []
+        assert not Path("store/workers").exists()
+    assert spread_jobs.run(job, photos, **keys) == 0  # nothing is left to do
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_any_number_of_workers_gives_the_same_bits_of_a_real_model(workers: int) -> None:
+    keys: dict[str, Any] = {
+        "data": {"name": "sample"},
+        "layers": ["blocks.2", "embedding"],
+        "precision": "fp32",
+        "compile": False,
+        "batch_size": 4,
+        "part_rows": 4,
+    }
+    alone = featx.extract(**keys, out="alone")
+    featx.extract(**keys, out="store", devices=workers)
+    assert digests("store") == digests(alone.root)
+
+
+@pytest.mark.slow
+def test_an_object_of_python_goes_to_the_workers_too() -> None:
+    extract(OfADataset(), out="alone")
+    extract(OfADataset(), devices=2)
+    assert digests("store") == digests("alone")
+
+
+def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
+    class Local(OfADataset):
+        pass
+
+    with pytest.raises(ConfigError, match=r"cannot be sent to other processes.*Local"):
+        extract(Local(), devices=2)
+
+
+@pytest.mark.slow
+def test_sources_with_open_files_are_opened_by_each_worker(tmp_path: Path) -> None:
+    import h5py
+    import numpy as np
+
+    with h5py.File("images.h5", "w") as file:
+        file["x"] = np.random.default_rng(0).integers(0, 256, (13, 40, 40, 3), dtype=np.uint8)
+    data = {"name": "hdf5", "root": "images.h5", "dataset": "/x"}
+    extract(data, out="alone")
+    extract(data, devices=2)
+    assert digests("store") == digests("alone")
+
+
+# Threads
+
+
+def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    seen = []
+    forward = nn.Conv2d.forward
+    monkeypatch.setattr("featx.engine.batch_parallelism.num_cpus", lambda: 3)
+    torch.set_num_threads(3)
+    extract(photos, pack=False)
+    assert json.loads(Path("store/featx.json").read_text())["resolved"]["threads"] == 3
+    Path("store/parts/part-000001.h5").unlink()
+
+    def noticed(self: Any, x: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return forward(self, x)
+
+    monkeypatch.setattr(nn.Conv2d, "forward", noticed)
+    torch.set_num_threads(2)
+    assert extract(photos).complete
+    assert seen[-1] == 3
+    assert torch.get_num_threads() == 2, "the caller's number is given back"
+    assert "3 (as the store was begun; here it would be 2" in capfd.readouterr().err
+
+
+def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
+    """Another version of a library, on another machine."""
+    from featx.pipeline.extraction import product_of
+    from featx.pipeline.run_context import prepare
+    from featx.pipeline.run_target import StorePurpose
+    from featx.store.session import StoreSession
+
+    keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
+    purpose = StorePurpose(from_omegaconf(keys))
+    with prepare(from_omegaconf(keys), "", purpose) as prepared:
+        session = StoreSession(Path("store"), prepared.as_run(), prepared.listing)
+        with session.hold():
+            product = product_of(purpose, prepared, session)
+            order = worker_spec.order_of(prepared, session, product, "")
+            fingerprint = {**order.fingerprint, "version.torch": "0.1"}
+            other = worker_spec.replace(order, fingerprint=fingerprint)
+            with (
+                pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
+                worker_spec.prepared_as_ordered(other, "cpu"),
+            ):
+                pass
+            with worker_spec.prepared_as_ordered(order, "cpu") as again:
+                assert again.as_run().resolved == prepared.as_run().resolved
+
+
+# What goes wrong
+
+
+class Raising(nn.Module):
+    """A bug that shows at a white picture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 8, stride=8)
+
+    def forward(self, x: Any) -> Any:
+        if Path("bug").exists() and float(x.flatten(1).mean(1).max()) > 2.0:
+            raise ValueError("a bug in the model")
+        return self.conv(x)
+
+
+def command(*more: str) -> list[str]:
+    slow = "+model.args.pause_s=0.4"
+    return [sys.executable, "-m", "featx", *COMMAND, "data=folder", "data.root=photos", slow, *more]
+
+
+def command_of(job: str) -> list[str]:
+    """A job of two workers that takes its time."""
+    given = [text for text in COMMAND if not text.startswith("layers=")]
+    more = [*spread_jobs.OVERRIDES[job], "devices=2", "+model.args.pause_s=0.4"]
+    data = ["data=folder", "data.root=photos"]
+    return [sys.executable, "-m", "featx", *given, *data, *more]
+
+
+# On a busy machine one worker may have done a part before the other had its first.
+KILLED = r"worker \d \(cpu\) was killed by SIGKILL (in part \d+ \(rows|before it had a part)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.parametrize("victim", ["worker", "driver"])
+def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, victim: str) -> None:
+    pause = {**MODEL, "args": {"pause_s": 0.4}}
+    spread_jobs.run(job, photos, "alone", model=pause)
+    environment = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command_of(job), env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not spread_jobs.parts_done(job, Path("store")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = workers_here()
+        assert len(workers) == 2
+        os.kill(workers[0] if victim == "worker" else process.pid, signal.SIGKILL)
+        _, told = process.communicate(timeout=120)
+    if victim == "worker":
+        assert process.returncode == 0, told
+        assert re.search(KILLED, told)
+    else:
+        assert all(ended(pid) for pid in workers), "a worker lives on"
+        assert 1 <= spread_jobs.parts_done(job, Path("store")) < 6
+        subprocess.run(command_of(job), env=environment, check=True, timeout=120)
+    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+    assert temporary_files(Path("store")) == []
+
+
+def started(*more: str) -> subprocess.Popen[str]:
+    """A run of two workers that has its first part."""
+    process = subprocess.Popen(
+        command("devices=2", *more),
+        env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while not list(Path("store/parts").glob("part-*.h5")):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+def workers_here() -> list[int]:
+    """The worker processes of a run in this folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if (
+                b"featx.pipeline.executors.local_worker" in words
+                and (folder / "cwd").readlink() == Path.cwd()
+            ):
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["worker", "driver", "sigint", "sigterm"])
+def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) -> None:
+    alone = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 0.4}})
+    process = started()
+    workers = workers_here()
+    assert len(workers) == 2
+    victim = workers[0] if end == "worker" else process.pid
+    signals = {"sigint": signal.SIGINT, "sigterm": signal.SIGTERM}
+    begun = time.monotonic()
+    os.kill(victim, signals.get(end, signal.SIGKILL))
+    _, told = process.communicate(timeout=120)
+    codes = {"worker": 0, "driver": -9, "sigint": 130, "sigterm": 143}
+    assert process.returncode == codes[end], told
+    if end == "worker":
+        assert re.search(KILLED, told)
+    else:
+        assert time.monotonic() - begun < 10
+        assert not Path("store/features.h5").exists()
+        assert all(ended(pid) for pid in workers), "a worker lives on"
+        subprocess.run(
+            command("devices=2"),
+            env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},
+            check=True,
+            timeout=120,
+        )
+    assert digests("store") == digests(alone.root)
+    assert temporary_files(Path("store")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["extract", "stats"])
+def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path, job: str) -> None:
+    keys = {**KEYS, "model": {**MODEL, "target": "test_devices_of_workers:Raising"}, "devices": 2}
+    Image.new("RGB", (40, 40), (255, 255, 255)).save(
+        photos / "cat" / "013.png"
+    )  # row 3, of no trial
+    Path("bug").touch()
+    with pytest.raises(RunError) as failed:
+        run_job(job, **keys, data=photos)
+    pattern = r"worker \d \(cpu\), part \d \(rows \d+ to \d+\): ValueError: a bug in the model"
+    assert re.match(pattern, str(failed.value))
+    Path("bug").unlink()
+    assert run_job(job, **keys, data=photos) == 0

@@ -1,0 +1,271 @@
+"""Workers that share the parts of a run: whatever becomes of them, the rows are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import with_path
+from made_store import MadeRun, dataset_digests, make_run, temporary_files
+from processes import ended
+from stub_worker import StubOrder
+
+from featx.config.run_config import Config
+from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
+from featx.pipeline.executors.local import Crew
+from featx.pipeline.stop_signals import Interrupted
+from featx.store.pack import pack
+
+HERE = Path(__file__).resolve().parent
+STUB = (sys.executable, str(HERE / "stub_worker.py"))
+
+
+@pytest.fixture
+def run() -> MadeRun:
+    """Ten parts of 4 rows, the last one short; failures in two of them."""
+    return make_run(num_rows=38, part_rows=4, failed=[2, 17])
+
+
+@pytest.fixture
+def work(run: MadeRun, tmp_path: Path) -> Callable[..., Crew]:
+    """Do what a store lacks with so many workers."""
+    notes = tmp_path / "notes"
+    notes.mkdir(exist_ok=True)
+
+    def do(workers: int = 2, **order: Any) -> Crew:
+        root = tmp_path / "store"
+        with run.session(root).hold() as session:
+            stub: Any = StubOrder(run, root, notes, **order)
+            crew = Crew(stub, ["cpu"] * workers, session, session.missing(), STUB)
+            crew.work()
+            assert session.whole
+            pack(root)
+            session.after_packing()
+        return crew
+
+    return do
+
+
+def noted(tmp_path: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in (tmp_path / "notes").glob(pattern))
+
+
+@pytest.fixture(autouse=True)
+def _nobody_left(tmp_path: Path) -> Iterator[None]:
+    """After every test, no worker lives on, and nothing half written lies in the store."""
+    yield
+    assert all(ended(int(name.removeprefix("pid-"))) for name in noted(tmp_path, "pid-*"))
+    if (tmp_path / "store").exists():
+        assert temporary_files(tmp_path / "store") == []
+
+
+def is_whole(run: MadeRun, tmp_path: Path) -> bool:
+    run.write(tmp_path / "alone", packed=True)
+    digests = [dataset_digests(tmp_path / name / "features.h5") for name in ("alone", "store")]
+    return digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_any_number_of_workers_gives_the_same_datasets(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path, workers: int,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    crew = work(workers, pause_s=0.05)
+    assert is_whole(run, tmp_path)
+    assert len({name.split("-by-")[1].split("-")[0] for name in noted(tmp_path, "part-*")}) == (
+        workers
+    )
+    assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
+    done = crew.harvest
+    assert (done.rows, done.faint["flat"]) == (38, 10)
+    assert (done.labour.seconds, done.labour.peak_memory_mib) == ({"model": float(workers)}, 20)
+    printed = capfd.readouterr()
+    assert "worker 0 (cpu): hello from cpu" in printed.err.splitlines()
+    assert printed.out == ""
+
+
+def test_failures_of_all_workers_stand_in_one_list(
+    work: Callable[..., Crew], tmp_path: Path
+) -> None:
+    work(2)
+    lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
+    assert sorted(line.split(",")[0] for line in lines[1:] if line[:1].isdigit()) == ["17", "2"]
+
+
+def test_too_many_failures_of_all_workers_end_a_long_run(
+    work: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
+    with pytest.raises(TooManyFailuresError, match="1 of the first"):
+        work(2, config=Config(max_failures=0), pause_s=0.05)
+    assert 1 <= len(list((tmp_path / "store" / "parts").glob("part-*.h5"))) < 10
+
+
+def test_a_worker_that_is_killed_costs_its_part_only(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    work(2, faults={3: ("kill", 1)}, pause_s=0.02)
+    assert is_whole(run, tmp_path)
+    assert "was killed by SIGKILL in part" in (told := capfd.readouterr().err)
+    assert "part 3 (rows 12 to 15)" in told
+    assert "another one takes its place" in told
+    assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
+
+
+def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+) -> None:
+    """Also where the worker held other parts: from the first death on it is given out alone."""
+    with pytest.raises(RunError) as ended_run:
+        work(2, faults={3: ("kill", 9)})
+    message = str(ended_run.value)
+    assert "(cpu) was killed by SIGKILL in part 3 (rows 12 to 15), the 3rd worker" in message
+    assert ended_run.value.exit_code == 1
+    assert len(noted(tmp_path, "fault-3-*")) == 3
+    work(2)
+    assert is_whole(run, tmp_path)
+
+
+def test_an_exception_names_device_part_and_rows_and_the_run_goes_on_later(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+) -> None:
+    with pytest.raises(RunError) as failed:
+        work(2, faults={4: ("raise", 1)})
+    assert "(cpu), part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
+    assert failed.value.__notes__ == ["its traceback"]
+    work(2)
+    assert is_whole(run, tmp_path)
+
+
+def test_an_error_on_purpose_keeps_its_class_and_exit_code(work: Callable[..., Crew]) -> None:
+    with pytest.raises(StoreMismatchError, match=r"part 1 .*: another store\n") as failed:
+        work(2, faults={1: ("disk", 1)})
+    assert failed.value.exit_code == 2
+
+
+def test_workers_that_never_come_up_end_the_run_with_their_last_words(
+    work: Callable[..., Crew], tmp_path: Path
+) -> None:
+    with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
+        work(1, faults={"start": ("exit", 9)})
+    assert len(noted(tmp_path, "fault-start-*")) == 3
+
+
+@pytest.mark.slow
+def test_one_that_did_not_come_up_is_replaced(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+) -> None:
+    work(2, faults={"start": ("exit", 2)})
+    assert is_whole(run, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
+def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path, signum: int
+) -> None:
+    timer = threading.Timer(1.5, os.kill, (os.getpid(), signum))
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(Interrupted) as stopped:
+        work(2, pause_s=0.4)
+    assert stopped.value.signum == signum
+    assert time.monotonic() - begun < 10
+    there = len(list((tmp_path / "store" / "parts").glob("part-*.h5")))
+    assert there < 10
+    assert there == len(noted(tmp_path, "part-*"))
+    work(2)
+    assert len(noted(tmp_path, "part-*")) == 10, "a committed part was done again"
+    assert is_whole(run, tmp_path)
+
+
+def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
+    work: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("featx.pipeline.stop_signals.GRACE_S", 1.0)
+    monkeypatch.setattr("featx.pipeline.executors.local.GRACE_S", 1.0)
+    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    begun = time.monotonic()
+    with pytest.raises(Interrupted):
+        work(2, faults={0: ("hang", 1)}, pause_s=0.4)
+    assert time.monotonic() - begun < 8
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+from made_store import make_run
+from stub_worker import StubOrder
+from featx.pipeline.executors.local import Crew
+root, notes, stub = map(Path, sys.argv[1:])
+run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
+with run.session(root).hold() as session:
+    order = StubOrder(run, root, notes, pause_s=0.3)
+    Crew(order, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A run in a process of its own, whose workers have done a part."""
+    (tmp_path / "notes").mkdir(exist_ok=True)
+    places = [str(tmp_path / "store"), str(tmp_path / "notes"), STUB[1]]
+    process = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, *places],
+        env=with_path(HERE.parent, HERE),
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 30
+    while not noted(tmp_path, "part-*") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_no_worker_outlives_a_driver_that_is_killed(
+    driver: subprocess.Popen[bytes], work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+) -> None:
+    pids = [int(name.removeprefix("pid-")) for name in noted(tmp_path, "pid-*")]
+    assert len(pids) == 2
+    driver.kill()
+    driver.wait()
+    assert all(ended(pid) for pid in pids)
+    before = set((tmp_path / "store" / "parts").glob("part-*.h5"))
+    assert before
+    for _ in range(50):  # the kernel may hold a dead process's lock for a moment
+        with contextlib.suppress(StoreLockedError):
+            work(3)
+            break
+        time.sleep(0.1)
+    assert is_whole(run, tmp_path)
+
+
+def test_a_second_driver_is_refused_with_the_name_of_the_first(
+    driver: subprocess.Popen[bytes], work: Callable[..., Crew], tmp_path: Path
+) -> None:
+    with pytest.raises(StoreLockedError, match=f'"pid": {driver.pid}'):
+        work(2)
+    assert driver.poll() is None
+    assert driver.wait(60) == 0
+    assert len(noted(tmp_path, "part-*")) == 10
+
+
+@pytest.mark.slow
+def test_decoders_that_crash_are_not_the_parts_fault(
+    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+) -> None:
+    """Each crash tells of images that the next worker decodes with care."""
+    work(2, faults={3: ("crash", 4)})
+    assert is_whole(run, tmp_path)
+    assert len(noted(tmp_path, "fault-3-*")) == 4

@@ -1,0 +1,203 @@
+"""The loop over parts: one is committed while the next is computed, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from featx.config.run_config import Config
+from featx.engine.batch_parallelism import AtOnce
+from featx.errors import RunError
+from featx.images.loader import LoaderTimes
+from featx.pipeline.loop import run_parts
+from featx.pipeline.stop_signals import Interrupted
+from featx.pipeline.trial import TrialSpeed
+from featx.types import Batch, Failure, Part
+
+DISK: Any = None  # is for profile=true alone
+PARTS = [Part(0, 0, 4), Part(1, 4, 8), Part(2, 8, 12)]
+
+
+class Images(contextlib.AbstractContextManager[Any]):
+    """Batches of two rows without pictures."""
+
+    times = LoaderTimes()
+    warnings: ClassVar[dict[str, int]] = {}
+
+    def batches(self, parts: list[Part]) -> Iterator[tuple[Part, Batch]]:
+        for part in parts:
+            for start in range(part.start, part.stop, 2):
+                yield part, Batch(torch.zeros(2), start, 2, [])
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Work:
+    """Notes what happens when; `commit` is what a part's commit does beside that."""
+
+    rows_asked = 12
+    rows_failed = 0
+    seconds: dict[str, float] = {}  # noqa: RUF012 - nobody writes to it
+
+    def __init__(self, commit: Callable[[int], None] = lambda index: None) -> None:
+        self.committed: list[int] = []
+        self.taken: list[int] = []
+        self._commit = commit
+
+    @property
+    def rows_done(self) -> int:
+        return 4 * len(self.committed)
+
+    def missing(self) -> list[Part]:
+        return PARTS
+
+    def compute(self, engine: Any, batch: Batch) -> int:
+        return batch.start
+
+    def take(self, part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+        self.taken.append(computed())
+        return []
+
+    def hand_over(self) -> Callable[[], None]:
+        index = self.taken[-1] // 4
+
+        def commit() -> None:
+            self._commit(index)
+            self.committed.append(index)
+
+        return commit
+
+
+def prepared() -> Any:
+    engine = SimpleNamespace(
+        compute=SimpleNamespace(batch_size=2), device=torch.device("cpu"), model_seconds=0.0,
+        copy_seconds=0.0, own_stream=contextlib.nullcontext,
+    )  # fmt: skip
+    config = Config()
+    return SimpleNamespace(
+        engine=engine,
+        loader=lambda size: Images(),
+        config=config,
+        at_once=AtOnce(1, 1, False, {}),
+        trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),
+    )
+
+
+def test_parts_are_committed_in_order() -> None:
+    work = Work(lambda index: time.sleep(0.02))
+    figures = run_parts(prepared(), work, DISK)
+    assert work.committed == [0, 1, 2]
+    assert figures.seconds["write"] >= 0.06
+
+
+def test_the_next_part_is_computed_meanwhile() -> None:
+    computing = threading.Event()
+    work = Work(lambda index: None if index else _wait(computing))
+    take = work.take
+
+    def noticed(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+        if batch.start >= 4:
+            computing.set()  # the first commit goes on only now
+        return take(part, batch, computed)
+
+    work.take = noticed  # type: ignore[method-assign]
+    run_parts(prepared(), work, DISK)
+    assert work.committed == [0, 1, 2]
+
+
+def test_never_two_at_once() -> None:
+    at_work: list[int] = []
+
+    def commit(index: int) -> None:
+        assert not at_work
+        at_work.append(index)
+        time.sleep(0.02)
+        at_work.clear()
+
+    work = Work(commit)
+    run_parts(prepared(), work, DISK)
+    assert work.committed == [0, 1, 2]
+
+
+def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> None:
+    computing, failed = threading.Event(), threading.Event()
+
+    def fail(index: int) -> None:
+        _wait(computing)
+        failed.set()
+        raise RunError("the disk is full")
+
+    work = Work(fail)
+    take = work.take
+
+    def slowly(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+        if batch.start >= 4:
+            computing.set()
+            _wait(failed)
+            time.sleep(0.05)
+        return take(part, batch, computed)
+
+    work.take = slowly  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="disk is full"):
+        run_parts(prepared(), work, DISK)
+    assert work.taken == [0, 2, 4]
+
+
+def test_the_last_commit_counts() -> None:
+    def fail(index: int) -> None:
+        if index == 2:
+            raise RunError("the disk is full")
+
+    work = Work(fail)
+    with pytest.raises(RunError, match="disk is full"):
+        run_parts(prepared(), work, DISK)
+    assert work.committed == [0, 1]
+
+
+def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
+    begun = threading.Event()
+
+    def commit(index: int) -> None:
+        begun.set()
+        time.sleep(0.1)
+
+    work = Work(commit)
+    take = work.take
+
+    def interrupted(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
+        if batch.start == 4:
+            _wait(begun)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(part, batch, computed)
+
+    work.take = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted):
+        run_parts(prepared(), work, DISK)
+    assert work.committed == [0]
+    assert threading.active_count() == 1 or not [
+        thread for thread in threading.enumerate() if thread.name.startswith("featx-commit")
+    ]
+
+
+def test_events_tell_of_committed_parts_only() -> None:
+    work = Work(lambda index: time.sleep(0.02))
+    told: list[tuple[int, int]] = []
+    events: Any = SimpleNamespace(
+        part=lambda part, seconds: told.append((part.index, len(work.committed)))
+    )
+    run_parts(prepared(), work, DISK, events)
+    assert told == [(0, 1), (1, 2), (2, 3)]
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(10), "nothing happened for ten seconds"

@@ -1,0 +1,190 @@
+"""overwrite=true deletes what is finished, and resumes what it has begun itself."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import with_path
+from made_store import dataset_digests
+from processes import outcome, running, wait_until
+from tiny_model import COMMAND, MODEL, extract, write_picture
+
+import featx
+from featx.errors import StoreLockedError
+from featx.pipeline.stop_signals import Interrupted
+from featx.store.session import StoreSession
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+MARK = Path("store/.overwriting")
+
+
+def stopped_after(parts: int, monkeypatch: pytest.MonkeyPatch, photos: object, **keys: Any) -> None:
+    """A run that a signal ends when so many parts are committed."""
+    commit, done = StoreSession.commit, []
+
+    def commit_and_stop(self: StoreSession, builder: Any) -> Any:
+        failures = commit(self, builder)
+        done.append(builder.part.index)
+        if len(done) == parts:
+            raise Interrupted(signal.SIGINT)
+        return failures
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreSession, "commit", commit_and_stop)
+        with pytest.raises(Interrupted):
+            extract(photos, **keys)
+
+
+def part_times() -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in Path("store/parts").glob("part-*.h5")}
+
+
+def test_the_same_command_resumes_what_it_has_begun_anew(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+) -> None:
+    whole = dataset_digests(extract(photos, out="whole").root / "features.h5")
+    extract(photos, dtype="float32")
+    stopped_after(2, monkeypatch, photos, overwrite=True)
+    assert MARK.exists()
+    assert len(part_times()) == 2
+    del computed[:]
+    extract(photos, overwrite=True, max_failures=3, pack=False)
+    assert sorted(start for _, start in computed) == [8, 12, 16, 20]
+    assert not MARK.exists()
+    assert not part_times() or len(part_times()) == 6
+    extract(photos)
+    assert dataset_digests(Path("store/features.h5")) == whole
+
+
+def test_a_finished_store_is_begun_anew(photos: Path, computed: list[Any]) -> None:
+    extract(photos, overwrite=True)
+    del computed[:]
+    extract(photos, overwrite=True)
+    assert len(computed) == 6
+    assert not MARK.exists()
+
+
+def test_what_another_command_has_begun_is_deleted(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+) -> None:
+    stopped_after(2, monkeypatch, photos)  # without overwrite=true
+    del computed[:]
+    extract(photos, overwrite=True)
+    assert len(computed) == 6
+    stopped_after(2, monkeypatch, photos, overwrite=True)
+    del computed[:]
+    store = extract(photos, overwrite=True, layers=["deep"])
+    assert list(store) == ["deep"]
+    assert len(computed) == 6
+
+
+def test_a_store_that_does_not_fit_any_more_is_begun_anew(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+) -> None:
+    stopped_after(2, monkeypatch, photos, overwrite=True)
+    write_picture(photos / "cat" / "new.png", 99)
+    del computed[:]
+    assert len(extract(photos, overwrite=True)) == 22
+    assert len(computed) == 6
+
+
+def test_a_model_whose_file_was_edited_is_begun_anew(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+) -> None:
+    """The weights are the same; only the file says that rows would be of another model."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "edited_model.py"
+    module.write_text("from tiny_model import Tiny\n")
+    model = {**MODEL, "target": "edited_model:Tiny"}
+    stopped_after(2, monkeypatch, photos, model=model, overwrite=True)
+    module.write_text("from tiny_model import Tiny  # edited\n")
+    del computed[:]
+    extract(photos, model=model, overwrite=True)
+    assert len(computed) == 6
+
+
+def test_a_data_set_from_python_is_begun_anew(
+    monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+) -> None:
+    """The config does not say which object it was."""
+    import numpy as np
+
+    images = [(np.full((40, 40, 3), 10 * i, np.uint8), 0) for i in range(21)]
+    stopped_after(2, monkeypatch, images, overwrite=True)
+    del computed[:]
+    extract(images[::-1], overwrite=True)
+    assert len(computed) == 6
+
+
+def test_a_store_that_another_process_writes_is_left_alone(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_after(2, monkeypatch, photos, overwrite=True)
+    before = part_times()
+    from featx.storage.local_folder import exclusive_lock
+
+    with exclusive_lock(Path("store/.lock")), pytest.raises(StoreLockedError):
+        extract(photos, overwrite=True)
+    assert part_times() == before
+
+
+def test_statistics_are_resumed_as_well(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
+) -> None:
+    from tiny_model import KEYS
+
+    from featx.analysis.statistics.session import StatsSession
+
+    keys = {**KEYS, "data": str(photos), "overwrite": True}
+    featx.stats(**keys)
+    commit, done = StatsSession.commit, []
+
+    def commit_and_stop(self: StatsSession, part: Any, failures: Any, moments: Any) -> Any:
+        found = commit(self, part, failures, moments)
+        done.append(part.index)
+        if len(done) == 2:
+            raise Interrupted(signal.SIGINT)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StatsSession, "commit", commit_and_stop)
+        with pytest.raises(Interrupted):
+            featx.stats(**keys)
+    assert Path("store/.stats-overwriting").exists()
+    before = Path("store/stats-parts").stat().st_ino
+    featx.stats(**keys)
+    assert before
+    assert not Path("store/.stats-overwriting").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_the_command_resumes_after_any_end(photos: Path, signum: signal.Signals) -> None:
+    environment = with_path(Path(__file__).parent.parent)
+    command = [
+        sys.executable, "-m", "featx", *COMMAND, "data=folder", f"data.root={photos}",
+        "overwrite=true", "model.args={pause_s: 0.3}",
+    ]  # fmt: skip
+    extract(photos, dtype="float32")
+    with running(command) as process:
+        wait_until(lambda: MARK.exists() and len(part_times()) >= 2, process)
+        process.send_signal(signum)
+        outcome(process)
+    before = part_times()
+    assert len(before) >= 2
+    with running(command) as process:
+        code, err, _ = outcome(process)
+    assert code == 0, err
+    assert "begun by this command with overwrite=true" in err
+    assert f"{4 * len(before)} of 21 rows are there already" in err
+    assert not MARK.exists()
+    whole = extract(photos, out="whole")
+    assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")
+    assert environment
+    shutil.rmtree("store")

@@ -1,0 +1,382 @@
+"""executor=ray: actors that do parts, replaced when they die; Ray is real or made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import spread_jobs
+from conftest import with_path
+from made_store import dataset_digests, temporary_files
+from object_server import num_parts, place, rows_of
+from processes import ended
+from tiny_model import COMMAND, MODEL, extract
+
+import featx as package
+from featx.base import machine
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.pipeline.executors import ray as ray_executor
+from featx.storage.s3_folder import ObjectDisk
+from featx.store import layout
+from featx.store.heartbeat import clear_signs, pid_namespace, signs_of_life
+from featx.store.verification import check_store
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def digests(root: str | Path) -> dict[str, str]:
+    return dataset_digests(Path(root) / "features.h5")
+
+
+class RayError(Exception):
+    """Ray's: the actor or its node is gone."""
+
+
+class RayTaskError(RayError):
+    """Ray's: the actor raised `cause`."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"ray::Actor.do()\n{cause}")
+        self.cause = cause
+
+
+class MadeRay:
+    """Ray without processes: a call is done when its result is asked for.
+
+    Attributes:
+        actors: that were started, with what they were asked for.
+        die_at: part -> how many actors die at it.
+    """
+
+    exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
+
+    def __init__(self) -> None:
+        self.actors: list[Any] = []
+        self.killed: list[Any] = []
+        self.asked: dict[str, Any] = {}
+        self.die_at: dict[int, int] = {}
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 3.0}
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def remote(self, **asked: Any) -> Any:
+        self.asked = asked
+
+        def begun(*arguments: Any) -> Any:
+            real = ray_executor.Actor(*pickle.loads(pickle.dumps(arguments)))
+            self.actors.append(real)
+            handle = SimpleNamespace(real=real)
+            handle.ready = SimpleNamespace(remote=lambda: Call(real.ready))
+            handle.do = SimpleNamespace(remote=lambda part: Call(self._unless_dead(real), part))
+            return handle
+
+        return lambda kind: SimpleNamespace(remote=begun)
+
+    def _unless_dead(self, real: Any) -> Any:
+        def do(part: Any) -> Any:
+            if self.die_at.get(part.index, 0):
+                self.die_at[part.index] -= 1
+                raise RayError("The actor died unexpectedly before finishing this task.\nmore")
+            try:
+                return real.do(part)
+            except RunError as error:
+                raise RayTaskError(error) from None
+
+        return do
+
+    def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], Any]:
+        return calls[:num_returns], calls[num_returns:]
+
+    def get(self, call: Call) -> Any:
+        return call.function(*call.arguments)
+
+    def kill(self, handle: Any) -> None:
+        self.killed.append(handle.real)
+
+
+class Call:
+    """A reference to what is not computed yet."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.function, self.arguments = function, arguments
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
+    made = MadeRay()
+    monkeypatch.setattr(ray_executor, "_ray", lambda: made)
+    yield made
+    for actor in made.actors:
+        actor.leave()
+    machine._taken = None
+
+
+def test_actors_give_the_same_datasets_and_load_the_backbone_once(
+    photos: Path, ray: MadeRay
+) -> None:
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    extract(photos, out="alone", max_failures=5)
+    store = extract(photos, executor="ray", max_failures=5)
+    assert store.complete
+    assert digests("store") == digests("alone")
+    assert [failure["key"] for failure in store.failures] == ["cat/broken.png"]
+    assert len(ray.actors) == 3
+    assert ray.asked == {"num_cpus": 1, "num_gpus": 0.0}
+
+
+@pytest.mark.parametrize("job", spread_jobs.JOBS)
+@pytest.mark.slow
+def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    spread_jobs.run(job, photos, "alone", max_failures=5)
+    ray.die_at = {1: 1}
+    assert spread_jobs.run(job, photos, executor="ray", max_failures=5) == 0
+    assert len(ray.actors) == 4
+    assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
+
+
+def test_the_part_of_an_actor_that_dies_is_done_by_another(
+    photos: Path, ray: MadeRay, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ray.die_at = {3: 2}
+    assert extract(photos, executor={"name": "ray", "tasks": 2}).complete
+    assert len(ray.actors) == 4
+    told = capfd.readouterr().err
+    assert "an actor died in part 3 (rows 12 to 15) (The actor died unexpectedly" in told
+
+
+def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: MadeRay) -> None:
+    ray.die_at = {3: 99}
+    with pytest.raises(RunError, match=r"3 actors died in part 3 \(rows 12 to 15\)"):
+        extract(photos, executor="ray")
+    ray.die_at = {}
+    assert extract(photos, executor="ray").complete
+
+
+def test_an_exception_in_an_actor_names_its_part(
+    photos: Path, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = ray_executor.PartWork.take
+
+    def raising(self: Any, part: Any, batch: Any, computed: Any) -> Any:
+        if part.index == 2:
+            raise ValueError("a bug in the model")
+        return take(self, part, batch, computed)
+
+    monkeypatch.setattr(ray_executor.PartWork, "take", raising)
+    with pytest.raises(RunError) as failed:
+        extract(photos, executor={"name": "ray", "tasks": 1})
+    assert "on cpu, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)
+
+
+def test_without_ray_the_extra_is_named_and_nothing_is_begun(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "featx\[ray\]"') as missing:
+        extract(photos, executor="ray")
+    assert missing.value.exit_code == 2
+    assert not Path("store").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "slurm", "address": "auto"}, "executor.address has an effect with executor=ray"),
+        ({"name": "ray", "gres": "gpu:1"}, "executor.gres has an effect with executor=slurm only"),
+        ({"name": "ray", "gpus": -1.0}, "executor.gpus=-1.0: expected more than 0"),
+    ],
+)
+def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_omegaconf(from_keywords({"executor": keys}))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+@pytest.mark.usefixtures("ray")
+def test_a_cluster_that_does_not_answer_is_told_before_anything_is_begun(
+    photos: Path, address: str
+) -> None:
+    told = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
+    with pytest.raises(ConfigError, match=told):
+        extract(photos, executor={"name": "ray", "address": address})
+    assert not Path("store").exists()
+
+
+def test_actors_commit_into_a_bucket(
+    photos: Path, bucket: str, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    near = extract(photos, out="alone", max_failures=5)
+    ray.die_at = {1: 1}
+    out = f"s3://{bucket}/run"
+    far = extract(photos, out=out, executor="ray", max_failures=5)
+    assert rows_of(far) == rows_of(near)
+    assert far.failures == near.failures
+    assert len(ray.actors) == 4
+    assert check_store(place(out)).complete
+    assert not Path("store").exists()
+
+
+def test_the_signs_of_its_own_actors_go_and_no_others(bucket: str) -> None:
+    disk = ObjectDisk(place(f"s3://{bucket}/run"))
+    for pid, driver in ((os.getppid(), "mine"), (1, "theirs")):
+        values = {"host": socket.gethostname(), "pid": pid, "pids": pid_namespace()}
+        path = disk.root / layout.WORKERS / f"{pid}.json"
+        disk.jot(path, json.dumps({**values, "what": "actor", "driver": driver}))
+    clear_signs(disk, "mine")
+    assert [sign.values["driver"] for sign in signs_of_life(disk.root)] == ["theirs"]
+
+
+# With Ray's own processes
+
+
+def command(*more: str) -> list[str]:
+    data = ("data=folder", "data.root=photos", "executor=ray")
+    return [sys.executable, "-m", "featx", *COMMAND, *data, *more]
+
+
+ENVIRONMENT = {**with_path(TESTS), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.mark.slow
+def test_two_real_actors_give_the_same_datasets(photos: Path) -> None:
+    pytest.importorskip("ray")
+    extract(photos, out="alone")
+    done = subprocess.run(
+        command("executor.tasks=2"), env=ENVIRONMENT, capture_output=True, text=True, timeout=500,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert digests("store") == digests("alone")
+    assert temporary_files(Path("store")) == []
+
+
+def actors_alive() -> list[int]:
+    found = []
+    for path in Path("store/workers").glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            values = json.loads(path.read_text())
+            found += [values["pid"]] if values["what"].startswith("actor") else []
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["actor", "driver"])
+def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: str) -> None:
+    pytest.importorskip("ray")
+    pause = {**MODEL, "args": {"pause_s": 0.7}}
+    extract(photos, out="alone", model=pause)
+    slow = command("executor.tasks=2", "+model.args.pause_s=0.7")
+    with subprocess.Popen(slow, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 300
+        while not list(Path("store/parts").glob("part-*.h5")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        actors = actors_alive()
+        os.kill(actors[0] if victim == "actor" else process.pid, signal.SIGKILL)
+        _, told = process.communicate(timeout=300)
+    if victim == "actor":
+        assert process.returncode == 0, told
+        # Where the machine is slow it may not have had a part yet.
+        assert re.search(r"an actor died in (part \d+ \(rows|no part)", told), told
+    else:
+        assert all(ended(pid, 60) for pid in actors), "an actor lives on"
+        subprocess.run(slow, env=ENVIRONMENT, timeout=500, check=True)
+    assert digests("store") == digests("alone")
+    assert temporary_files(Path("store")) == []
+    assert not Path("store/workers").exists(), "job=status would tell of actors that are gone"
+
+
+@pytest.mark.slow
+def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
+    photos: Path, bucket: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("ray")
+    near = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 2.0}})
+    out = f"s3://{bucket}/run"
+    slow = command("executor.tasks=2", "+model.args.pause_s=2.0", f"out={out}")
+    environment = {**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
+    def wait_for(found: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+        deadline = time.monotonic() + 300
+        while not (value := found()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        return value
+
+    def actors() -> list[int]:
+        signs = signs_of_life(place(out))
+        return [s.values["pid"] for s in signs if s.alive and s.values["what"].startswith("actor")]
+
+    with subprocess.Popen(slow, env=environment, stderr=subprocess.DEVNULL, text=True) as process:
+        wait_for(lambda: num_parts(out), process)
+        os.kill(process.pid, signal.SIGKILL)
+    assert 0 < num_parts(out) < 6
+    drivers = [
+        subprocess.Popen(slow, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    os.kill(wait_for(actors, drivers[0])[0], signal.SIGKILL)
+    told = [driver.communicate(timeout=500)[1] for driver in drivers]
+    assert [driver.returncode for driver in drivers] == [0, 0], told
+    assert rows_of(package.open(out)) == rows_of(near)
+    assert check_store(place(out)).complete
+    assert not list((place(out) / layout.QUARANTINE).glob("*"))
+    assert not list((place(out) / layout.WORKERS).glob("*"))
+
+
+@pytest.mark.slow
+def test_a_node_that_is_lost_costs_the_part_of_its_actor_only(photos: Path) -> None:
+    """Two machines of one CPU each, as raylets of their own; the driver's has none."""
+    cluster_utils = pytest.importorskip("ray.cluster_utils")
+    extract(photos, out="alone")
+    cluster = cluster_utils.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    try:
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+        there = (f"executor.address={cluster.address}", "+model.args.pause_s=2.0")
+        with subprocess.Popen(
+            command(*there), env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
+        ) as process:
+            deadline = time.monotonic() + 400
+            while len(actors_alive()) < 2 or not list(Path("store/parts").glob("part-*.h5")):
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            _, told = process.communicate(timeout=400)
+    finally:
+        cluster.shutdown()
+    assert process.returncode == 0, told
+    # Where the machine is slow its actor may not have had a part yet.
+    assert len(re.findall(r"an actor died in (part \d+ \(rows|no part)", told)) == 1, told
+    assert digests("store") == digests("alone")
+    assert temporary_files(Path("store")) == []
+    assert not Path("store/workers").exists()

@@ -1,0 +1,429 @@
+"""Going on with a store: what was decided stays, what differs is refused, a kill costs little."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_store import dataset_digests, make_spec, temporary_files
+from processes import outcome, running, wait_until
+from tiny_engine import of_speed
+from tiny_model import COMMAND, KEYS, MODEL, Tiny, extract, write_pictures
+
+import featx
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.errors import StoreMismatchError
+from featx.pipeline.run_target import StorePurpose
+from featx.pipeline.stop_signals import GRACE_S, Interrupted
+from featx.store.layout import PART_BYTES
+from featx.store.session import StoreSession
+
+AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
+
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+# What was decided
+
+
+def test_every_choice_is_taken_from_the_store_on_another_day(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The machine is a thousand times slower now, and a new probe would like bf16 and compiling."""
+    of_speed(monkeypatch, 3.0)
+    whole = extract(photos, out="whole", **AUTO)
+    extract(photos, pack=False, **AUTO)
+    descriptor = Path("store/featx.json").read_bytes()
+    assert json.loads(descriptor)["resolved"]["batch_size"] == 16
+    assert json.loads(descriptor)["part_rows"] == 16
+    Path("store/parts/part-000001.h5").unlink()
+    of_speed(monkeypatch, 3000.0)
+    monkeypatch.setattr("featx.engine.auto_settings.Resolver._fastest", lambda *_: "bf16")
+    monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
+    monkeypatch.setattr("featx.pipeline.run_target.PART_SECONDS", 1.0)
+    capfd.readouterr()
+    assert extract(photos, **AUTO).complete
+    printed = capfd.readouterr().err
+    assert "fp32 (as the store was begun)" in printed
+    assert "16 (as the store was begun)" in printed
+    assert "false (as the store was begun)" in printed
+    assert Path("store/featx.json").read_bytes() == descriptor
+    assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")
+    extract(photos, layers=["conv", "pool"], **AUTO)
+    added = json.loads(Path("store/featx.json").read_bytes())["additions"][0]
+    assert added["resolved"] == json.loads(descriptor)["resolved"]
+
+
+def test_what_auto_chose_may_be_said_and_what_was_said_may_be_left_to_auto(
+    photos: Path,
+) -> None:
+    extract(photos)
+    assert extract(photos, **AUTO).complete
+    extract(photos, out="other", **AUTO)
+    resolved = json.loads(Path("other/featx.json").read_text())
+    said = {key: resolved["resolved"][key] for key in ("batch_size", "precision", "compile")}
+    assert extract(photos, out="other", **said, part_rows=resolved["part_rows"]).complete
+
+
+# What is refused
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with photos/ and a finished store/, which nothing that is refused may change."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_pictures(folder / "photos", 9)
+    with contextlib.chdir(folder):
+        extract("photos")
+    return folder
+
+
+class Other(Tiny):
+    """The same weights under another name."""
+
+
+def compiled(self: Any, eager: Any) -> None:
+    """Instead of minutes with a compiler: the run says that it was compiled."""
+    from dataclasses import replace
+
+    self._engine.compute = replace(eager, compile=True)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": {**MODEL, "target": "test_resume:Other"}}, "'custom/test_resume:Other'"),
+    "weights": ({"seed": 1}, r"'random \(seed 1\)'"),
+    "weights_sha256": ({"seed": 1}, "'[0-9a-f]{64}'"),
+    "layer.conv": ({"reduce": "avg"}, "'avg'"),
+    "dtype": ({"dtype": "float32"}, "'float32'"),
+    "transform": ({"model": {**MODEL, "transform": {"resize": 33, "crop": 32}}}, "'resize 33"),
+    "decode": ({"decode": "reference"}, "'reference'"),
+    "data.exif": ({"data": {"exif": "ignore"}}, "'ignore'"),
+    "data.background": ({"data": {"background": "black"}}, r"\[0, 0, 0\]"),
+    "data.max_pixels": ({"data": {"max_pixels": 1000}}, "1000"),
+    "precision": ({"precision": "bf16"}, "'bf16'"),
+    "compile": ({"compile": True}, "True"),
+    "batch_size": ({"batch_size": 2}, "2"),
+    "part_rows": ({"part_rows": 8}, "8"),
+    "codec": ({"codec": "gzip"}, "'gzip'"),
+    "nonfinite": ({"nonfinite": "record"}, "'record'"),
+    "version.torch": ({}, "'0.1'"),
+    "version.pillow": ({}, "'0.1'"),
+    "device": ({}, "'tpu'"),
+    "channels_last": ({}, "'no'"),
+}
+"""Key of the fingerprint -> what changes it, and what the message says of `now`."""
+
+UNREACHABLE = ("version.torch", "version.pillow", "device", "channels_last")
+"""What no key of the command changes on one machine."""
+
+LINES = {"layer.conv": "layer conv, reduce", "dtype": "layer conv, dtype"}
+"""What belongs to a layer is compared layer by layer."""
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_change_of_what_changes_values_is_refused_by_name(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    from featx.pipeline import run_context
+
+    keys, now = CHANGES[key]
+    data = {"name": "folder", "root": "photos", **keys.get("data", {})}
+    if key == "compile":
+        monkeypatch.setattr("featx.engine.auto_settings.Resolver._compile", compiled)
+    if key in UNREACHABLE:
+        fingerprint = run_context.fingerprint
+        monkeypatch.setattr(
+            run_context, "fingerprint", lambda *a: {**fingerprint(*a), key: now.strip("'")}
+        )
+    monkeypatch.chdir(finished)
+    before = files_of("store")
+    with pytest.raises(StoreMismatchError) as refused:
+        extract(**{**keys, "data": data})
+    message = str(refused.value)
+    assert refused.value.exit_code == 2
+    lines = [text for text in message.splitlines() if text.startswith(f"  {LINES.get(key, key)}:")]
+    assert len(lines) == 1, message
+    assert "the store has" in lines[0]
+    assert re.search(rf"now .*{now}", lines[0]), lines[0]
+    assert "overwrite=true" in message
+    assert "out=DIR" in message
+    assert files_of("store") == before
+
+
+def files_of(folder: str) -> dict[Path, bytes]:
+    """What every file of a store holds; the lock is written to also when the store is refused."""
+    files = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.read_bytes() for path in files}
+
+
+def test_no_key_of_the_fingerprint_is_left_untried(finished: Path) -> None:
+    """A key that joins the fingerprint has to join CHANGES; the rest is tried elsewhere."""
+    fingerprint = json.loads((finished / "store" / "featx.json").read_text())["fingerprint"]
+    elsewhere = {"layers", "listing", "version.timm", "version.torchvision"}
+    elsewhere |= {"jpeg", "version.simplejpeg", "version.pillow_heif"} & set(fingerprint)
+    assert set(fingerprint) - set(CHANGES) == elsewhere
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pack": False},
+        {"max_failures": 5},
+        {"device": "cpu"},
+        {"seed": 0},
+        {"grow": True},
+        {"data": {"name": "folder", "root": "./photos/", "follow_links": True}},
+        {"data": {"name": "folder", "root": "photos", "limit": 9}},
+        {"data": {"name": "folder", "root": "photos", "timeout_s": None}},
+    ],
+)
+def test_what_changes_no_value_goes_on(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(finished)
+    before = Path("store/features.h5").read_bytes()
+    keys = {"data": "photos", **keys}
+    assert extract(**keys).complete
+    assert Path("store/features.h5").read_bytes() == before
+
+
+def test_an_unfinished_store_is_as_strict(photos: Path) -> None:
+    extract(photos, pack=False)
+    Path("store/parts/part-000000.h5").unlink()
+    with pytest.raises(StoreMismatchError, match="part_rows: the store has 4, now 8"):
+        extract(photos, part_rows=8)
+    with pytest.raises(StoreMismatchError, match="nonfinite: the store has 'error', now 'record'"):
+        extract(photos, nonfinite="record")
+    assert len(list(Path("store/parts").iterdir())) == 5
+
+
+# What stops it
+
+
+def stopping(monkeypatch: pytest.MonkeyPatch, index: int, *signals: signal.Signals) -> None:
+    """Signals for this process, the moment that a part is committed."""
+    commit = StoreSession.commit
+
+    def commit_and_signal(self: StoreSession, builder: Any) -> None:
+        commit(self, builder)
+        if builder.part.index == index:
+            for signum in signals:
+                os.kill(os.getpid(), signum)
+
+    monkeypatch.setattr(StoreSession, "commit", commit_and_signal)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "index",
+    [
+        0,
+        pytest.param(4, marks=pytest.mark.slow),
+        5,
+    ],
+)
+def test_a_signal_ends_the_run_also_in_the_last_batch(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals, index: int
+) -> None:
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    with monkeypatch.context() as stopped:
+        stopping(stopped, index, signum)
+        with pytest.raises(Interrupted) as interrupted:
+            extract(photos)
+    assert interrupted.value.signum == signum
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    after = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)]
+    assert after == handlers
+    # The next part may have become whole while this one was committed.
+    assert len(list(Path("store/parts").glob("part-*.h5"))) in (index + 1, index + 2)
+    whole = extract(photos, out="whole")
+    extract(photos)
+    assert dataset_digests(Path("store/features.h5")) == dataset_digests(whole.root / "features.h5")
+
+
+def test_a_second_signal_does_not_wait_for_the_batch(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopping(monkeypatch, 1, signal.SIGINT, signal.SIGTERM)
+    with pytest.raises(Interrupted) as interrupted:
+        extract(photos)
+    assert interrupted.value.signum == signal.SIGINT
+    assert temporary_files(Path("store")) == []
+
+
+def test_other_arguments_of_a_factory_are_refused_but_those_without_effect(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are the same: only the arguments say that half the rows would be of another."""
+    stopping(monkeypatch, 2, signal.SIGINT)
+    with pytest.raises(Interrupted):
+        extract(photos, model={**MODEL, "args": {"poison": 1e9}})
+    monkeypatch.undo()
+    monkeypatch.chdir(photos.parent)
+    for args in ({"poison": 1e8}, {}):
+        with pytest.raises(StoreMismatchError, match=r"model\.args"):
+            extract(photos, model={**MODEL, "args": args})
+    store = extract(photos, model={**MODEL, "args": {"poison": 1e9, "pause_s": 0.01}})
+    assert store.ok.all()
+
+
+def command(data: Path, hang: Path | None = None, out: str = "store") -> list[str]:
+    """The command whose batches take at least 0.15 s."""
+    overrides = [text for text in COMMAND if not text.startswith("out=")]
+    arguments = "{pause_s: 0.15" + (f", hang: {hang}" if hang else "") + "}"
+    return [
+        sys.executable, "-m", "featx", *overrides,
+        f"out={out}", f"+model.args={arguments}", "data=folder", f"data.root={data}",
+    ]  # fmt: skip
+
+
+def num_parts(out: str = "store") -> int:
+    return len(list(Path(out, "parts").glob("part-*.h5")))
+
+
+def is_packing(process: subprocess.Popen[str]) -> bool:
+    """Whether the process has a child that packs, below the one that does the work."""
+    waiting = [str(process.pid)]
+    with contextlib.suppress(OSError):
+        while waiting:
+            pid = waiting.pop()
+            if b"featx.store.pack" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return True
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += (task / "children").read_text().split()
+    return False
+
+
+def assert_goes_on_to_the_same(data: Path, out: str = "store") -> None:
+    """What an uninterrupted run in this process makes, bit for bit."""
+    whole = extract(data, out="uninterrupted", overwrite=True)
+    extract(data, out=out)
+    packed = Path(out, "features.h5")
+    assert dataset_digests(packed) == dataset_digests(whole.root / "features.h5")
+    assert temporary_files(Path(out)) == []
+    assert not Path(out, "parts").exists()
+    assert not Path(out, "quarantine").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_batch_that_takes_long_is_cut_short(
+    photos: Path, tmp_path: Path, signum: signal.Signals, code: int
+) -> None:
+    hang = tmp_path / "hang"
+    with running(command(photos, hang)) as process:
+        wait_until(lambda: num_parts() >= 2, process)
+        hang.touch()
+        time.sleep(0.5)
+        kept = num_parts()
+        process.send_signal(signum)
+        found, printed, took = outcome(process)
+    assert (found, "Traceback" in printed) == (code, False), printed
+    assert "stopping; the same command goes on" in printed
+    assert GRACE_S - 1 < took < 10
+    assert num_parts() == kept < 6
+    assert_goes_on_to_the_same(photos)
+
+
+@pytest.mark.slow
+def test_stopped_while_it_packs(photos: Path) -> None:
+    with running(command(photos)) as process:
+        wait_until(lambda: is_packing(process), process)
+        process.send_signal(signal.SIGTERM)
+        code, printed, took = outcome(process)
+    assert code == 143, printed
+    assert took < 10
+    assert_goes_on_to_the_same(photos)
+
+
+@pytest.mark.slow
+def test_killed_after_a_part_and_again_while_it_packs(photos: Path) -> None:
+    """The child that packs goes on without a lock, while the next command is at work."""
+    with running(command(photos)) as process:
+        wait_until(lambda: num_parts() >= 2, process)
+        process.kill()
+    half = featx.open("store")
+    assert set(half.status.tolist()) == {0, 255}
+    assert np.isfinite(half["conv"][half.ok]).all()
+    with running(command(photos)) as process:
+        wait_until(lambda: is_packing(process), process)
+        process.kill()
+    assert_goes_on_to_the_same(photos)
+
+
+def stop_and_go(data: Path, moments: list[float], signals: list[signal.Signals]) -> list[int]:
+    """Start the command, stop it so many seconds later, and again; the codes it ended with."""
+    codes = []
+    for moment, signum in zip(moments, signals, strict=True):
+        with running(command(data)) as process:
+            deadline = time.monotonic() + moment
+            while time.monotonic() < deadline and process.poll() is None:
+                time.sleep(0.01)
+            process.send_signal(signum)
+            code, printed, took = outcome(process)
+        # Before the command has set its handlers, the signal ends Python as it ends any process.
+        expected = {0, -signum, 128 + signum}
+        assert code in expected, f"after {moment:.2f} s: {code}\n{printed}"
+        assert took < 10
+        codes.append(code)
+    return codes
+
+
+def test_stopped_while_the_model_loads(photos: Path) -> None:
+    stop_and_go(photos, [3.0], [signal.SIGTERM])
+    assert_goes_on_to_the_same(photos)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGTERM]], ids=["kill", "stop"]
+)
+def test_stopped_at_random_moments_again_and_again(
+    photos: Path, signals: list[signal.Signals]
+) -> None:
+    draw = random.Random(5)
+    moments = [draw.uniform(0.3, 9.0) for _ in range(10)]
+    stop_and_go(photos, moments, [draw.choice(signals) for _ in moments])
+    assert_goes_on_to_the_same(photos)
+
+
+def test_the_command_and_python_begin_the_same_store() -> None:
+    assert {part.split("=")[0].split(".")[0] for part in COMMAND} == set(KEYS)
+
+
+@pytest.mark.parametrize(("work_s", "seconds"), [(30, 2), (2560, 10), (10**6, 60)])
+def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
+    work_s: float, seconds: float
+) -> None:
+    purpose = StorePurpose(from_omegaconf(from_keywords(KEYS)))
+    most_rows, found = purpose.part_limits(None, [make_spec("a", (1024,))], work_s)
+    assert (most_rows, found) == (PART_BYTES / 4096, seconds)
+
+
+@pytest.mark.parametrize(
+    ("executor", "seconds"),
+    [
+        ({"name": "slurm"}, 60),
+        ({"name": "slurm", "time_limit_min": 4}, 30),
+        ({"name": "slurm", "time_limit_min": 1}, 7.5),
+        ({"name": "slurm", "time_limit_min": 1, "mode": "local"}, 60),
+        ({"name": "local"}, 60),
+    ],
+)
+def test_several_parts_fit_into_the_time_limit_of_a_task(
+    executor: dict[str, Any], seconds: float
+) -> None:
+    purpose = StorePurpose(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
+    assert purpose.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds

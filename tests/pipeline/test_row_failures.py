@@ -1,0 +1,25 @@
+"""What is said of rows that failed, and the exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from featx.config.run_config import Config
+from featx.pipeline.row_failures import exit_code
+
+
+@pytest.mark.parametrize(
+    ("rows", "failed", "allowed", "said"),
+    [
+        (22, 0, 0.01, None),
+        (200, 2, 0.01, None),
+        (22, 2, 0.01, "2 of 22 images failed, more than max_failures=0.01 (0 images). See there."),
+        (3, 3, 10, "3 of 3 images failed, all of them. See there."),  # nothing came of the run
+    ],
+)
+def test_more_failures_than_are_allowed_or_nothing_else(
+    capsys: pytest.CaptureFixture[str], rows: int, failed: int, allowed: float, said: str | None
+) -> None:
+    code = exit_code(Config(max_failures=allowed), rows, failed, "See there.")
+    assert code == (0 if said is None else 3)
+    assert capsys.readouterr().err.splitlines() == ([] if said is None else [said])

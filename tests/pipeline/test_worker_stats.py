@@ -1,0 +1,83 @@
+"""Figures of a run that was spread: the speed counts what was computed while the clock ran."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from featx.config.run_config import Config
+from featx.pipeline.executors import worker_stats as module
+from featx.pipeline.executors.worker_stats import Done, Harvest, Labour
+from featx.pipeline.run_summary import seconds_text
+from featx.types import Part
+
+ORDER: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
+
+
+def gathered(
+    monkeypatch: pytest.MonkeyPatch, ready: float | None, looks: list[tuple[float, int, bool]]
+) -> float | None:
+    """Images per second of parts of 100 rows.
+
+    Args:
+        ready: when the first worker was; None where nobody says.
+        looks: (when, parts that were found, whether they were there before the clock).
+    """
+    now = [10.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    found = Harvest(1000, asked=10.0)
+    if ready is not None:
+        now[0] = ready
+        found.begin()
+    for when, parts, before in looks:
+        now[0] = when
+        for index in range(parts):
+            found.add(Done(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
+    return found.outcome(2, ORDER).figures.images_per_second
+
+
+@pytest.mark.parametrize(
+    ("ready", "looks", "expected"),
+    [
+        (20.0, [(25.0, 1, False), (30.0, 1, False)], 20.0),
+        # As with Slurm, where the driver sees parts and not their workers.
+        (None, [(30.0, 2, True), (40.0, 1, False), (50.0, 1, False)], 10.0),
+        (None, [(30.0, 4, True)], 20.0),  # since they were asked for: less than the speed
+        (None, [], None),
+    ],
+)
+def test_rows_count_that_were_computed_while_the_clock_ran(
+    monkeypatch: pytest.MonkeyPatch,
+    ready: float | None,
+    looks: list[tuple[float, int, bool]],
+    expected: float | None,
+) -> None:
+    assert gathered(monkeypatch, ready, looks) == expected
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
+    monkeypatch: pytest.MonkeyPatch, is_complete: bool
+) -> None:
+    now = [10.0]
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    found = Harvest(100, asked=10.0, is_labour_complete=is_complete)
+    found.begin()
+    now[0] = 20.0
+    found.add(Done(Part(0, 0, 100), [], {}, 0.0, 0.0))
+    found.labour.add(Labour({"read": 1.0, "model": 5.0}, 1000, 20))
+    figures = found.outcome(1, ORDER).figures
+    assert (figures.bottleneck is not None) == is_complete
+    told = figures.as_dict()
+    expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}
+    assert told["seconds"] == (expected if is_complete else dict.fromkeys(expected))
+    assert told["bytes_read"] == (1000 if is_complete else None)
+
+
+def test_the_end_table_shows_the_seconds_that_are_known() -> None:
+    known = {"read": 1.0, "model": 2.0}
+    assert seconds_text(known) == "read 1.0, model 2.0"
+    text = seconds_text({"read": None, "model": None, "pack": 0.25})
+    assert text == "pack 0.2, others not known, as workers ended before they could tell them"

@@ -1,0 +1,189 @@
+"""data.boxes: regions of pictures as rows; each equals the row of the region saved by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_model import extract, run_job
+
+from featx.errors import ConfigError, DataError
+from featx.images import fault_tolerant_decode
+from featx.images.crash_journal import Suspects
+from featx.sources.base import FolderSource
+from featx.sources.boxes import BoxedSource
+from featx.store.reader import FeatureStore
+from featx.types import Status
+
+HEADER = ("path", "x", "y", "width", "height")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_boxes(lines: list[tuple[object, ...]], header: tuple[str, ...] = HEADER) -> Path:
+    file = Path("boxes.csv")
+    with file.open("w", newline="", encoding="utf-8") as opened:
+        csv.writer(opened).writerows([header, *lines])
+    return file
+
+
+def boxes_of(photos: Path) -> list[tuple[object, ...]]:
+    """Three regions of every picture of 48 x 48 pixels, one of them all of it."""
+    names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
+    return [(n, *box) for n in names for box in ((0, 0, 48, 48), (5, 7, 20, 31), (16, 0, 32, 32))]
+
+
+def boxed(photos: Path, file: Path, **keys: Any) -> FeatureStore:
+    data = {"name": "folder", "root": str(photos), "boxes": str(file)}
+    return extract(data, **keys)
+
+
+@pytest.mark.parametrize("decode", ["fast", "reference"])
+def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) -> None:
+    lines = boxes_of(photos)
+    store = boxed(photos, write_boxes(lines), decode=decode)
+    assert store.complete
+    assert len(store.keys) == 63
+    order = sorted(f"{line[0]}#" + ",".join(map(str, line[1:])) for line in lines)
+    assert list(store.keys) == order
+    for number, key in enumerate(order):
+        name, _, box = key.partition("#")
+        x, y, width, height = map(int, box.split(","))
+        path = Path("cut") / f"{number:03d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.open(photos / name).crop((x, y, x + width, y + height)).save(path)
+    apart = extract("cut", decode=decode, out="apart")
+    assert store["conv"][:].tobytes() == apart["conv"][:].tobytes()
+    assert store.classes == ("cat", "dog")
+    assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]
+
+
+def test_a_picture_is_decoded_once_or_twice_for_all_its_boxes(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[0]
+    tiles = [(name, x, y, 8, 8) for x in range(0, 40, 4) for y in range(0, 40, 4)]
+    decoded = 0
+    decode_pixels = fault_tolerant_decode.decode_pixels
+
+    def counted(*args: Any) -> Any:
+        nonlocal decoded
+        decoded += 1
+        return decode_pixels(*args)
+
+    monkeypatch.setattr(fault_tolerant_decode, "decode_pixels", counted)
+    store = boxed(photos, write_boxes(tiles))
+    assert len(store.keys) == 100
+    # Once by each thread at the most, in the run and for the images it is decided on.
+    assert decoded <= 2 * fault_tolerant_decode.num_cpus()
+
+
+def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:
+    lines = boxes_of(photos)
+    good = boxed(photos, write_boxes(lines), out="good")
+    lines[4] = (lines[4][0], 40, 7, 20, 31)
+    store = boxed(photos, write_boxes(lines), out="bad", max_failures=1)
+    (failure,) = store.failures
+    assert failure["key"] == f"{lines[4][0]}#40,7,20,31"
+    assert failure["status"] == "transform error"
+    assert "reaches outside the picture of 48 x 48" in failure["message"]
+    for row in np.flatnonzero(store.ok):
+        key = store.keys[row]
+        np.testing.assert_allclose(store["conv"][row], good["conv"][good.row(key)], atol=1e-2)
+
+
+def test_a_picture_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
+    lines = boxes_of(photos)
+    name = str(lines[3][0])
+    (photos / name).write_bytes((photos / name).read_bytes()[:200])
+    store = boxed(photos, write_boxes(lines), max_failures=10)
+    assert [f["key"].partition("#")[0] for f in store.failures] == [name] * 3
+    assert {f["status"] for f in store.failures} == {"truncated"}
+
+
+def test_labels_of_the_boxes_themselves(photos: Path) -> None:
+    lines = [(*line, ("face", "tail", "")[i % 3]) for i, line in enumerate(boxes_of(photos))]
+    store = boxed(photos, write_boxes(lines, (*HEADER, "label")))
+    assert store.classes == ("face", "tail")
+    given = {f"{n}#{x},{y},{w},{h}": label for n, x, y, w, h, label in lines}
+    classes = {-1: "", 0: "face", 1: "tail"}
+    assert [classes[int(i)] for i in store.labels] == [given[key] for key in store.keys]
+
+
+@pytest.mark.parametrize(
+    ("lines", "header", "message"),
+    [
+        ([], HEADER, "has no boxes"),
+        ([("cat/000.png", 0, 0, 8)], HEADER[:4], "has no column height"),
+        ([("cat/000.png", 0, 0, 8, 0)], HEADER, "line 2: 0,0,8,0 of 'cat/000.png' is no box"),
+        ([("cat/000.png", -1, 0, 8, 8)], HEADER, "is no box"),
+        ([("cat/000.png", 0.5, 0, 8, 8)], HEADER, "is no box"),
+        ([("", 0, 0, 8, 8)], HEADER, "is no box"),
+        ([("none.png", 0, 0, 8, 8)], HEADER, "does not have, such as none.png"),
+        ([("cat/000.png", 0, 0, 8, 8)] * 2, HEADER, "more than once: cat/000.png#0,0,8,8"),
+        ([("cat/000.png", 0, 0, 8, 8, 4)], (*HEADER, "x"), "the column x more than once"),
+        ([("cat/000.png", 0, 0, 8, 8, "a", "b")], (*HEADER, "label"), "line 2: there are more"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(
+    photos: Path, lines: list[tuple[object, ...]], header: tuple[str, ...], message: str
+) -> None:
+    source = BoxedSource(FolderSource(photos), write_boxes(lines, header))
+    with pytest.raises(DataError, match=message):
+        source.listing()
+
+
+def test_a_table_that_is_not_there(photos: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.boxes=none\.csv cannot be read"):
+        boxed(photos, Path("none.csv"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_grows_and_is_verified_as_any_other(photos: Path) -> None:
+    lines = boxes_of(photos)
+    boxed(photos, write_boxes(lines[:30]))
+    grown = boxed(photos, write_boxes(lines), grow=True)
+    assert len(grown.keys) == 63
+    assert run_job("verify", store="store", verify={"sample": 63}) == 0
+    elsewhere = photos.rename("elsewhere")
+    data = {"name": "folder", "root": str(elsewhere)}
+    assert run_job("verify", store="store", verify={"sample": 63}, data=data) == 0
+
+
+def test_whole_pictures_are_not_exported_as_regions(photos: Path) -> None:
+    boxed(photos, write_boxes(boxes_of(photos)))
+    with pytest.raises(ConfigError, match="regions of pictures"):
+        run_job("export", store="store", export={"format": "webdataset"})
+
+
+def test_a_suspect_is_the_picture_and_not_its_boxes(
+    photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run was decoding when it died is noted by picture."""
+    alone: list[bytes] = []
+
+    def refused(data: bytes, *args: object) -> None:
+        alone.append(data)
+        from featx.types import ImageFault
+
+        raise ImageFault(Status.CRASHES_DECODER, "it crashes", "SIGSEGV")
+
+    @contextlib.contextmanager
+    def left_behind(self: Suspects) -> Iterator[set[bytes]]:
+        yield {b"cat/000.png"}
+
+    monkeypatch.setattr(fault_tolerant_decode, "decode_alone", refused)
+    monkeypatch.setattr(Suspects, "left_behind", left_behind)
+    store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
+    assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}
+    assert len(store.failures) == 3
+    assert set(alone) == {(photos / "cat/000.png").read_bytes()}

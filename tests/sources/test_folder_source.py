@@ -1,0 +1,704 @@
+"""The folder source: which rows there are, in which order, and what reading one may say."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from featx.config import DataConfig
+from featx.errors import ConfigError, DataError
+from featx.sources import open_source
+from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES, FolderSource
+from featx.types import ImageFault, Source, Status
+
+OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
+NOBODY = 65534
+
+
+def write(root: Path, *names: str | bytes, content: bytes = b"picture") -> None:
+    """Files below a folder, with their folders."""
+    for name in names:
+        path = os.path.join(os.fsencode(root), os.fsencode(name))
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - bytes paths
+        Path(os.fsdecode(path)).write_bytes(content)
+
+
+def keys_of(root: Path, **options: bool) -> list[bytes]:
+    return FolderSource(root, **options).listing().keys.tolist()
+
+
+def fault_of(source: FolderSource, key: bytes) -> ImageFault:
+    with pytest.raises(ImageFault) as caught:
+        source.read(key)
+    return caught.value
+
+
+@contextlib.contextmanager
+def without_root_rights() -> Iterator[Path]:
+    """A new folder owned by a user whom permissions bind, and this process as that user."""
+    folder = Path(tempfile.mkdtemp())
+    is_root = os.geteuid() == 0
+    try:
+        if is_root:
+            os.chown(folder, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        for path, _, _ in os.walk(folder):
+            Path(path).chmod(0o700)
+        shutil.rmtree(folder)
+
+
+# What is listed, and in which order
+
+
+def test_keys_are_relative_paths_with_extension_in_bytewise_order(tmp_path: Path) -> None:
+    """'-' < '.' < '/' < capitals < '_' < small letters < everything beyond ASCII."""
+    names = ["b/1.jpg", "a/x.png", "a-/x.png", "a.d/x.png", "B/1.jpg", "é/1.jpg", "_/1.jpg"]
+    write(tmp_path, *names, "z.jpg", "a/y/z/deep.jpg", "10.jpg", "9.jpg")
+    keys = keys_of(tmp_path)
+    assert keys == [
+        b"10.jpg",
+        b"9.jpg",
+        b"B/1.jpg",
+        b"_/1.jpg",
+        b"a-/x.png",
+        b"a.d/x.png",
+        b"a/x.png",
+        b"a/y/z/deep.jpg",
+        b"b/1.jpg",
+        b"z.jpg",
+        "é/1.jpg".encode(),
+    ]
+    assert keys == sorted(keys)
+
+
+def test_names_that_share_a_stem_or_a_folder_share_no_row(tmp_path: Path) -> None:
+    write(tmp_path, "a.b.jpg", content=b"1")
+    write(tmp_path, "a.c.jpg", content=b"2")
+    write(tmp_path, "a.jpg", content=b"3")
+    write(tmp_path, "a.jpg.png", content=b"4")
+    write(tmp_path, "a.png", content=b"5")
+    write(tmp_path, "p/a.jpg", content=b"6")
+    write(tmp_path, "q/a.jpg", content=b"7")
+    source = FolderSource(tmp_path)
+    read = {bytes(key): source.read(bytes(key)) for key in source.listing().keys}
+    assert read == {
+        b"a.b.jpg": b"1",
+        b"a.c.jpg": b"2",
+        b"a.jpg": b"3",
+        b"a.jpg.png": b"4",
+        b"a.png": b"5",
+        b"p/a.jpg": b"6",
+        b"q/a.jpg": b"7",
+    }
+
+
+def test_every_extension_counts_in_any_case(tmp_path: Path) -> None:
+    names = [f"{i}{e.decode()}" for i, e in enumerate(sorted(EXTENSIONS))]
+    names += [f"c{i}{e.decode().upper()}" for i, e in enumerate(sorted(EXTENSIONS))]
+    write(tmp_path, *names, "x.JpG")
+    assert keys_of(tmp_path) == sorted(os.fsencode(name) for name in [*names, "x.JpG"])
+
+
+def test_hidden_and_other_files_are_left_out_and_counted(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg", ".a.jpg", "._a.jpg", "c/.DS_Store", ".git/x.jpg")
+    write(tmp_path, "notes.txt", "jpg", "a.jpg.bak", "c/b.jpg~", "c/.jpg")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"a.jpg"]
+    assert listing.skipped == {"hidden": 5, "other names": 4}
+
+
+def test_counts_start_anew_with_each_listing(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg", ".hidden.jpg")
+    source = FolderSource(tmp_path)
+    assert source.listing().skipped == source.listing().skipped == {"hidden": 1}
+
+
+def test_a_folder_named_like_an_image_is_a_folder(tmp_path: Path) -> None:
+    write(tmp_path, "album.jpg/1.jpg")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"album.jpg/1.jpg"]
+    assert listing.classes == ("album.jpg",)
+
+
+def test_the_first_sub_folder_is_the_label(tmp_path: Path) -> None:
+    """Classes in bytewise order; -1 without a sub-folder; folders without images are no class."""
+    write(tmp_path, "dog/1.jpg", "dog/old/2.jpg", "Zebra/1.jpg", "cat/x/y/1.jpg", "loose.jpg")
+    write(tmp_path, "empty/notes.txt")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.classes == ("Zebra", "cat", "dog")
+    assert dict(zip(listing.keys.tolist(), listing.labels.tolist(), strict=True)) == {
+        b"Zebra/1.jpg": 0,
+        b"cat/x/y/1.jpg": 1,
+        b"dog/1.jpg": 2,
+        b"dog/old/2.jpg": 2,
+        b"loose.jpg": -1,
+    }
+    assert listing.labels.dtype == np.int64
+
+
+def test_a_file_and_a_class_of_similar_names_keep_their_labels(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg", "a/1.jpg", "a.jpg.d/1.jpg")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.classes == ("a", "a.jpg.d")
+    assert listing.keys.tolist() == [b"a.jpg", b"a.jpg.d/1.jpg", b"a/1.jpg"]
+    assert listing.labels.tolist() == [-1, 1, 0]
+
+
+def test_names_that_are_not_utf8_survive(tmp_path: Path) -> None:
+    write(tmp_path, b"caf\xe9/\xff\xfe.jpg", content=b"odd")
+    write(tmp_path, b"caf\xc3\xa9/ \n'\".jpg", content=b"utf8")
+    source = FolderSource(tmp_path)
+    listing = source.listing()
+    assert listing.keys.tolist() == [b"caf\xc3\xa9/ \n'\".jpg", b"caf\xe9/\xff\xfe.jpg"]
+    assert [os.fsencode(name) for name in listing.classes] == [b"caf\xc3\xa9", b"caf\xe9"]
+    assert [source.read(bytes(key)) for key in listing.keys] == [b"utf8", b"odd"]
+
+
+def test_a_root_that_is_not_utf8(tmp_path: Path) -> None:
+    root = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    write(root, "a.jpg")
+    assert keys_of(root) == [b"a.jpg"]
+
+
+NAMES = st.binary(min_size=1, max_size=12).filter(
+    lambda name: not set(name) & set(b"\0/") and not name.startswith(b".")
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sets(st.tuples(NAMES, NAMES), min_size=1, max_size=8))
+def test_any_names_come_back_sorted_and_readable(names: set[tuple[bytes, bytes]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = sorted(a + b"/" + b + b".jpg" for a, b in names)
+        for key in expected:
+            write(Path(folder), key, content=key)
+        source = FolderSource(Path(folder))
+        keys = source.listing().keys.tolist()
+        assert keys == expected
+        assert [source.read(key) for key in keys] == expected
+
+
+def test_the_order_does_not_depend_on_when_files_were_made(tmp_path: Path) -> None:
+    names = [f"{i % 7}/{i}.jpg" for i in range(60)]
+    write(tmp_path / "one", *names)
+    write(tmp_path / "two", *reversed(names))
+    assert keys_of(tmp_path / "one") == keys_of(tmp_path / "two")
+
+
+def test_very_deep_folders(tmp_path: Path) -> None:
+    """Deeper than Python's recursion limit; paths within the system's limit."""
+    folder = tmp_path
+    for _ in range(1500):
+        folder = f"{folder}/d"
+        os.mkdir(folder)  # noqa: PTH102 - a Path of this depth is slow
+    os.close(os.open(f"{folder}/1.jpg", os.O_CREAT))
+    assert keys_of(tmp_path) == [b"d/" * 1500 + b"1.jpg"]
+    subprocess.run(["rm", "-rf", tmp_path / "d"], check=True)  # shutil.rmtree recurses
+
+
+def test_the_working_folder_does_not_matter_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "pictures/a.jpg")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    source = FolderSource(Path("pictures"))
+    source.listing()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert source.read(b"a.jpg") == b"picture"
+
+
+def many_files(root: Path, num_folders: int, num_files: int) -> None:
+    """Class folders of empty images; all but the first are links to it, which are made faster."""
+    (root / "class-000").mkdir()
+    for i in range(num_files):
+        os.close(os.open(f"{root}/class-000/{i}.jpg", os.O_CREAT))
+    for i in range(1, num_folders):
+        (root / f"class-{i:03d}").symlink_to("class-000")
+
+
+def test_hundred_thousand_files_are_listed_quickly(tmp_path: Path) -> None:
+    many_files(tmp_path, 100, 1000)
+    begun = time.perf_counter()
+    listing = FolderSource(tmp_path).listing()
+    assert time.perf_counter() - begun < 5
+    names = sorted(f"{i}.jpg".encode() for i in range(1000))
+    assert listing.keys.tolist() == [b"class-%03d/%s" % (i, n) for i in range(100) for n in names]
+    assert listing.labels.tolist() == [i for i in range(100) for _ in range(1000)]
+
+
+@pytest.mark.slow
+def test_a_million_files_are_listed_within_20_seconds_and_500_mb(tmp_path: Path) -> None:
+    many_files(tmp_path, 100, 10_000)
+    program = (
+        "import re, sys, time; from pathlib import Path\n"
+        "from featx.sources.base import FolderSource\n"
+        "begun = time.perf_counter(); n = len(FolderSource(Path(sys.argv[1])).listing())\n"
+        # getrusage would count the peak of this test's process as well, which it began as.
+        "peak = re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1]\n"
+        "print(n, time.perf_counter() - begun, peak)"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True
+    ).stdout
+    count, seconds, peak_kib = output.split()
+    assert int(count) == 1_000_000
+    assert float(seconds) <= 20
+    assert int(peak_kib) <= 500 * 1024
+
+
+# Errors that end the run before it starts
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.root=.*nowhere does not exist"):
+        FolderSource(tmp_path / "nowhere").listing()
+
+
+def test_a_file_instead_of_a_folder_is_named(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    with pytest.raises(DataError, match=r"a\.jpg is a file, not a folder"):
+        FolderSource(tmp_path / "a.jpg").listing()
+
+
+def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no images below .*\.jpg.*Left out: nothing\."):
+        FolderSource(tmp_path).listing()
+
+
+def test_a_folder_without_images_says_what_was_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "a.txt", "b.txt", ".c.jpg")
+    with pytest.raises(DataError, match=r"Left out: 1 hidden, 2 other names\."):
+        FolderSource(tmp_path).listing()
+
+
+def test_a_sub_folder_that_cannot_be_listed_is_an_error() -> None:
+    """Its images would silently be missing from the store."""
+    with without_root_rights() as folder:
+        write(folder, "a/1.jpg", "locked/2.jpg")
+        (folder / "locked").chmod(0o000)
+        with pytest.raises(DataError, match=r"cannot list .*/locked: Permission denied"):
+            FolderSource(folder).listing()
+
+
+def test_a_link_into_a_locked_folder_is_an_error() -> None:
+    """What it leads to, an image or a folder full of them, cannot be known."""
+    with without_root_rights() as folder:
+        write(folder, "a/1.jpg", "a/locked/inner/2.jpg")
+        (folder / "link").symlink_to(folder / "a/locked/inner")
+        (folder / "a/locked").chmod(0o000)
+        with pytest.raises(DataError, match="Permission denied"):
+            FolderSource(folder).listing()
+
+
+def test_a_path_too_long_to_be_listed_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    here = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=here)
+        inner = os.open("d" * 250, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    with pytest.raises(DataError, match=r"cannot list .*File name too long"):
+        FolderSource(tmp_path).listing()
+
+
+# Reading one file
+
+
+def test_a_file_is_read_whole(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 5000
+    write(tmp_path, "c/a.jpg", content=content)
+    assert FolderSource(tmp_path).read(b"c/a.jpg") == content
+
+
+def test_a_zero_byte_file_is_a_row_that_failed(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg", content=b"")
+    source = FolderSource(tmp_path)
+    assert source.listing().keys.tolist() == [b"a.jpg"]
+    assert fault_of(source, b"a.jpg").status == Status.EMPTY
+
+
+def test_a_file_that_vanished_after_the_listing_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, "a/1.jpg", "b/1.jpg")
+    source = FolderSource(tmp_path)
+    source.listing()
+    (tmp_path / "a/1.jpg").unlink()
+    fault = fault_of(source, b"a/1.jpg")
+    assert fault.status == Status.MISSING
+    assert fault.error == "FileNotFoundError"
+    shutil.rmtree(tmp_path / "b")
+    assert fault_of(source, b"b/1.jpg").status == Status.MISSING
+
+
+def test_a_class_folder_that_became_a_file_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, "a/1.jpg")
+    source = FolderSource(tmp_path)
+    source.listing()
+    shutil.rmtree(tmp_path / "a")
+    write(tmp_path, "a")
+    assert fault_of(source, b"a/1.jpg").status == Status.MISSING
+
+
+def test_an_image_that_became_a_folder_is_missing(tmp_path: Path) -> None:
+    """Opening a folder succeeds; only reading it fails."""
+    write(tmp_path, "a.jpg/1.jpg")
+    fault = fault_of(FolderSource(tmp_path), b"a.jpg")
+    assert fault.status == Status.MISSING
+    assert "not a regular file" in str(fault)
+
+
+def test_a_file_too_large_is_not_read(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    os.truncate(tmp_path / "a.jpg", MAX_FILE_BYTES + 1)
+    begun = time.perf_counter()
+    assert fault_of(FolderSource(tmp_path), b"a.jpg").status == Status.TOO_LARGE
+    assert time.perf_counter() - begun < 0.5
+
+
+def test_a_locked_file_is_missing() -> None:
+    with without_root_rights() as folder:
+        write(folder, "a.jpg", "b.jpg")
+        (folder / "a.jpg").chmod(0o000)
+        source = FolderSource(folder)
+        assert len(source.listing()) == 2
+        fault = fault_of(source, b"a.jpg")
+        assert (fault.status, fault.error) == (Status.MISSING, "PermissionError")
+        assert source.read(b"b.jpg") == b"picture"
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_with_an_image_name_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"a.jpg"]
+    assert listing.skipped == {"not a regular file": 1}
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_that_took_a_files_place_does_not_hang(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    source = FolderSource(tmp_path)
+    source.listing()
+    (tmp_path / "a.jpg").unlink()
+    os.mkfifo(tmp_path / "a.jpg")
+    fault = fault_of(source, b"a.jpg")
+    assert fault.status == Status.MISSING
+    assert "not a regular file" in str(fault)
+
+
+def test_a_socket_with_an_image_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "b.jpg")
+    monkeypatch.chdir(tmp_path)  # a socket's path has 108 bytes at most
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("a.jpg")
+        source = FolderSource(tmp_path)
+        assert source.listing().keys.tolist() == [b"b.jpg"]
+        assert fault_of(source, b"a.jpg").status == Status.MISSING
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    """A million failing rows must not use up the process's descriptors."""
+    write(tmp_path, "good.jpg", "folder.jpg/1.jpg")
+    write(tmp_path, "empty.jpg", content=b"")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    source = FolderSource(tmp_path)
+    source.listing()
+    before = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    for _ in range(20):
+        source.read(b"good.jpg")
+        for key in (b"folder.jpg", b"empty.jpg", b"pipe.jpg", b"nothing.jpg"):
+            fault_of(source, key)
+    after = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+    assert after <= before
+
+
+# The environment fails: never a row
+
+
+def test_a_root_that_vanished_is_no_fault_of_the_image(tmp_path: Path) -> None:
+    write(tmp_path, "root/a.jpg")
+    source = FolderSource(tmp_path / "root")
+    source.listing()
+    (tmp_path / "root").rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError):
+        source.read(b"a.jpg")
+    (tmp_path / "away").rename(tmp_path / "root")
+    assert source.read(b"a.jpg") == b"picture"
+
+
+def test_an_empty_folder_in_the_roots_place_is_no_fault_of_the_image(tmp_path: Path) -> None:
+    """What an unmounted disk leaves behind: its mount point, empty."""
+    write(tmp_path, "root/a.jpg")
+    source = FolderSource(tmp_path / "root")
+    source.listing()
+    (tmp_path / "root").rename(tmp_path / "away")
+    (tmp_path / "root").mkdir()
+    with pytest.raises(OSError, match="replaced or unmounted") as caught:
+        source.read(b"a.jpg")
+    assert caught.value.errno == errno.ESTALE
+
+
+def test_a_root_that_was_locked_is_no_fault_of_the_image() -> None:
+    """An expired ticket of a network file system refuses everything at once."""
+    with without_root_rights() as folder:
+        write(folder, "a.jpg")
+        source = FolderSource(folder)
+        source.listing()
+        folder.chmod(0o000)
+        with pytest.raises(PermissionError):
+            source.read(b"a.jpg")
+
+
+def test_too_many_open_files_is_no_fault_of_the_image(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    source = FolderSource(tmp_path)
+    source.listing()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            source.read(b"a.jpg")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert source.read(b"a.jpg") == b"picture"
+
+
+# Links
+
+
+def test_links_inside_the_folder_are_followed(tmp_path: Path) -> None:
+    write(tmp_path, "a/1.jpg", content=b"one")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/same.jpg").symlink_to("../a/1.jpg")
+    (tmp_path / "c").symlink_to("a")
+    source = FolderSource(tmp_path)
+    listing = source.listing()
+    assert listing.keys.tolist() == [b"a/1.jpg", b"b/same.jpg", b"c/1.jpg"]
+    assert listing.classes == ("a", "b", "c")
+    assert {source.read(bytes(key)) for key in listing.keys} == {b"one"}
+
+
+def test_links_out_of_the_folder_are_refused_and_counted(tmp_path: Path) -> None:
+    write(tmp_path, "outside/1.jpg", "outside/2.jpg", "root/a.jpg")
+    root = tmp_path / "root"
+    (root / "file.jpg").symlink_to(tmp_path / "outside/1.jpg")
+    (root / "folder").symlink_to("../outside")
+    (root / "gone.jpg").symlink_to(tmp_path / "outside/none.jpg")
+    (root / "twice.jpg").symlink_to("folder/2.jpg")  # inside at first sight only
+    listing = FolderSource(root).listing()
+    assert listing.keys.tolist() == [b"a.jpg"]
+    assert listing.skipped == {OUT_OF_FOLDER: 4}
+
+
+def test_a_neighbour_whose_name_starts_alike_is_outside(tmp_path: Path) -> None:
+    write(tmp_path, "root/a.jpg", "root-private/b.jpg")
+    (tmp_path / "root/link.jpg").symlink_to(tmp_path / "root-private/b.jpg")
+    assert keys_of(tmp_path / "root") == [b"a.jpg"]
+
+
+def test_links_out_of_the_folder_are_followed_on_request(tmp_path: Path) -> None:
+    write(tmp_path, "outside/1.jpg", "root/a.jpg")
+    root = tmp_path / "root"
+    (root / "file.jpg").symlink_to(tmp_path / "outside/1.jpg")
+    (root / "folder").symlink_to("../outside")
+    source = FolderSource(root, follow_links=True)
+    listing = source.listing()
+    assert listing.keys.tolist() == [b"a.jpg", b"file.jpg", b"folder/1.jpg"]
+    assert listing.skipped == {}
+    assert source.read(b"folder/1.jpg") == b"picture"
+
+
+def test_a_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path: Path) -> None:
+    write(tmp_path, "real/a/1.jpg")
+    (tmp_path / "root").symlink_to("real")
+    (tmp_path / "real/b").symlink_to("a")
+    assert keys_of(tmp_path / "root") == [b"a/1.jpg", b"b/1.jpg"]
+
+
+@pytest.mark.timeout(20)
+def test_a_loop_of_links_ends_and_lists_nothing_twice(tmp_path: Path) -> None:
+    write(tmp_path, "a/b/1.jpg")
+    (tmp_path / "a/b/self").symlink_to(".")
+    (tmp_path / "a/b/up").symlink_to("..")
+    (tmp_path / "a/b/top").symlink_to(tmp_path)
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"a/b/1.jpg"]
+    assert listing.skipped == {"links to a folder above": 3}
+
+
+@pytest.mark.timeout(20)
+def test_two_folders_that_link_to_each_other(tmp_path: Path) -> None:
+    write(tmp_path, "a/1.jpg", "b/2.jpg")
+    (tmp_path / "a/to-b").symlink_to("../b")
+    (tmp_path / "b/to-a").symlink_to("../a")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"a/1.jpg", b"a/to-b/2.jpg", b"b/2.jpg", b"b/to-a/1.jpg"]
+    assert listing.skipped == {"links to a folder above": 2}
+
+
+@pytest.mark.timeout(20)
+def test_a_followed_link_to_a_folder_above_the_root_ends(tmp_path: Path) -> None:
+    write(tmp_path, "root/1.jpg", "beside/2.jpg")
+    (tmp_path / "root/up").symlink_to("..")
+    assert keys_of(tmp_path / "root", follow_links=True) == [b"1.jpg", b"up/beside/2.jpg"]
+
+
+def test_a_dangling_link_is_a_row_that_says_missing(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    (tmp_path / "b.jpg").symlink_to("nothing.jpg")
+    (tmp_path / "c").symlink_to("nothing")
+    source = FolderSource(tmp_path)
+    listing = source.listing()
+    assert listing.keys.tolist() == [b"a.jpg", b"b.jpg"]
+    assert listing.skipped == {"other names": 1}
+    assert fault_of(source, b"b.jpg").status == Status.MISSING
+
+
+def test_a_link_to_itself_is_a_row_that_says_missing(tmp_path: Path) -> None:
+    """It can never be opened, so it must not look like a failing disk either."""
+    write(tmp_path, "a.jpg")
+    (tmp_path / "b.jpg").symlink_to("b.jpg")
+    source = FolderSource(tmp_path)
+    assert source.listing().keys.tolist() == [b"a.jpg", b"b.jpg"]
+    assert fault_of(source, b"b.jpg").status == Status.MISSING
+
+
+@pytest.mark.timeout(20)
+def test_a_link_to_a_fifo_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "b.jpg").symlink_to("pipe")
+    listing = FolderSource(tmp_path).listing()
+    assert listing.keys.tolist() == [b"a.jpg"]
+    assert listing.skipped == {"not a regular file": 1, "other names": 1}
+
+
+# Through the config
+
+
+def test_a_root_with_a_tilde_is_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, "pictures/a.jpg")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    source = open_source(DataConfig(name="folder", root="~/pictures"))
+    assert source.listing().keys.tolist() == [b"a.jpg"]
+
+
+def test_follow_links_comes_from_the_config(tmp_path: Path) -> None:
+    write(tmp_path, "outside/1.jpg", "root/a.jpg")
+    (tmp_path / "root/b.jpg").symlink_to("../outside/1.jpg")
+    root = str(tmp_path / "root")
+    for follow, count in ((False, 1), (True, 2)):
+        source = open_source(DataConfig(name="folder", root=root, follow_links=follow))
+        assert len(source.listing()) == count
+
+
+# What counts, how deep, and under which class
+
+
+def folder(root: Path, **keys: object) -> Source:
+    return open_source(DataConfig(name="folder", root=str(root), **keys))
+
+
+def test_extensions_name_what_counts(tmp_path: Path) -> None:
+    write(tmp_path, "a.jpg", "b.PNG", "c.img", "d.tar.jpg", "img")
+    source = folder(tmp_path, extensions=["PNG", ".img"])
+    assert source.listing().keys.tolist() == [b"b.PNG", b"c.img"]
+    assert source.listing().skipped == {"other names": 3}
+    with pytest.raises(DataError, match=r"looked at every depth for names ending in \.gif\. Left"):
+        folder(tmp_path, extensions=["gif"]).listing()
+    with pytest.raises(ConfigError, match=r"data\.extensions is empty"):
+        folder(tmp_path, extensions=[])
+
+
+def test_depth_bounds_how_far_down_images_are_looked_for(tmp_path: Path) -> None:
+    write(tmp_path, "0.jpg", "a/1.jpg", "a/b/2.jpg", "a/b/c/3.jpg", "d/e/f/g/4.jpg")
+    found = [len(folder(tmp_path, depth=depth).listing()) for depth in (0, 1, 2, 3, 4, None)]
+    assert found == [1, 2, 3, 4, 5, 5]
+    listing = folder(tmp_path, depth=1).listing()
+    assert listing.skipped == {"folders below data.depth": 2}
+    assert listing.classes == ("a",)
+    with pytest.raises(ConfigError, match=r"data\.depth=-1"):
+        folder(tmp_path, depth=-1)
+    with pytest.raises(DataError, match="looked at a depth up to 0"):
+        folder(tmp_path / "d", depth=0).listing()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "classes", "labels"),
+    [
+        (
+            "c.json",
+            '{"n1": "tench", "n2": "shark", "n3": "tench"}',
+            ("shark", "tench"),
+            [1, 0, 1, -1],
+        ),
+        ("c.json", '{"n1": 2, "n2": 0, "n3": 2, "gone": 9}', ("0", "1", "2"), [2, 0, 2, -1]),
+        ("c.csv", 'n1,"tench, big"\nn2,0\nn3,0\n', ("0", "tench, big"), [1, 0, 0, -1]),
+        ("c.csv", "n1,1\r\nn2,0\r\n\r\nn3,1\r\n", ("0", "1"), [1, 0, 1, -1]),
+    ],
+)
+def test_a_file_names_the_classes(
+    tmp_path: Path, name: str, text: str, classes: tuple[str, ...], labels: list[int]
+) -> None:
+    write(tmp_path / "p", "n1/a.jpg", "n2/x/b.jpg", "n3/c.jpg", "z.jpg")
+    (tmp_path / name).write_text(text)
+    source = folder(tmp_path / "p", classes=str(tmp_path / name))
+    listing = source.listing()
+    assert (listing.classes, listing.labels.tolist()) == (classes, labels)
+    assert listing.labels.dtype == np.int64
+    assert source.read(b"n1/a.jpg") == b"picture"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("c.json", '{"n1": "x"}', "has no class for 1 folders of the data set, such as n2"),
+        ("c.json", '["n1"]', "expected one object"),
+        ("c.json", '{"n1": [1], "n2": 2}', "expected one object"),
+        ("c.json", "{", "is no JSON"),
+        ("c.json", '{"n1": 1, "n2": 2, "n1": 3}', "two classes for the folder n1"),
+        ("c.json", '{"n1": 1, "n2": "x"}', "found labels of kind name, number"),
+        ("c.csv", "n1,x\nn2\n", "'n2' has 1 columns; expected two"),
+        ("c.csv", "n1,x\nn1,y\nn2,y\n", "two classes for the folder n1"),
+        ("none.csv", None, "cannot be read as text"),
+    ],
+)
+def test_a_file_of_classes_that_does_not_fit_is_an_error(
+    tmp_path: Path, name: str, text: str | None, message: str
+) -> None:
+    write(tmp_path / "p", "n1/a.jpg", "n2/b.jpg")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=message):
+        folder(tmp_path / "p", classes=str(tmp_path / name)).listing()
+
+
+def test_a_file_of_another_kind_says_which(tmp_path: Path) -> None:
+    for name, kind in (("a.tar", "webdataset"), ("a.csv", "table"), ("a.h5", "hdf5")):
+        write(tmp_path, name)
+        with pytest.raises(DataError, match=f"is a file, not a folder.* with data={kind}"):
+            folder(tmp_path / name).listing()

@@ -1,0 +1,189 @@
+"""Images in HDF5: every layout, encoded bytes, labels, and files that are not to be trusted."""
+
+from __future__ import annotations
+
+import io
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from PIL import Image
+
+from featx.config import DataConfig
+from featx.errors import ConfigError, DataError
+from featx.images.decode import ImagePolicy, decode
+from featx.sources import open_source
+from featx.types import ImageFault, Source, Status
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), dtype=np.uint8)
+POLICY = ImagePolicy.from_config(DataConfig())
+
+
+def hdf5(root: Path, dataset: str = "/images", **keys: object) -> Source:
+    return open_source(DataConfig(name="hdf5", root=str(root), dataset=dataset, **keys))
+
+
+def decoded(source: Source) -> np.ndarray:
+    keys = source.listing().keys.tolist()
+    return np.stack([np.asarray(decode(source.read(key), POLICY)) for key in keys])
+
+
+def refused(path: Path, message: str, **keys: str) -> None:
+    with pytest.raises(DataError, match=message):
+        hdf5(path, **keys).listing()
+
+
+def grey(pixels: np.ndarray) -> np.ndarray:
+    return np.repeat(pixels[..., None], 3, axis=-1)
+
+
+def test_pixels_in_every_layout_come_back_without_loss(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["last"] = PIXELS
+        file["first"] = PIXELS.transpose(0, 3, 1, 2)
+        file["grey"] = PIXELS[..., 0]
+        file["grey_last"] = PIXELS[..., :1]
+        file["grey_first"] = PIXELS[:, None, :, :, 0]
+        file.create_dataset("deep/in/packed", data=PIXELS, compression="gzip", chunks=(2, 8, 9, 3))
+    for name in ("last", "first", "/deep/in/packed"):
+        np.testing.assert_array_equal(decoded(hdf5(tmp_path / "x.h5", name)), PIXELS)
+    for name in ("grey", "grey_last", "grey_first"):
+        found = decoded(hdf5(tmp_path / "x.h5", name))
+        np.testing.assert_array_equal(found, grey(PIXELS[..., 0]))
+    keys = hdf5(tmp_path / "x.h5", "last").listing().keys.tolist()
+    assert keys == [b"000000", b"000001", b"000002", b"000003", b"000004"]
+
+
+def test_encoded_bytes_of_both_kinds_end_in_their_own_zeros(tmp_path: Path) -> None:
+    encoded = []
+    for pixels in PIXELS:
+        pixels = pixels.copy()
+        pixels[0] = 0  # a BMP ends with its first line: zeros that belong to it
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "BMP")
+        encoded.append(file.getvalue())
+    assert encoded[0].endswith(b"\0")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        rows = file.create_dataset("vlen", (5,), h5py.vlen_dtype(np.uint8))
+        for i, data in enumerate(encoded):
+            rows[i] = np.frombuffer(data, np.uint8)
+        file["fixed"] = np.array([data.ljust(400, b"\0") for data in encoded], dtype="S400")
+        file["opaque"] = np.array(encoded, dtype=f"V{len(encoded[0])}")
+    source = hdf5(tmp_path / "x.h5", "vlen")
+    assert [source.read(key) for key in source.listing().keys.tolist()] == encoded
+    for name in ("fixed", "opaque", "vlen"):
+        found = decoded(hdf5(tmp_path / "x.h5", name))
+        np.testing.assert_array_equal(found[:, 1:], PIXELS[:, 1:])
+
+
+def test_rows_without_bytes_are_failures(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("vlen", (2,), h5py.vlen_dtype(np.uint8))[0] = np.ones(3, np.uint8)
+        file["fixed"] = np.array([b"x", b""])
+    for name in ("vlen", "fixed"):
+        source = hdf5(tmp_path / "x.h5", name)
+        source.listing()
+        with pytest.raises(ImageFault) as caught:
+            source.read(b"000001")
+        assert caught.value.status == Status.EMPTY
+
+
+def test_labels_are_numbers_or_text(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["images"] = PIXELS
+        file["numbers"] = np.array([2, 0, 1, 2, -1], np.int8)
+        file["text"] = ["dog", "cat", "dog", "", "cat"]
+        file["fixed"] = np.array([b"dog", b"cat", b"dog", b"", b"cat"])
+        file["short"] = [1, 2]
+        file["floats"] = np.zeros(5)
+    numbers = hdf5(tmp_path / "x.h5", labels="/numbers").listing()
+    assert (numbers.labels.tolist(), numbers.classes) == ([2, 0, 1, 2, -1], ("0", "1", "2"))
+    for name in ("text", "fixed"):
+        named = hdf5(tmp_path / "x.h5", labels=name).listing()
+        assert (named.labels.tolist(), named.classes) == ([1, 0, 1, -1, 0], ("cat", "dog"))
+    refused(tmp_path / "x.h5", r"/short is \(2,\); expected \(5,\)", labels="/short")
+    refused(tmp_path / "x.h5", "/floats is float64; expected whole", labels="/floats")
+    refused(tmp_path / "x.h5", "has no /none", labels="/none")
+
+
+def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["floats"] = np.zeros((2, 8, 9, 3), np.float32)
+        file["deep"] = np.zeros((2, 8, 9, 3), np.uint16)
+        file["both"] = np.zeros((2, 3, 9, 3), np.uint8)
+        file["neither"] = np.zeros((2, 8, 9, 4), np.uint8)
+        file["flat"] = np.zeros((2, 81), np.uint8)
+        file["text"] = ["a", "b"]
+        file["none"] = np.zeros((0, 8, 9, 3), np.uint8)
+        file["group/x"] = 1
+    for name, message in (
+        ("floats", r"/floats is \(2, 8, 9, 3\) float32; expected \(N, H, W, 3\|1\)"),
+        ("deep", "uint16; expected"),
+        ("both", "the channels may come first or last"),
+        ("neither", "no axis has 1 or 3 channels"),
+        ("flat", "expected"),
+        ("text", "object; expected"),
+        ("none", "has no rows"),
+        ("group", "is no plain dataset"),
+        ("nothing", "has no /nothing. At the top of the file: /both"),
+    ):
+        refused(tmp_path / "x.h5", message, dataset=name)
+    (tmp_path / "y.h5").write_bytes(b"not HDF5")
+    refused(tmp_path / "y.h5", r"y\.h5 cannot be read as HDF5")
+    refused(tmp_path / "z.h5", r"z\.h5 cannot be read as HDF5: No such file")
+    with pytest.raises(ConfigError, match=r"data=hdf5 needs data\.dataset"):
+        DataConfig(name="hdf5", root="x.h5")
+
+
+def test_a_file_of_strangers_reads_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(1000))
+    with h5py.File(tmp_path / "other.h5", "w") as file:
+        file["images"] = PIXELS
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["soft"] = h5py.SoftLink("/real")
+        file["real"] = PIXELS
+        file["outside"] = h5py.ExternalLink("other.h5", "/images")
+        layout = h5py.VirtualLayout(PIXELS.shape, np.uint8)
+        layout[:] = h5py.VirtualSource("other.h5", "images", PIXELS.shape)
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("raw", (1, 10, 10), np.uint8, external=[("secret", 0, 1000)])
+        file.create_dataset("huge", (10**9, 8, 9, 3), np.uint8, chunks=(1, 8, 9, 3))
+    for name in ("soft", "outside"):
+        refused(tmp_path / "x.h5", "points to another place; refused", dataset=name)
+    for name in ("virtual", "raw"):
+        refused(tmp_path / "x.h5", "no plain dataset; refused", dataset=name)
+    refused(tmp_path / "x.h5", "/huge claims .* bytes", dataset="huge")
+
+
+def test_a_damaged_chunk_fails_its_own_rows_only(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        images = file.create_dataset(
+            "images", data=PIXELS, chunks=(1, 8, 9, 3), compression="gzip", fletcher32=True
+        )
+        at = images.id.get_chunk_info(2).byte_offset
+    data = bytearray((tmp_path / "x.h5").read_bytes())
+    data[at + 20] ^= 255
+    (tmp_path / "x.h5").write_bytes(data)
+    source = hdf5(tmp_path / "x.h5")
+    for i, key in enumerate(source.listing().keys.tolist()):
+        if i == 2:
+            with pytest.raises(ImageFault, match="row 2 cannot be read") as caught:
+                source.read(key)
+            assert caught.value.status == Status.DECODE_ERROR
+        else:
+            np.testing.assert_array_equal(np.asarray(decode(source.read(key), POLICY)), PIXELS[i])
+
+
+def test_threads_read_rows_in_any_order(tmp_path: Path) -> None:
+    many = np.random.default_rng(1).integers(0, 256, (200, 6, 7), dtype=np.uint8)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("images", data=many, chunks=(16, 6, 7), compression="gzip")
+    source = hdf5(tmp_path / "x.h5")
+    keys = source.listing().keys.tolist()
+    random.Random(0).shuffle(keys)
+    with ThreadPoolExecutor(8) as threads:
+        for key, data in zip(keys, threads.map(source.read, keys), strict=True):
+            assert data == b"P5\n7 6\n255\n" + many[int(key)].tobytes()

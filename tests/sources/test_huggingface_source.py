@@ -1,0 +1,124 @@
+"""Folders that datasets' save_to_disk wrote."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_model import write_picture
+
+from featx.config import DataConfig
+from featx.errors import DataError, MissingExtraError
+from featx.sources import open_source
+from featx.types import NO_STATE, ImageFault, Source, Status
+
+datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    datasets.disable_progress_bars()
+
+
+def saved(root: Path, **keys: object) -> Source:
+    return open_source(DataConfig(name="huggingface", root=str(root), **keys))
+
+
+def made(images: list[Any], **columns: Any) -> Any:
+    kinds = {"image": datasets.Image()}
+    kinds |= {name: kind for name, (_, kind) in columns.items()}
+    values = {"image": images, **{name: rows for name, (rows, _) in columns.items()}}
+    return datasets.Dataset.from_dict(values, features=datasets.Features(kinds))
+
+
+def test_bytes_and_class_names(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 0)
+    data = (tmp_path / "a.png").read_bytes()
+    labels = datasets.ClassLabel(names=["cat", "dog"])
+    rows = [{"bytes": data, "path": "a.png"}, {"bytes": data[:20], "path": None}, None]
+    made(rows, label=([1, 0, -1], labels)).save_to_disk(tmp_path / "saved")
+    source = saved(tmp_path / "saved")
+    listing = source.listing()
+    assert listing.keys.tolist() == [b"row-000000", b"row-000001", b"row-000002"]
+    assert (listing.labels.tolist(), listing.classes) == ([1, 0, -1], ("cat", "dog"))
+    assert source.read(b"row-000000") == data
+    assert source.read(b"row-000001") == data[:20]
+    with pytest.raises(ImageFault) as caught:
+        source.read(b"row-000002")
+    assert caught.value.status == Status.EMPTY
+
+
+def test_a_selection_is_read_in_its_own_order(tmp_path: Path) -> None:
+    rows = made([{"bytes": b"%d" % i, "path": None} for i in range(5)])
+    rows.select([3, 1, 4]).save_to_disk(tmp_path / "saved")
+    source = saved(tmp_path / "saved")
+    assert [source.read(key) for key in source.listing().keys.tolist()] == [b"3", b"1", b"4"]
+
+
+def test_splits_and_columns_are_named(tmp_path: Path) -> None:
+    text = datasets.Value("string")
+    rows = made([{"bytes": b"x", "path": None}], kind=(["k"], text))
+    both = rows.add_column("other", [None]).cast_column("other", datasets.Image())
+    datasets.DatasetDict({"train": rows, "test": both}).save_to_disk(tmp_path / "saved")
+    assert saved(tmp_path / "saved").listing().classes == ()
+    assert saved(tmp_path / "saved", label_column="kind").listing().classes == ("k",)
+    with pytest.raises(DataError, match=r"data\.split=val: .* has train, test"):
+        saved(tmp_path / "saved", split="val")
+    with pytest.raises(DataError, match="image, other hold images; say which"):
+        saved(tmp_path / "saved", split="test")
+    assert len(saved(tmp_path / "saved", split="test", path_column="image").listing()) == 1
+    with pytest.raises(DataError, match=r"data\.label_column=kid: .* Nearest: kind"):
+        saved(tmp_path / "saved", label_column="kid")
+
+
+def test_images_kept_as_paths_lie_inside_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made([{"bytes": b"x", "path": None}]).save_to_disk(tmp_path / "saved")
+    (tmp_path / "saved" / "in.png").write_bytes(b"inside")
+    (tmp_path / "out.png").write_bytes(b"outside")
+    source = saved(tmp_path / "saved")
+    # save_to_disk itself puts the bytes into the table; other writers may leave paths.
+    rows = [{"image": {"bytes": None, "path": name}} for name in ("in.png", "../out.png")]
+    monkeypatch.setattr(source, "_images", rows)
+    assert source.read(b"row-000000") == b"inside"
+    with pytest.raises(ImageFault, match="leads out of the folder"):
+        source.read(b"row-000001")
+
+
+def test_what_is_no_such_folder_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for root in (tmp_path, tmp_path / "none"):
+        with pytest.raises(DataError, match="is no folder that save_to_disk wrote"):
+            saved(root)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "featx\[huggingface\]"'):
+        saved(tmp_path)
+
+
+def test_states_tell_when_a_file_or_the_table_changes(tmp_path: Path) -> None:
+    rows = [
+        {"bytes": b"x", "path": "x.png"},
+        {"bytes": None, "path": "in.png"},
+        {"bytes": None, "path": "other.png"},
+        None,
+    ]
+    root = tmp_path / "saved"
+    whole = made(rows)
+    made([{"bytes": b"x", "path": None}]).save_to_disk(root)
+    source = saved(root)
+    source._images = source._dataset = whole.cast_column("image", datasets.Image(decode=False))
+    for name in ("in.png", "other.png"):
+        (root / name).write_bytes(b"an image")
+    keys = np.array([b"row-%06d" % row for row in range(4)])
+    before = source.states(keys)
+    assert (source.states(keys) == before).all()
+    (root / "in.png").write_bytes(b"another image")
+    assert (source.states(keys) != before).tolist() == [False, True, False, False]
+    source._images = source._dataset.select([3, 1, 0, 2])
+    assert source.states(keys[1:2]) == source.states(keys)[1]
+    assert (source.states(keys)["size"] == 13).tolist() == [False, True, False, False]
+    (root / "in.png").unlink()
+    assert source.states(keys)[1] == NO_STATE

@@ -1,0 +1,93 @@
+"""Pixels as bytes for the decoder: the same picture, whatever the mode."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from PIL import Image
+
+from featx.config import DataConfig
+from featx.images.decode import ImagePolicy, decode
+from featx.images.rgb_conversion import to_rgb
+from featx.sources.pixel_encoding import encode_array, encode_image, encode_pixels
+
+WHITE = ImagePolicy.from_config(DataConfig(background="tomato"))
+
+
+def pixels_of(data: bytes, policy: ImagePolicy = WHITE) -> np.ndarray:
+    return np.asarray(decode(data, policy))
+
+
+@settings(max_examples=60, deadline=None)
+@given(arrays.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3))))
+def test_any_pixels_come_back(pixels: np.ndarray) -> None:
+    np.testing.assert_array_equal(pixels_of(encode_pixels(pixels)), pixels)
+    grey = np.repeat(pixels[..., :1], 3, axis=2)
+    for one_channel in (pixels[..., 0], pixels[..., :1]):
+        np.testing.assert_array_equal(pixels_of(encode_pixels(one_channel)), grey)
+
+
+def test_arrays_of_other_layouts() -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 8, 3), dtype=np.uint8)
+    np.testing.assert_array_equal(pixels_of(encode_array(pixels.transpose(2, 0, 1))), pixels)
+    np.testing.assert_array_equal(pixels_of(encode_array(pixels[:, ::-1])), pixels[:, ::-1])
+    clear = np.dstack([pixels, np.zeros((7, 8), np.uint8)])
+    assert (pixels_of(encode_array(clear)) == (255, 99, 71)).all()
+    for wrong in (pixels / 255, pixels[0, 0], pixels[:0], np.zeros((7, 8, 5), np.uint8)):
+        with pytest.raises(ValueError, match="pixels are"):
+            encode_array(wrong)
+
+
+def picture() -> Image.Image:
+    rng = np.random.default_rng(0)
+    return Image.fromarray(rng.integers(0, 256, (12, 10, 4), dtype=np.uint8), "RGBA")
+
+
+MODES = {
+    "1": picture().convert("1"),
+    "L": picture().convert("L"),
+    "LA": picture().convert("LA"),
+    "P": picture().convert("RGB").quantize(16),
+    "PA": picture().convert("RGB").quantize(16).convert("PA"),
+    "RGB": picture().convert("RGB"),
+    "RGBA": picture(),
+    "RGBa": picture().convert("RGBa"),
+    "CMYK": picture().convert("RGB").convert("CMYK"),
+    "YCbCr": picture().convert("RGB").convert("YCbCr"),
+    "HSV": picture().convert("RGB").convert("HSV"),
+    "I;16": Image.fromarray(np.arange(120, dtype=np.uint16).reshape(12, 10) * 546),
+    "I": Image.fromarray(np.arange(120, dtype=np.int32).reshape(12, 10) * 546),
+    "F": Image.fromarray(np.linspace(0, 1, 120, dtype=np.float32).reshape(12, 10)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_of_pillow_is_what_the_decoder_would_have_made_of_it(mode: str) -> None:
+    image = MODES[mode]
+    assert image.mode == mode
+    expected = np.asarray(to_rgb(image, WHITE.background))
+    np.testing.assert_array_equal(pixels_of(encode_image(image)), expected)
+
+
+def test_a_transparent_colour_travels_along() -> None:
+    image = Image.new("RGB", (4, 4), "lime")
+    image.info["transparency"] = (0, 255, 0)
+    assert (pixels_of(encode_image(image)) == (255, 99, 71)).all()
+    palette = Image.new("P", (4, 4), 1)
+    palette.putpalette([0, 0, 0, 0, 255, 0, 0, 0, 255])
+    palette.info["transparency"] = 1
+    assert (pixels_of(encode_image(palette)) == (255, 99, 71)).all()
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "F", "CMYK"])
+def test_the_orientation_travels_along(mode: str) -> None:
+    image = MODES[mode].copy()
+    upright = pixels_of(encode_image(image))
+    image.getexif()[0x0112] = 6
+    turned = pixels_of(encode_image(image))
+    np.testing.assert_array_equal(turned, np.rot90(upright, -1))
+    ignored = ImagePolicy.from_config(DataConfig(background="tomato", exif="ignore"))
+    np.testing.assert_array_equal(pixels_of(encode_image(image), ignored), upright)

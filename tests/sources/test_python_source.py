@@ -1,0 +1,282 @@
+"""Data sets given as Python objects: keys, labels, and whatever the user's code raises."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_model import KEYS, extract, run_job, write_picture
+
+import featx
+from featx.errors import ConfigError, DataError, StoreMismatchError
+from featx.sources import source_of
+from featx.sources.base import FolderSource
+from featx.types import ImageFault, Listing, Source, Status
+
+
+class Given:
+    """A map-style data set of what a function gives; other attributes as keywords."""
+
+    def __init__(self, count: int, item: Callable[[int], Any], **attributes: Any) -> None:
+        self.count, self.item = count, item
+        self.asked: list[int] = []
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Any:
+        self.asked.append(row)
+        return self.item(row)
+
+
+def pixels(row: int) -> np.ndarray:
+    return np.full((6, 5, 3), row, np.uint8)
+
+
+def fault_of(source: Source, key: bytes) -> ImageFault:
+    with pytest.raises(ImageFault) as caught:
+        source.read(key)
+    return caught.value
+
+
+def test_items_may_be_images_of_many_kinds(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png", 0)
+    data = (tmp_path / "a.png").read_bytes()
+    image = Image.fromarray(pixels(7))
+    items = [image, pixels(7), torch.from_numpy(pixels(7)).permute(2, 0, 1), pixels(7)[..., 0]]
+    items += [data, bytearray(data), str(tmp_path / "a.png"), tmp_path / "a.png"]
+    source = source_of(items)
+    keys = source.listing().keys.tolist()
+    assert keys == [b"%06d" % i for i in range(8)]
+    read = [source.read(key) for key in keys]
+    assert read[0] == read[1] == read[2] == b"P6\n5 6\n255\n" + pixels(7).tobytes()
+    assert read[3] == b"P5\n5 6\n255\n" + bytes([7] * 30)
+    assert read[4:] == [data] * 4
+
+
+def test_labels_come_from_the_items_and_only_one_is_asked_for_where_there_are_none() -> None:
+    dataset = Given(5, lambda row: (pixels(row), row % 3))
+    listing = source_of(dataset).listing()
+    assert (listing.labels.tolist(), listing.classes) == ([0, 1, 2, 0, 1], ("0", "1", "2"))
+    names = source_of(Given(3, lambda row: [pixels(row), ("dog", None, "cat")[row]])).listing()
+    assert (names.labels.tolist(), names.classes) == ([1, -1, 0], ("cat", "dog"))
+    tensors = source_of(Given(3, lambda row: (pixels(row), torch.tensor(row)))).listing()
+    assert tensors.labels.tolist() == [0, 1, 2]
+    alone = Given(1000, pixels)
+    assert source_of(alone).listing().labels.tolist() == [-1] * 1000
+    assert alone.asked == [0]
+
+
+@pytest.mark.parametrize("targets", [[2, 0, 1], np.array([2, 0, 1]), torch.tensor([2, 0, 1])])
+def test_targets_and_classes_are_taken_without_asking_for_items(targets: Any) -> None:
+    dataset = Given(
+        3, lambda row: (pixels(row), [2, 0, 1][row]), targets=targets, classes=["x", "y", "z"]
+    )
+    source = source_of(dataset)
+    listing = source.listing()
+    assert (listing.labels.tolist(), listing.classes) == ([2, 0, 1], ("x", "y", "z"))
+    assert dataset.asked == []
+    assert source.read(b"000001").startswith(b"P6")
+
+
+def test_a_label_that_is_another_one_later_is_a_failure_of_its_row() -> None:
+    source = source_of(Given(2, lambda row: (pixels(row), row + 1), targets=[1, 1]))
+    source.listing()
+    assert source.read(b"000000").startswith(b"P6")
+    fault = fault_of(source, b"000001")
+    assert (fault.status, fault.error) == (Status.DECODE_ERROR, "LabelMismatch")
+    assert str(fault) == "dataset[1] has label 2, but 1 when listed"
+
+
+def test_keys_of_the_data_set_are_taken_in_bytewise_order() -> None:
+    dataset = Given(3, pixels, keys=["b", "é", "a"], targets=[0, 1, 2])
+    source = source_of(dataset)
+    listing = source.listing()
+    assert listing.keys.tolist() == [b"a", b"b", "é".encode()]
+    assert listing.labels.tolist() == [2, 0, 1]
+    assert source.read(b"a")[-1] == 2
+    assert source.read("é".encode())[-1] == 1
+    for wrong, message in ((["a", "b", "a"], "more than once: a"), (["a"], "has 1 entries"),
+                           (["a", "", "b"], "not empty")):  # fmt: skip
+        with pytest.raises(DataError, match=message):
+            source_of(Given(3, pixels, keys=wrong)).listing()
+
+
+def test_whatever_the_users_code_raises_is_recorded_for_its_row() -> None:
+    class OwnError(Exception):
+        pass
+
+    errors = [OwnError("no\nway"), KeyError("k"), OSError(5, "I/O"), RuntimeError(), None]
+
+    def item(row: int) -> Any:
+        if errors[row] is not None:
+            raise errors[row]
+        return pixels(row), 1
+
+    source = source_of(Given(5, item))
+    assert source.listing().labels.tolist() == [-1, -1, -1, -1, 1]
+    for row, name in enumerate(["OwnError", "KeyError", "OSError", "RuntimeError"]):
+        fault = fault_of(source, b"%06d" % row)
+        assert (fault.status, fault.error) == (Status.DECODE_ERROR, name)
+    assert str(fault_of(source, b"000000")) == "no way"
+    for wrong, name in ((3, "TypeError"), ((1, 2, 3), "TypeError"), (pixels(0) / 2, "ValueError")):
+        source = source_of(Given(1, lambda row, wrong=wrong: wrong))
+        source.listing()
+        assert fault_of(source, b"000000").error == name
+    missing = source_of(["/nowhere/x.jpg", b""])
+    missing.listing()
+    assert fault_of(missing, b"000000").status == Status.MISSING
+    assert fault_of(missing, b"000001").status == Status.EMPTY
+
+
+def test_memory_is_no_fault_of_an_image() -> None:
+    def item(row: int) -> Any:
+        raise MemoryError
+
+    source = source_of(Given(1, item, targets=[0]))
+    source.listing()
+    with pytest.raises(MemoryError):
+        source.read(b"000000")
+
+
+def test_one_item_is_asked_for_at_a_time() -> None:
+    inside, most = 0, 0
+    lock = threading.Lock()
+
+    def item(row: int) -> Any:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        time.sleep(0.002)
+        with lock:
+            inside -= 1
+        return pixels(row)
+
+    source = source_of(Given(40, item))
+    keys = source.listing().keys.tolist()
+    with ThreadPoolExecutor(8) as threads:
+        assert [data[-1] for data in threads.map(source.read, keys)] == list(range(40))
+    assert most == 1
+
+
+def test_what_is_no_data_set_is_said() -> None:
+    for wrong in (iter([1]), 5, object()):
+        with pytest.raises(DataError, match="expected a path, a mapping, a data set with __len__"):
+            source_of(wrong)
+    with pytest.raises(DataError, match="has no rows"):
+        source_of([]).listing()
+    with pytest.raises(DataError, match="found labels of kind float, number"):
+        source_of([(pixels(0), 1), (pixels(0), 1.5)]).listing()
+    with pytest.raises(DataError, match=r"dataset\.targets has 1 entries, the data set 2 rows"):
+        source_of(Given(2, pixels, targets=[1])).listing()
+
+
+# Through featx.extract
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(photos: Path) -> None:
+    paths = sorted(photos.rglob("*.png"))
+    reference = extract(photos, dtype="float32", pack=False)
+
+    def item(row: int) -> Any:
+        if row == 4:
+            raise ZeroDivisionError("by zero")
+        with Image.open(paths[row]) as image:
+            return image.convert("RGB"), paths[row].parent.name
+
+    keys = [os.fspath(path.relative_to(photos)) for path in paths]
+    store = extract(Given(21, item, keys=keys), out="mine", dtype="float32", pack=False)
+    assert store.keys.tolist() == reference.keys.tolist()
+    assert store.classes == reference.classes
+    rest = np.flatnonzero(store.ok)
+    assert np.flatnonzero(~store.ok).tolist() == [4]
+    assert store.failures[0]["error"] == "ZeroDivisionError"
+    assert store["conv"][rest].tobytes() == reference["conv"][rest].tobytes()
+    assert store.labels[rest].tolist() == reference.labels[rest].tolist()
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_the_same_object_goes_on_and_another_one_is_refused(
+    photos: Path, computed: list[tuple[frozenset[str], int]]
+) -> None:
+    paths = sorted(photos.rglob("*.png"))
+    data = [(path, i % 2) for i, path in enumerate(paths)]
+    extract(data, pack=False)
+    (Path("store") / "parts" / "part-000002.h5").unlink()
+    computed.clear()
+    store = extract(data, pack=False)
+    assert store.complete
+    assert [row for _, row in computed] == [8]
+    with pytest.raises(StoreMismatchError, match="other labels"):
+        extract([(path, 1 - label) for path, label in data])
+    with pytest.raises(StoreMismatchError, match="no longer in the data set"):
+        extract(data[:20])
+    with pytest.raises(StoreMismatchError, match="1 new images"):
+        extract([*data, (paths[0], 0)])
+    assert len(extract([*data, (paths[0], 0)], grow=True, pack=False)) == 22
+    with pytest.raises(DataError, match="can be opened from there only"):
+        run_job("verify", store="store", verify={"sample": 2})
+
+
+class OwnSource:
+    """A Source by a user, around the folder's."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = FolderSource(folder)
+        self.changed: dict[str, Any] = {}
+
+    def listing(self) -> Listing:
+        found = self.folder.listing()
+        return Listing(**{**vars(found), **self.changed})
+
+    def read(self, key: bytes) -> bytes:
+        return self.folder.read(key)
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_source_of_ones_own(photos: Path) -> None:
+    reference = extract(photos, pack=False)
+    own = OwnSource(photos)
+    store = extract(own, out="own", pack=False)
+    assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
+    keys = own.listing().keys
+    for changed, message in (
+        ({"keys": keys[::-1]}, "different keys in bytewise order"),
+        ({"keys": keys.tolist()}, "fixed-length bytes"),
+        ({"labels": own.listing().labels[1:]}, r"expected an array of shape \(21,\)"),
+        ({"labels": own.listing().labels + 1}, "2 in row .*, of 2 classes"),
+        ({"keys": keys[:0], "labels": keys[:0]}, "has no rows"),
+    ):
+        own.changed = changed
+        with pytest.raises(DataError, match=message):
+            extract(own, out="other")
+
+
+@pytest.mark.usefixtures("in_tmp_path")
+def test_other_keys_of_the_group_go_beside_the_object(photos: Path) -> None:
+    data = sorted(photos.rglob("*.png"))
+    store = extract({"source": data, "limit": 5}, pack=False)
+    assert len(store) == 5
+    with pytest.raises(ConfigError, match=r"data\.root has no effect with a data set given"):
+        extract({"source": data, "root": "photos"})
+    statistics = featx.stats(**{k: v for k, v in KEYS.items() if k not in ("part_rows", "out")},
+                             data=data, out="statistics")  # fmt: skip
+    assert statistics["conv"].count == 21
+
+
+def test_a_command_cannot_name_an_object(featx: Callable[..., Any]) -> None:
+    done = featx("data.name=python")
+    assert done.returncode == 2
+    assert "can be opened from there only: featx.extract(data=dataset" in done.stderr

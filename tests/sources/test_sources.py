@@ -1,0 +1,209 @@
+"""Every source through the whole run: the same features, resumed at the row, changes refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from conftest import with_path
+from made_shards import write_tar
+from PIL import Image
+from tiny_model import COMMAND, extract, run_job, write_pictures
+
+from featx.config import DataConfig
+from featx.errors import StoreMismatchError
+from featx.sources import open_source
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def encoded(photos: Path) -> dict[str, bytes]:
+    """The pictures by their key, in the order of the keys."""
+    return {
+        os.fspath(path.relative_to(photos)): path.read_bytes()
+        for path in sorted(photos.rglob("*.png"))
+    }
+
+
+def shards(name: str) -> Callable[[dict[str, bytes]], dict[str, Any]]:
+    def make(pictures: dict[str, bytes]) -> dict[str, Any]:
+        items = list(pictures.items())
+        for i, some in enumerate((items[:8], items[8:])):
+            write_tar(Path("shards") / f"{i}.{name}", dict(some))
+        return {"name": "webdataset", "root": "shards"}
+
+    return make
+
+
+def csv(pictures: dict[str, bytes]) -> dict[str, Any]:
+    for key, data in pictures.items():
+        path = Path("loose") / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    rows = "".join(f"{key},{key[:3]}\n" for key in pictures)
+    Path("t.csv").write_text(f"path,label\n{rows}")
+    return {"name": "table", "root": "t.csv", "images": "loose"}
+
+
+def parquet(pictures: dict[str, bytes]) -> dict[str, Any]:
+    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
+    from pyarrow import parquet
+
+    rows = [{"bytes": data, "path": key} for key, data in pictures.items()]
+    columns = {"image": rows, "label": [key[:3] for key in pictures]}
+    parquet.write_table(pa.table(columns), "t.parquet", row_group_size=5)
+    return {"name": "table", "root": "t.parquet"}
+
+
+def parquets(pictures: dict[str, bytes]) -> dict[str, Any]:
+    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
+    from pyarrow import parquet
+
+    items = list(pictures.items())
+    Path("set").mkdir(exist_ok=True)
+    for i, some in enumerate((items[:8], items[8:])):
+        rows = [{"bytes": data, "path": key} for key, data in some]
+        columns = {"image": rows, "label": [key[:3] for key, _ in some]}
+        parquet.write_table(pa.table(columns), f"set/{i}.parquet", row_group_size=3)
+    return {"name": "table", "root": "set"}
+
+
+def hdf5(pictures: dict[str, bytes]) -> dict[str, Any]:
+    pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in pictures.values()]
+    with h5py.File("t.h5", "w") as file:
+        file["images"] = np.stack(pixels)
+        file["labels"] = [key[:3] for key in pictures]
+    return {"name": "hdf5", "root": "t.h5", "dataset": "images", "labels": "labels"}
+
+
+def huggingface(pictures: dict[str, bytes]) -> dict[str, Any]:
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    columns = {
+        "image": [{"bytes": data, "path": None} for data in pictures.values()],
+        "label": [key[:3] for key in pictures],
+    }
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns, features=kinds).save_to_disk("saved")
+    return {"name": "huggingface", "root": "saved"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A source, and whether it can tell that a picture changed under its key."""
+
+    make: Callable[[dict[str, bytes]], dict[str, Any]]
+    knows_images: bool = True
+
+
+KINDS = {
+    "tar": Kind(shards("tar")),
+    "tar.gz": Kind(shards("tar.gz")),
+    "csv": Kind(csv, knows_images=False),
+    "parquet": Kind(parquet),
+    "parquets": Kind(parquets),
+    "hdf5": Kind(hdf5),
+    "huggingface": Kind(huggingface),
+}
+
+LONG = ("csv", "huggingface", "tar.gz", "parquets")
+"""Whose parts are tested by themselves; scripts/test --all takes them through whole runs."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in KINDS],
+)
+def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
+    name: str, photos: Path, computed: list[tuple[frozenset[str], int]]
+) -> None:
+    pictures = encoded(photos)
+    reference = extract(photos, dtype="float32", out="folder", pack=False)
+    data = KINDS[name].make(pictures)
+    store = extract(data, dtype="float32", pack=False)
+    assert store.ok.all()
+    assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
+    names = [store.classes[label] for label in store.labels]
+    assert names == [key[:3] for key in pictures]
+    # A worker that was told its keys reads without listing first.
+    unlisted = open_source(DataConfig(**data))
+    if name != "hdf5":  # whose pictures are pixels
+        assert [unlisted.read(key.encode()) for key in store.keys] == list(pictures.values())
+    # What is missing is done again, and nothing else.
+    (Path("store") / "parts" / "part-000001.h5").unlink()
+    (Path("store") / "parts" / "part-000004.h5").unlink()
+    computed.clear()
+    again = extract(data, dtype="float32", pack=False)
+    assert [row for _, row in computed] == [4, 16]
+    assert again["conv"][:].tobytes() == reference["conv"][:].tobytes()
+    assert run_job("verify", store="store", verify={"sample": 3}) == 0
+    # Another picture under a known key.
+    first = next(iter(pictures))
+    changed = {**pictures, first: list(pictures.values())[-1] + b"behind its end"}
+    KINDS[name].make(changed)
+    if KINDS[name].knows_images:
+        with pytest.raises(StoreMismatchError, match="image has changed"):
+            extract(data, dtype="float32", pack=False)
+    # One picture fewer, and one more.
+    KINDS[name].make(dict(list(pictures.items())[:-1]))
+    with pytest.raises(StoreMismatchError, match="no longer in the data set"):
+        extract(data, dtype="float32", pack=False)
+    more = {**pictures, "dog/zzz.png": pictures[first]}
+    KINDS[name].make(more)
+    with pytest.raises(StoreMismatchError, match=r"1 new images"):
+        extract(data, dtype="float32", pack=False)
+
+
+@pytest.mark.parametrize("name", ["tar", pytest.param("hdf5", marks=pytest.mark.slow)])
+def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None:
+    pictures = encoded(photos)
+    first = dict(list(pictures.items())[:13])
+    extract(KINDS[name].make(first), dtype="float32", pack=False)
+    data = KINDS[name].make(pictures)
+    store = extract(data, dtype="float32", pack=False, grow=True)
+    reference = extract(photos, dtype="float32", out="folder", pack=False)
+    assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
+    assert extract(data, dtype="float32", pack=False).complete
+    key = next(iter(pictures))
+    data = KINDS[name].make({**pictures, key: pictures[key] + b"!", "dog/zzz.png": pictures[key]})
+    if name == "tar":
+        with pytest.raises(StoreMismatchError, match="image has changed"):
+            extract(data, dtype="float32", pack=False, grow=True)
+
+
+@pytest.mark.slow
+def test_brace_ranges_on_the_command_line(tmp_path: Path) -> None:
+    write_tar(tmp_path / "s-00.tar", encoded(write_pictures(tmp_path / "photos", 5)))
+    write_tar(tmp_path / "s-01.tar", encoded(write_pictures(tmp_path / "photos", 5)))
+
+    def run(root: str) -> subprocess.CompletedProcess[str]:
+        command = ["python", "-m", "featx", "data=webdataset", f"data.root={root}", *COMMAND]
+        return subprocess.run(
+            command,
+            env=with_path(Path(__file__).parents[1]),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    done = run('"s-{00..01}.tar"')
+    assert done.returncode == 0, done.stderr
+    assert "s-{00..01}.tar: 10 images, 2 classes" in done.stderr
+    plain = run("s-{00..01}.tar")
+    assert plain.returncode == 0, plain.stderr
+    assert "10 of 10 rows are there already" in plain.stderr

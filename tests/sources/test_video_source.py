@@ -1,0 +1,165 @@
+"""Frames of videos: which, in which order, and what becomes of files that are none."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_model import extract, run_job
+
+from featx.config import DataConfig
+from featx.errors import ConfigError, DataError, MissingExtraError, StoreMismatchError
+from featx.sources import open_source
+from featx.types import ImageFault, Status
+
+pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError, OSError))
+import torchcodec
+
+FPS = 10
+
+needs_ffmpeg = pytest.mark.skipif(
+    getattr(torchcodec, "ffmpeg_major_version", 0) is None, reason="FFmpeg is not installed"
+)
+
+
+def write_video(path: Path, num_frames: int, first: int = 0) -> None:
+    """Frame i is grey, 6 * (first + i) bright."""
+    grey = 6 * (first + torch.arange(num_frames))
+    frames = grey.to(torch.uint8)[:, None, None, None].expand(-1, 3, 48, 64).contiguous()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torchcodec.encoders.VideoEncoder(frames, frame_rate=FPS).to_file(path)
+
+
+def brightness(data: bytes) -> float:
+    with Image.open(io.BytesIO(data)) as image:
+        assert image.size == (64, 48)
+        return float(np.asarray(image).mean())
+
+
+@needs_ffmpeg
+@pytest.mark.slow
+def test_frames_by_time_in_any_order_and_files_that_are_no_videos(tmp_path: Path) -> None:
+    write_video(tmp_path / "b" / "long.mp4", 36)
+    write_video(tmp_path / "a" / "short.mkv", 3, first=20)
+    (tmp_path / "a" / "none.mp4").write_bytes(b"no video at all, only text")
+    (tmp_path / "a" / "list.mp4").write_bytes(b"#EXTM3U\n/etc/passwd\n")
+    (tmp_path / "b" / "cut.mp4").write_bytes((tmp_path / "b" / "long.mp4").read_bytes()[:300])
+    (tmp_path / "empty.mov").write_bytes(b"")
+    source = open_source(DataConfig(name="video", root=str(tmp_path), every_s=0.5))
+    listing = source.listing()
+    keys = listing.keys.tolist()
+    assert keys == [
+        b"a/list.mp4@00000.000",
+        b"a/none.mp4@00000.000",
+        b"a/short.mkv@00000.000",
+        b"b/cut.mp4@00000.000",
+        *(b"b/long.mp4@%05d.%03d" % divmod(500 * k, 1000) for k in range(8)),
+        b"empty.mov@00000.000",
+    ]
+    assert [listing.classes[i] if i >= 0 else None for i in listing.labels[[0, 4, 12]]] == [
+        "a", "b", None,
+    ]  # fmt: skip
+    assert listing.marks is not None
+    assert listing.marks[4] == os.stat(tmp_path / "b" / "long.mp4").st_size  # noqa: PTH116
+    order = np.random.default_rng(0).permutation(np.tile(np.arange(8), 2)).tolist()
+    for k in order:
+        assert brightness(source.read(keys[4 + k])) == pytest.approx(30 * k, abs=4)
+    assert brightness(source.read(keys[2])) == pytest.approx(120, abs=4)
+    for row, status in (
+        (0, Status.UNSUPPORTED),
+        (1, Status.UNSUPPORTED),
+        (3, Status.DECODE_ERROR),
+        (12, Status.EMPTY),
+    ):
+        with pytest.raises(ImageFault) as caught:
+            source.read(keys[row])
+        assert caught.value.status == status
+    with pytest.raises(ImageFault, match="the video ends at") as caught:
+        source.read(b"b/long.mp4@00009.000")
+    assert caught.value.status == Status.TRUNCATED
+    (tmp_path / "a" / "short.mkv").unlink()
+    with pytest.raises(ImageFault, match="no such file"):
+        source.read(keys[2])
+    write_video(tmp_path / "b" / "long.mp4", 12)
+    with pytest.raises(OSError, match="changed while it was in use"):
+        source.read(keys[4])
+
+
+@pytest.mark.slow
+def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FFmpeg is played by a stand-in whose video says what it does."""
+    fake = tmp_path / "fake" / "torchcodec"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("")
+    (fake / "decoders.py").write_text(
+        "import ctypes, time, torch\n"
+        "from types import SimpleNamespace as Of\n"
+        "class VideoDecoder:\n"
+        "    metadata = Of(width=2, height=2, begin_stream_seconds=0.0, num_frames=3,\n"
+        "        end_stream_seconds=3.0, duration_seconds=3.0, duration_seconds_from_header=3.0)\n"
+        "    def __init__(self, path, **options): pass\n"
+        "    def get_frame_played_at(self, time_s):\n"
+        "        if time_s == 1: ctypes.string_at(0)\n"
+        "        if time_s == 2: time.sleep(100)\n"
+        "        return Of(data=torch.full((2, 2, 3), 7, dtype=torch.uint8))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "clip.mp4").write_bytes(b"\0\0\0\0ftyp and so on")
+    source = open_source(DataConfig(name="video", root=str(tmp_path / "set"), timeout_s=1))
+    keys = source.listing().keys.tolist()
+    assert len(keys) == 3
+    assert source.read(keys[0]).endswith(bytes([7] * 12))
+    for key, status in ((keys[1], Status.CRASHES_DECODER), (keys[2], Status.TIMEOUT)):
+        with pytest.raises(ImageFault, match="also by itself") as caught:
+            source.read(key)
+        assert caught.value.status == status
+        assert source.read(keys[0]).endswith(bytes([7] * 12))
+    with pytest.raises(DataError, match=r"clip\.mp4 claims to last 3 s, more frames than its"):
+        open_source(
+            DataConfig(name="video", root=str(tmp_path / "set" / "clip.mp4"), every_s=0.001)
+        ).listing()
+    (fake / "__init__.py").write_text("ffmpeg_major_version = None")  # as 0.17 has it without
+    with pytest.raises(MissingExtraError, match="apt install ffmpeg: torchcodec finds none"):
+        open_source(DataConfig(name="video", root=str(tmp_path / "set"))).listing()
+    (fake / "decoders.py").write_text("raise RuntimeError('Could not load libtorchcodec')")
+    with pytest.raises(MissingExtraError, match="apt install ffmpeg: Could not load"):
+        open_source(DataConfig(name="video", root=str(tmp_path / "set"))).listing()
+
+
+@needs_ffmpeg
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_tmp_path")
+def test_a_run_a_resume_and_a_changed_video() -> None:
+    write_video(Path("set/x/1.mp4"), 36)
+    write_video(Path("set/y/2.mp4"), 36, first=3)
+    data = {"name": "video", "root": "set", "every_s": 0.4}
+    whole = extract(data, out="whole", pack=False)
+    store = extract(data, pack=False)
+    assert len(store) == 18
+    assert store.ok.all()
+    assert store.classes == ("x", "y")
+    Path("store/parts/part-000002.h5").unlink()
+    again = extract(data, pack=False)
+    assert again["conv"][:].tobytes() == whole["conv"][:].tobytes()
+    assert run_job("verify", store="store", verify={"sample": 4}) == 0
+    with pytest.raises(ConfigError, match="frames of videos, and webdataset takes pictures"):
+        run_job("export", store="store", export={"format": "webdataset"}, out="out")
+    write_video(Path("set/y/2.mp4"), 36, first=5)
+    with pytest.raises(StoreMismatchError, match=r"9 images have changed .* y/2\.mp4@00000\.000, "):
+        extract(data)
+
+
+def test_times_that_are_none() -> None:
+    for every_s in (0, -1, float("inf")):
+        with pytest.raises(ConfigError, match=r"data\.every_s="):
+            DataConfig(name="video", root="x", every_s=every_s)
+    with pytest.raises(ConfigError, match=r"data\.every_s has an effect with data=video only"):
+        DataConfig(name="folder", root="x", every_s=2)

@@ -1,0 +1,74 @@
+"""The texts of attributes: no reader asks HDF5 for one whose heap is damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import flipping
+import h5py
+import pytest
+
+import featx
+from featx.errors import StoreError
+from featx.store import layout
+from featx.store.hdf5_files import open_for_a_look, open_hdf5
+from featx.store.verification import check_store
+
+SIGNATURE = b"GCOL"
+
+
+@pytest.fixture(params=[False, True], ids=["part", "packed"])
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    root = flipping.flipped_run("none").finish(tmp_path / "store", packed=request.param)
+    return root / (layout.PACKED if request.param else f"parts/{layout.part_name(1)}")
+
+
+def heaps(path: Path) -> list[tuple[int, int]]:
+    with h5py.File(path, "r") as opened:
+        return [(int(at), int(size)) for at, size, _ in opened.attrs[layout.TEXT_CHECKSUMS]]
+
+
+def test_every_heap_of_a_file_has_a_checksum(file: Path) -> None:
+    data, found, at = file.read_bytes(), [], -1
+    while (at := data.find(SIGNATURE, at + 1)) >= 0:
+        found.append(at)
+    assert found
+    assert [address for address, _ in heaps(file)] == found
+
+
+def test_long_texts_fill_several_heaps(tmp_path: Path) -> None:
+    run = flipping.flipped_run("none")
+    run = replace(run, header=replace(run.header, config="x: 1\n" * 4000))
+    path = run.identified().finish(tmp_path / "store", packed=True) / layout.PACKED
+    assert sum(size for _, size in heaps(path)) > 20_000
+    assert featx.open(path.parent).attrs["config"] == run.header.config
+
+
+@pytest.mark.slow
+def test_no_flipped_byte_of_a_heap_gets_as_far_as_hdf5(file: Path) -> None:
+    pristine = file.read_bytes()
+    for address, size in heaps(file):
+        for offset in range(address, address + size, 7):
+            data = bytearray(pristine)
+            data[offset] ^= 1 << offset % 8
+            file.write_bytes(data)
+            for opening in (open_hdf5, open_for_a_look):
+                with pytest.raises(StoreError, match="texts of its attributes"), opening(file):
+                    pass
+    assert check_store(file.parent if file.name == layout.PACKED else file.parents[1]).damages
+
+
+def test_a_file_that_is_shorter_than_its_heap(file: Path) -> None:
+    """The claim of a stranger's file: no memory is taken for it."""
+    with h5py.File(file, "r+") as opened:
+        opened.attrs[layout.TEXT_CHECKSUMS] = [[0, 1 << 60, 0]]
+    with pytest.raises(StoreError, match="texts of its attributes"):
+        open_hdf5(file)
+
+
+def test_files_of_early_runs_have_no_such_checksum(file: Path) -> None:
+    with h5py.File(file, "r+") as opened:
+        del opened.attrs[layout.TEXT_CHECKSUMS]
+    with open_hdf5(file) as opened:
+        assert opened.attrs["model"] == flipping.flipped_run("none").header.model

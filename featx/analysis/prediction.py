@@ -10,11 +10,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.engine_specs import FEATURES
 from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.labelled_rows import as_vectors
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
@@ -33,6 +34,10 @@ from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid
 from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
+    from featx.layers.projection import ChosenLayers
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     again = _as_extracted(config, path, about, spec)
     purpose = _PredictPurpose(again, spec.dtype, about["resolved"], files)
     with contextlib.ExitStack() as stack:
-        prepared = stack.enter_context(prepare(again, "", purpose))
+        prepared = stack.enter_context(prepare(again, "", FEATURES, purpose))
         _refuse_another_model(path, about, spec, prepared)
         work = _PredictWork(prepared, head, about)
         with torch.no_grad():
@@ -254,14 +259,14 @@ class _PredictPurpose:
         labels = np.full(len(keys), -1, np.int64)
         return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
 
-    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         return chosen
 
     def begun(self, names: set[str]) -> Begun | None:
         return Begun(self._resolved, None, "the head's store was")
 
     def part_limits(
-        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         return PART_BYTES / max(1, specs[0].row_bytes), PART_SECONDS
 
@@ -298,7 +303,7 @@ class _PredictWork:
         grid = Grid(self.rows_asked, self._prepared.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
-    def compute(self, engine: Any, batch: Batch) -> Rows:
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
         return compute_rows(self._prepared, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:

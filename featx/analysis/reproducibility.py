@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis.engine_specs import engine_spec
 from featx.config import PROJECTIONS, ReduceConfig
 from featx.config.layer_requests import layer_requests, with_statistics_at
 from featx.config.run_config import Config, in_this_process
@@ -90,7 +91,8 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
                 again = replace(again, layers=layers, capture="output")
             if not inside:
                 continue
-            with prepare(again, run.header.config) as prepared:
+            spec = engine_spec(before.job.name)
+            with prepare(again, run.header.config, spec) as prepared:
                 _refuse_another_model(root, run, prepared)
                 for row, features, status in _extracted(prepared, run, inside):
                     found, note = _compared(store, row, specs, features, status)

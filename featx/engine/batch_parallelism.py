@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,6 +18,9 @@ from featx.base.machine import free_memory, num_cpus, resident_memory
 from featx.config.run_config import Config
 from featx.engine.row_checks import same_bits
 from featx.types import Begun
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
 
 MAX_REPLICAS = 4
 """Batches that are computed side by side on a CPU, at the most."""
@@ -77,7 +80,7 @@ class AtOnce:
 
 
 def decide(
-    engine: Any,
+    engine: Engine,
     cpus: int | None,
     begun: Begun | None,
     memory_before: int | None,
@@ -97,7 +100,7 @@ def decide(
     return _on_cpu(cpus, engine, room_for_batches(memory_before, resident_memory()), begun)
 
 
-def _on_cpu(cpus: int, engine: Any, room: int, begun: Begun | None) -> AtOnce:
+def _on_cpu(cpus: int, engine: Engine, room: int, begun: Begun | None) -> AtOnce:
     """Threads that compute a batch, and how many batches side by side.
 
     Two threads that share a batch wait for each other after every operation, above all while others
@@ -122,7 +125,7 @@ def _on_cpu(cpus: int, engine: Any, room: int, begun: Begun | None) -> AtOnce:
     return AtOnce(threads, replicas, replicas > 1, {"threads": text})
 
 
-def _on_device(engine: Any, filled: Callable[[int], torch.Tensor]) -> AtOnce:
+def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> AtOnce:
     """How many batches are on their way at once on a device; on CUDA in a stream each.
 
     Of a user's module there is one, computed when it is taken: it may use the memory of what it
@@ -155,7 +158,7 @@ def _on_device(engine: Any, filled: Callable[[int], torch.Tensor]) -> AtOnce:
     return AtOnce(None, CUDA_STREAMS, True, {"streams": f"{CUDA_STREAMS}, a batch in each"})
 
 
-def _has_room(engine: Any, batch: torch.Tensor) -> bool:
+def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
     """Whether device and host have memory for batches on their way; half of what is free stays."""
     device = engine.device
     engine.run(batch)
@@ -172,7 +175,7 @@ def _has_room(engine: Any, batch: torch.Tensor) -> bool:
     return free_on_host is None or 2 * on_host <= free_on_host
 
 
-def same_beside(engine: Any, batch: torch.Tensor, count: int) -> bool:
+def same_beside(engine: Engine, batch: torch.Tensor, count: int) -> bool:
     """Whether replicas that compute at the same time give the bits that the engine gives alone.
 
     Args:
@@ -194,7 +197,7 @@ def same_beside(engine: Any, batch: torch.Tensor, count: int) -> bool:
         return all(threads.map(agrees, range(count)))
 
 
-def _run_on_own_stream(replica: Any, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+def _run_on_own_stream(replica: Engine, batch: torch.Tensor) -> dict[str, torch.Tensor]:
     with replica.own_stream():
         values: dict[str, torch.Tensor] = replica.run(batch)
     return values

@@ -11,11 +11,13 @@ import numpy as np
 from PIL import Image
 
 from featx.analysis.attribution.contact_sheets import Tile, contact_sheet, feature_map_grid
+from featx.analysis.engine_specs import ATTRIBUTIONS
 from featx.base.console import complain, say
 from featx.config import METHODS, OF_A_LAYER
 from featx.config.run_config import Config
 from featx.pipeline.extraction import run_extraction, store_exit_code
 from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_end
 from featx.storage.s3_path import place_of
 from featx.store import layout
@@ -32,7 +34,7 @@ MAX_SHEETS = 50
 
 def run(config: Config, config_yaml: str) -> int:
     """Attribute, draw, say what happened, and return the exit code."""
-    summary = run_extraction(config, config_yaml, finish=_draw)
+    summary = run_extraction(config, config_yaml, ATTRIBUTIONS, observe=ContactSheets)
     say(describe_end(summary, config.out, _using(config, summary)))
     return store_exit_code(config, summary)
 
@@ -47,6 +49,23 @@ def _using(config: Config, summary: dict[str, Any]) -> str:
     if config.attribute.per_class:
         lines.append(f"# the sheets: {place_of(config.out) / layout.PICTURES}/*.png")
     return "\n".join(lines)
+
+
+class ContactSheets(RunObserver):
+    """Draws the sheets when the store is complete.
+
+    Args:
+        prepared: the run.
+        session: its store, held.
+    """
+
+    def __init__(self, prepared: Prepared, session: StoreSession) -> None:
+        self._prepared = prepared
+        self._session = session
+
+    def run_finished(self) -> None:
+        """Draw the sheets."""
+        _draw(self._prepared, self._session)
 
 
 def _draw(prepared: Prepared, session: StoreSession) -> None:
@@ -143,6 +162,9 @@ def _feature_maps(
 ) -> tuple[str, Image.Image]:
     """(file name, grid) of the layer that attribute.maps names, for one row."""
     layer = prepared.config.attribute.maps
+    from featx.analysis.attribution.attributor import Attributor  # which imports torch
+
+    assert isinstance(prepared.engine, Attributor)
     maps = prepared.engine.feature_maps(loader.load([row]))[0].numpy()
     title = f"{layer} of {prepared.header.model}"
     subtitle = f"{tile.caption[0]}."

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from featx.analysis.engine_specs import FEATURES
 from featx.base.console import say
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords, without_object
+from featx.export.tensorboard.events import RunEvents, require_tensorboard
 from featx.pipeline.extraction import run_extraction, store_exit_code
 from featx.pipeline.run_summary import describe_end
 from featx.sources import source_of
 from featx.store.reader import FeatureStore
+from featx.types import Source
 
 
 def extract(**keys: Any) -> FeatureStore:
@@ -37,13 +40,21 @@ def extract(**keys: Any) -> FeatureStore:
     node = from_keywords(keys)
     config = from_omegaconf(node, given_keywords(keys))
     source = None if given is None else source_of(given)
-    summary = run_extraction(config, saved_yaml(node), source=source)
+    summary = _run(config, saved_yaml(node), source)
     say(describe_end(summary, config.out))
     return FeatureStore(config.out)
 
 
 def run(config: Config, config_yaml: str) -> int:
     """The command's job: extract, say what happened, return the exit code."""
-    summary = run_extraction(config, config_yaml)
+    summary = _run(config, config_yaml)
     say(describe_end(summary, config.out))
     return store_exit_code(config, summary)
+
+
+def _run(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
+    """The summary of a run, which TensorBoard follows where it is asked to."""
+    if config.tensorboard:
+        require_tensorboard()
+    observe = RunEvents if config.tensorboard else None
+    return run_extraction(config, config_yaml, FEATURES, observe=observe, source=source)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from featx.analysis.engine_specs import FEATURES
 from featx.base.console import say
 from featx.base.machine import num_cpus
 from featx.base.text import facts, size_text, time_text
@@ -24,7 +25,7 @@ _PROBE_BATCHES = 2
 
 def run(config: Config, config_yaml: str) -> int:
     """Print rows, shapes, bytes, disk, memory and time; returns the exit code."""
-    with prepare(config, config_yaml) as prepared:
+    with prepare(config, config_yaml, FEATURES) as prepared:
         plan = _plan(config, prepared)
         if config.job.json:
             say(json.dumps(plan, indent=2))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from featx.analysis.engine_specs import engine_spec
 from featx.analysis.reproducibility import (
     ImagesReport,
     Recheck,
@@ -83,7 +84,8 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
         runs = [manifest.runs[-1]]  # no file has a copy: it is listed from the pictures again
     for run in runs:
         as_then = config_of_run(config, root, manifest, run)
-        run_extraction(as_then, run.header.config, known_rows_only=True)
+        spec = engine_spec(as_then.job.name)
+        run_extraction(as_then, run.header.config, spec, known_rows_only=True)
     if was_packed and not is_url(root) and not missing_parts(root, manifest):
         pack_store(root)
     again = {(part.start, part.stop) for _, parts in lacking for part in parts}

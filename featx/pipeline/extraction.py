@@ -14,7 +14,7 @@ import numpy.typing as npt
 from featx.base.console import announce, complain
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
-from featx.export.tensorboard.events import RunEvents, require_tensorboard
+from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.executors import check, in_process, spread
 from featx.pipeline.executors.worker_stats import Outcome
 from featx.pipeline.feature_sink import FeatureWork, StoreProduct
@@ -34,6 +34,7 @@ from featx.pipeline.retry import RetryWork, readable_again
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import Prepared, prepare
 from featx.pipeline.run_metrics import peak_memory_mib
+from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_run
 from featx.pipeline.run_target import StorePurpose
 from featx.storage.s3_path import is_url, place_of
@@ -47,8 +48,9 @@ from featx.types import Source, Status
 def run_extraction(
     config: Config,
     config_yaml: str,
+    engine_spec: EngineSpec,
     known_rows_only: bool = False,
-    finish: Callable[[Prepared, StoreSession], None] | None = None,
+    observe: Callable[[Prepared, StoreSession], RunObserver] | None = None,
     source: Source | None = None,
 ) -> dict[str, Any]:
     """Begin or go on with the store of a config until it is whole; says what happens on stderr.
@@ -56,8 +58,9 @@ def run_extraction(
     Args:
         config: checked.
         config_yaml: as the user gave it, for the store.
+        engine_spec: of the engine that computes the rows.
         known_rows_only: leave pictures alone that the store does not know.
-        finish: called once the store is whole, while the model is still at hand.
+        observe: makes what follows the run, given the run and its store, which is held.
         source: the data set, where it is an object from Python; None opens the config's.
 
     Returns:
@@ -70,7 +73,7 @@ def run_extraction(
     mark = OverwriteMark(place_of(config.out) / layout.OVERWRITING, config, source is None)
 
     def run(config: Config) -> dict[str, Any]:
-        return _run(config, config_yaml, mark, known_rows_only, finish, source)
+        return _run(config, config_yaml, engine_spec, mark, known_rows_only, observe, source)
 
     return resumed_or_anew(config, mark, run)
 
@@ -78,24 +81,25 @@ def run_extraction(
 def _run(
     config: Config,
     config_yaml: str,
+    engine_spec: EngineSpec,
     mark: OverwriteMark,
     known_rows_only: bool,
-    finish: Callable[[Prepared, StoreSession], None] | None,
+    observe: Callable[[Prepared, StoreSession], RunObserver] | None,
     source: Source | None,
 ) -> dict[str, Any]:
     """As `run_extraction`, and overwrite=true deletes what is there."""
     out = place_of(config.out)
-    _check(config, out)
+    _check(config, out, writes_images=observe is not None)
     with contextlib.ExitStack() as stack:
         purpose = StorePurpose(config, known_rows_only, source)
-        prepared = stack.enter_context(prepare(config, config_yaml, purpose))
+        prepared = stack.enter_context(prepare(config, config_yaml, engine_spec, purpose))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         if config.overwrite:
             mark.write(session.disk)
         session.write_config(config_yaml)
         announce([*describe_run(prepared), ("store", _store_text(session))])
-        events = RunEvents(prepared, session) if config.tensorboard else None
+        observer = RunObserver() if observe is None else observe(prepared, session)
         _compute_lost(prepared, session)
         _mind_images(prepared, session, only_tell=known_rows_only)
         if config.retry_failed:
@@ -103,7 +107,7 @@ def _run(
         outcome = (
             spread(prepared, session, product_of(purpose, prepared, session), config_yaml)
             if config.is_spread
-            else _done_here(prepared, session, events)
+            else _done_here(prepared, session, observer)
         )
         figures = outcome.figures
         packing = time.perf_counter()
@@ -112,25 +116,27 @@ def _run(
         session.write_failures()
         summary = _summary(session, outcome)
         session.write_summary(summary)
-        if events is not None:
-            events.finish()
-        if finish is not None:
-            finish(prepared, session)
+        observer.run_finished()
         if session.whole:
             mark.remove(session.disk)
     _complain_of_rows(session, summary["faint_rows"])
     return summary
 
 
-def _check(config: Config, out: Path) -> None:
-    """Refuse what cannot work here, before anything is listed or loaded."""
+def _check(config: Config, out: Path, writes_images: bool) -> None:
+    """Refuse what cannot work here, before anything is listed or loaded.
+
+    Args:
+        config: checked.
+        out: the store.
+        writes_images: whether what follows the run writes images to the store's folder.
+    """
     if config.grow and is_url(out):
         raise ConfigError(
             f"grow=true needs a store on a disk, and {out} lies in an object store: without a lock "
             "two drivers could add different rows. Copy it to a disk, let it grow there, and copy "
             "it back."
         )
-    writes_images = config.job.name == "attribute" or config.tensorboard
     if writes_images and config.data.root and not is_url(out):
         root = Path(config.data.root).expanduser()
         if root.is_dir() and root.resolve() == out.resolve():
@@ -138,8 +144,6 @@ def _check(config: Config, out: Path) -> None:
                 f"out={config.out} is data.root as well, and heat maps and sprites would become "
                 "images of the data set. Choose another folder; below data.root is fine."
             )
-    if config.tensorboard:
-        require_tensorboard()
     if config.is_spread:
         check(config)
 
@@ -290,11 +294,11 @@ def _compute_anew(
     session.survey_anew()
 
 
-def _done_here(prepared: Prepared, session: StoreSession, events: RunEvents | None) -> Outcome:
+def _done_here(prepared: Prepared, session: StoreSession, observer: RunObserver) -> Outcome:
     """What a store lacks, computed by this process alone."""
     with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
-        maker = FeatureWork(prepared, session.commit, heart, events)
-        return in_process.run(prepared, session, maker, events)
+        maker = FeatureWork(prepared, session.commit, heart, observer)
+        return in_process.run(prepared, session, maker, observer)
 
 
 def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession) -> StoreProduct:

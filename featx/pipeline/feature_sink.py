@@ -15,6 +15,7 @@ import numpy.typing as npt
 from featx.errors import RunError
 from featx.pipeline.row_failures import failures_of
 from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_observer import RunObserver
 from featx.storage.s3_folder import disk_at
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat
@@ -25,7 +26,7 @@ from featx.store.part_files import part_names, publish_part
 from featx.types import Batch, Failure, Listing, Part
 
 if TYPE_CHECKING:
-    from featx.export.tensorboard.events import RunEvents
+    from featx.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class FeatureWork:
         prepared: the run.
         commit: makes a part durable; returns the failures of the part that is there then.
         heart: is told what part is computed.
-        events: sees every batch; None where nobody wants to see any.
+        observer: follows the batches.
 
     Attributes:
         faint: layer -> rows that float16 hardly holds.
@@ -64,17 +65,17 @@ class FeatureWork:
         prepared: Prepared,
         commit: Callable[[PartBuilder], Sequence[Failure]],
         heart: Heartbeat,
-        events: RunEvents | None = None,
+        observer: RunObserver | None = None,
     ) -> None:
         self.faint: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._commit = commit
         self._heart = heart
-        self._events = events
+        self._observer = observer or RunObserver()
         self._prepared = prepared
         self._builder: PartBuilder | None = None
 
-    def compute(self, engine: Any, batch: Batch) -> Rows:
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
         """The features of a batch."""
         return compute_rows(self._prepared, engine, batch)
 
@@ -86,8 +87,7 @@ class FeatureWork:
         rows = computed()
         self._builder.add(batch.start, rows.features, rows.failures, rows.checksums)
         self.faint += rows.faint
-        if self._events is not None:
-            self._events.batch(batch, rows.features, rows.failures)
+        self._observer.batch_computed(batch, rows.features, rows.failures)
         return rows.failures
 
     def hand_over(self) -> Callable[[], Sequence[Failure]]:
@@ -142,7 +142,7 @@ class StoreProduct:
         return FeatureWork(prepared, publish, heart)
 
 
-def compute_rows(prepared: Prepared, engine: Any, batch: Batch) -> Rows:
+def compute_rows(prepared: Prepared, engine: Engine, batch: Batch) -> Rows:
     """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
 
     Args:

@@ -9,12 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.base.thread_pool import Threads
 from featx.errors import RunError
 from featx.pipeline.run_context import Prepared
 from featx.types import Batch, Part
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
 
 _LEAVE_S = 1.0
 """A run that is cut short does not wait longer for passes whose values nobody wants."""
@@ -28,10 +31,10 @@ class Passes:
         compute: (engine, batch) -> what becomes of it.
     """
 
-    def __init__(self, prepared: Prepared, compute: Callable[[Any, Batch], Any]) -> None:
+    def __init__(self, prepared: Prepared, compute: Callable[[Engine, Batch], Any]) -> None:
         self._prepared = prepared
         self._compute = compute
-        self._engines: list[Any] = [prepared.engine]
+        self._engines: list[Engine] = [prepared.engine]
         self._beside: SideBySide | None = None
         self._stack = contextlib.ExitStack()
 
@@ -58,7 +61,7 @@ class Passes:
         for part, batch in batches:
             yield part, batch, functools.partial(self._computed, self._engines[0], batch)
 
-    def _computed(self, engine: Any, batch: Batch) -> Any:
+    def _computed(self, engine: Engine, batch: Batch) -> Any:
         from torch import OutOfMemoryError
 
         try:
@@ -100,9 +103,9 @@ class SideBySide:
 
     def __init__(
         self,
-        engines: Sequence[Any],
+        engines: Sequence[Engine],
         threads: int | None,
-        compute: Callable[[Any, Batch], Any],
+        compute: Callable[[Engine, Batch], Any],
     ) -> None:
         self._compute = compute
         self._num_threads = threads

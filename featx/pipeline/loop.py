@@ -15,11 +15,12 @@ from featx.pipeline.forward_passes import Passes
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_context import Prepared
 from featx.pipeline.run_metrics import Figures
+from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.export.tensorboard.events import RunEvents
+    from featx.engine.engine import Engine
     from featx.images.loader import Loader
     from featx.pipeline.profiler_trace import Timeline
     from featx.storage.local_folder import Disk
@@ -47,7 +48,7 @@ class Work(Protocol):
     def missing(self) -> Iterable[Part]:
         """The parts that are still to be done; taken one by one as they are begun."""
 
-    def compute(self, engine: Any, batch: Batch) -> Any:
+    def compute(self, engine: Engine, batch: Batch) -> Any:
         """What becomes of a batch by itself; in any thread, several at once."""
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
@@ -69,7 +70,7 @@ def run_parts(
     prepared: Prepared,
     work: Work,
     disk: Disk | None = None,
-    events: RunEvents | None = None,
+    observer: RunObserver | None = None,
     progress: Progress | Unseen | None = None,
 ) -> Figures:
     """Compute and commit what is missing.
@@ -78,7 +79,7 @@ def run_parts(
         prepared: the run.
         work: what becomes of its batches.
         disk: of the folder that gets a trace with profile=true; None where there is no folder.
-        events: is told of every committed part; None where nobody wants to know.
+        observer: follows the committed parts.
         progress: is told of every batch; None takes a bar on stderr.
 
     Raises:
@@ -112,9 +113,10 @@ def run_parts(
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
                 commits.begin(work.hand_over())
-                if events is not None:
+                if observer is not None and observer.wants_parts:
                     commits.finish()  # they tell of committed parts only
-                    events.part(part, _seconds(loader, passes, batches.waited, commits.seconds))
+                    seconds = _seconds(loader, passes, batches.waited, commits.seconds)
+                    observer.part_committed(part, seconds)
                 done, took = done_before + num_computed, time.perf_counter() - begun
                 left_s = (work.rows_asked - done) * took / num_computed
                 refuse_failures(prepared.config, work.rows_failed, done, work.rows_asked, left_s)
@@ -134,8 +136,8 @@ def run_parts(
     precision = prepared.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
     trial = prepared.trial
-    batches = num_computed / engine.compute.batch_size / prepared.at_once.replicas
-    found = trial.compare(seconds, rows, took, batches)
+    num_batches = num_computed / engine.compute.batch_size / prepared.at_once.replicas
+    found = trial.compare(seconds, rows, took, num_batches)
     return Figures(
         {**seconds},
         rows / took,

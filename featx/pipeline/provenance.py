@@ -14,6 +14,7 @@ from featx.store.listing import listing_identity
 from featx.types import LayerSpec, Listing, StoreHeader
 
 if TYPE_CHECKING:
+    from featx.engine.engine import Engine
     from featx.images.decode_settings import Decoding
     from featx.models.base import Backbone
 
@@ -22,7 +23,7 @@ _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 
 def fingerprint(
     config: Config,
-    engine: Any,
+    engine: Engine,
     decoding: Decoding,
     specs: list[LayerSpec],
     listing: Listing,

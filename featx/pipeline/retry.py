@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from featx.pipeline.run_context import Prepared
 from featx.store.part_builder import PartBuilder
 from featx.store.session import StoreSession
 from featx.types import Batch, Failure, Part
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
 
 
 def readable_again(prepared: Prepared, rows: Sequence[int]) -> list[int]:
@@ -68,7 +71,7 @@ class RetryWork:
         """The batches with such rows; each has the number of its part."""
         return self._spans
 
-    def compute(self, engine: Any, batch: Batch) -> Rows:
+    def compute(self, engine: Engine, batch: Batch) -> Rows:
         return compute_rows(self._prepared, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:

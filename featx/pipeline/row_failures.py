@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.base.console import complain
 from featx.config.run_config import Config
@@ -13,12 +13,15 @@ from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailures
 from featx.pipeline.run_context import Prepared
 from featx.types import Batch, Failure, Status
 
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
+
 EARLY_STOP_S = 60.0
 """A run with too many failures ends early where at least this much work is left."""
 
 
 def failures_of(
-    prepared: Prepared, engine: Any, batch: Batch, values: Mapping[str, Any]
+    prepared: Prepared, engine: Engine, batch: Batch, values: Mapping[str, Any]
 ) -> list[Failure]:
     """The rows of a batch that failed: in reading, or because a feature is not finite.
 
@@ -45,7 +48,7 @@ def failures_of(
     return failures
 
 
-def _non_finite(prepared: Prepared, engine: Any, batch: Batch, row: int, layer: str) -> Failure:
+def _non_finite(prepared: Prepared, engine: Engine, batch: Batch, row: int, layer: str) -> Failure:
     """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
     key = bytes(prepared.listing.keys[row])
     labels = prepared.labels_of(batch)

@@ -14,11 +14,11 @@ import numpy as np
 
 from featx.base.allocator import keep_freed_memory
 from featx.base.machine import num_cpus, resident_memory
-from featx.config.layer_requests import layer_requests
 from featx.config.run_config import Config
 from featx.images.crash_journal import Suspects
 from featx.images.decode import ImagePolicy
 from featx.models import build_backbone, resolve_library
+from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_target import Purpose, StorePurpose
 from featx.store import codecs
@@ -27,7 +27,10 @@ from featx.store.manifest import Run
 from featx.types import Batch, LayerSpec, Listing, Source, StoreHeader
 
 if TYPE_CHECKING:
+    import torch
+
     from featx.engine.batch_parallelism import AtOnce
+    from featx.engine.engine import Engine
     from featx.images.decode_settings import Decoding
     from featx.images.loader import Loader
     from featx.pipeline.trial import TrialSpeed
@@ -42,6 +45,7 @@ class Prepared:
         left_out: what a preset could not store, with the reason.
         trial: what reading, decoding and the model took for an image of the trial.
         at_once: threads of a batch, and batches that are computed side by side in each process.
+        engine_spec: how the engine was built, for workers.
         devices: of the processes that compute, torch.device.
     """
 
@@ -49,13 +53,14 @@ class Prepared:
     source: Source
     listing: Listing
     decoding: Decoding
-    engine: Any
+    engine: Engine
+    engine_spec: EngineSpec
     specs: list[LayerSpec]
     header: StoreHeader
     part_rows: int
     trial: TrialSpeed
     at_once: AtOnce
-    devices: list[Any]
+    devices: list[torch.device]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -102,12 +107,15 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) -> Iterator[Prepared]:
+def prepare(
+    config: Config, config_yaml: str, spec: EngineSpec, purpose: Purpose | None = None
+) -> Iterator[Prepared]:
     """List the images, build the backbone, find the layers, and decide every `auto`.
 
     Args:
         config: checked.
         config_yaml: as the user gave it, for the store.
+        spec: of the engine that computes the rows.
         purpose: what the run is for; None for the store in `out`, where nothing is written.
 
     Raises:
@@ -121,7 +129,6 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
     codecs.filters(config.codec)
 
     # From here on torch is needed, which takes seconds to import.
-    from featx.analysis.statistics.projected_reductions import with_statistics
     from featx.base.devices import choose_devices, cpu_threads
     from featx.engine import batch_parallelism
     from featx.engine.auto_settings import Resolver
@@ -139,9 +146,9 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         stack.callback(backbone.give_back)  # an engine that is not entered would not
         check_reference(backbone.preprocess)
         before = resident_memory()
-        engine = stack.enter_context(_engine(config, backbone, devices[0], purpose.dtype))
-        selection = _selection(config, engine)
-        chosen = with_statistics(selection.chosen, config, backbone)
+        engine = stack.enter_context(spec.build(config, backbone, devices[0], purpose.dtype))
+        selection = spec.select(config, engine)
+        chosen = spec.bind_reductions(selection.chosen, config, backbone)
         chosen = purpose.unfinished(listing, chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
@@ -165,6 +172,7 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
             listing=listing,
             decoding=decoding,
             engine=engine,
+            engine_spec=spec,
             specs=specs,
             header=header(config_yaml, backbone, {**settings, **purpose.settings}),
             part_rows=part_rows,
@@ -182,7 +190,9 @@ def prepare(config: Config, config_yaml: str, purpose: Purpose | None = None) ->
         )
 
 
-def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> tuple[Any, float, float]:
+def _probe_images(
+    source: Source, listing: Listing, decoding: Decoding
+) -> tuple[torch.Tensor, float, float]:
     """Some images from all over the data set, to try and time the backbone on.
 
     What a run that died was decoding is looked at first, as they may be among them.
@@ -202,26 +212,3 @@ def _probe_images(source: Source, listing: Listing, decoding: Decoding) -> tuple
         count = max(1, len(images))
         read_s, decode_s = loader.times.read - read, loader.times.decode - decode
         return images, read_s / count, decode_s / count
-
-
-def _engine(config: Config, backbone: Any, device: Any, dtype: str) -> Any:
-    """What computes the rows that a job asks for."""
-    if config.job.name == "attribute":
-        from featx.analysis.attribution.attributor import Attributor
-
-        return Attributor(backbone, device, dtype, config.target, config.attribute)
-    from featx.engine.engine import Engine
-
-    return Engine(backbone, device, dtype, config.target)
-
-
-def _selection(config: Config, engine: Any) -> Any:
-    """The datasets that a job asks for, found on one pass of the model."""
-    if config.job.name == "attribute":
-        return engine.select(engine.trace())
-    from featx.layers.selection import select
-
-    backbone = engine.backbone
-    requests = layer_requests(config)
-    traced = engine.trace([name for name, _ in requests])
-    return select(requests, traced, backbone.classifier, backbone.stages)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.base.text import facts, size_text
 from featx.errors import counted
 from featx.types import LayerSpec
 
+if TYPE_CHECKING:
+    from featx.pipeline.run_context import Prepared
 
-def describe_run(prepared: Any) -> list[tuple[str, str]]:
+
+def describe_run(prepared: Prepared) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     config, listing, header = prepared.config, prepared.listing, prepared.header
     classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
@@ -51,7 +54,7 @@ def describe_run(prepared: Any) -> list[tuple[str, str]]:
     return rows
 
 
-def layers_text(prepared: Any) -> str:
+def layers_text(prepared: Prepared) -> str:
     """A line for each dataset: name, shape, dtype, bytes per row."""
     shown = prepared.specs[:20]
     lines = [

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.config import ReduceConfig
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.provenance import layer_line
@@ -20,6 +19,11 @@ from featx.store.listing import in_stored_order, listing_identity, read_listing
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.session import missing_parts
 from featx.types import Begun, LayerSpec, Listing, Source
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
+    from featx.layers.projection import ChosenLayers, StoredReduce
+    from featx.layers.trace import Tap
 
 PART_SECONDS = 60.0
 """At most about this much work a part, within PART_BYTES: what a kill can cost."""
@@ -47,14 +51,14 @@ class Purpose(Protocol):
     def list_images(self) -> tuple[Source, Listing]:
         """The data set and its rows, in the order of what was begun."""
 
-    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Of the layers asked for, those that are still to be done."""
 
     def begun(self, names: set[str]) -> Begun | None:
         """What was decided for these layers, None where nothing was begun."""
 
     def part_limits(
-        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         """Rows of a part at the most, and the seconds of work that it should take.
 
@@ -93,7 +97,7 @@ class StorePurpose:
         """The rows of the store first, and then what is new."""
         return list_images(self._config, self._stored, self._known_rows_only, self._source)
 
-    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """The layers that the store lacks or has not finished; all, where it has them all."""
         return _unfinished(self._config, self._stored, listing, chosen)
 
@@ -102,7 +106,7 @@ class StorePurpose:
         return _begun(self._stored, names)
 
     def part_limits(
-        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         """A part is built in memory; a folder of very many parts is slow to resume."""
         row_bytes = sum(spec.row_bytes for spec in specs)
@@ -195,8 +199,11 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
 
 
 def _unfinished(
-    config: Config, stored: Manifest | None, listing: Listing, chosen: list[Any]
-) -> list[Any]:
+    config: Config,
+    stored: Manifest | None,
+    listing: Listing,
+    chosen: ChosenLayers,
+) -> ChosenLayers:
     """Of the layers asked for, those that the store lacks or has not finished; else all.
 
     A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
@@ -217,7 +224,7 @@ def _unfinished(
 
 
 def _refuse_another_layer(
-    out: Path, stored: Manifest, tap: Any, reduce: ReduceConfig, config: Config
+    out: Path, stored: Manifest, tap: Tap, reduce: StoredReduce, config: Config
 ) -> None:
     """A finished layer that is not computed again must be what is asked for, all the same."""
     before = stored.layers[tap.name]

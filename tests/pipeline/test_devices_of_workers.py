@@ -193,6 +193,7 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
+    from featx.analysis.engine_specs import FEATURES
     from featx.pipeline.extraction import product_of
     from featx.pipeline.run_context import prepare
     from featx.pipeline.run_target import StorePurpose
@@ -200,7 +201,7 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
     purpose = StorePurpose(from_omegaconf(keys))
-    with prepare(from_omegaconf(keys), "", purpose) as prepared:
+    with prepare(from_omegaconf(keys), "", FEATURES, purpose) as prepared:
         session = StoreSession(Path("store"), prepared.as_run(), prepared.listing)
         with session.hold():
             product = product_of(purpose, prepared, session)

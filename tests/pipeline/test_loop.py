@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from featx.engine.batch_parallelism import AtOnce
 from featx.errors import RunError
 from featx.images.loader import LoaderTimes
 from featx.pipeline.loop import run_parts
+from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.stop_signals import Interrupted
 from featx.pipeline.trial import TrialSpeed
 from featx.types import Batch, Failure, Part
@@ -189,14 +190,22 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
     ]
 
 
-def test_events_tell_of_committed_parts_only() -> None:
+class PartObserver(RunObserver):
+    wants_parts = True
+
+    def __init__(self, work: Work) -> None:
+        self.told: list[tuple[int, int]] = []
+        self._work = work
+
+    def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
+        self.told.append((part.index, len(self._work.committed)))
+
+
+def test_observers_are_told_of_committed_parts_only() -> None:
     work = Work(lambda index: time.sleep(0.02))
-    told: list[tuple[int, int]] = []
-    events: Any = SimpleNamespace(
-        part=lambda part, seconds: told.append((part.index, len(work.committed)))
-    )
-    run_parts(prepared(), work, DISK, events)
-    assert told == [(0, 1), (1, 2), (2, 3)]
+    observer = PartObserver(work)
+    run_parts(prepared(), work, DISK, observer)
+    assert observer.told == [(0, 1), (1, 2), (2, 3)]
 
 
 def _wait(event: threading.Event) -> None:

@@ -18,12 +18,12 @@ from featx.layers.trace import Tap
 from featx.models.base import Backbone
 
 if TYPE_CHECKING:
-    from featx.layers.projection import StoredReduce
+    from featx.layers.projection import ChosenLayers
 
 
 def with_statistics(
     chosen: Sequence[tuple[Tap, ReduceConfig]], config: Config, backbone: Backbone
-) -> list[tuple[Tap, StoredReduce]]:
+) -> ChosenLayers:
     """What is stored of each layer, with the statistics that pca and whiten need.
 
     Raises:

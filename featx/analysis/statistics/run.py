@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.covariance import frechet_distance
 from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.frechet_distance import refuse_other_values
@@ -84,7 +85,7 @@ def _run(
     other = None if config.stats.against is None else Statistics(config.stats.against)
     with contextlib.ExitStack() as stack:
         purpose = StatsPurpose(config, source)
-        prepared = stack.enter_context(prepare(config, config_yaml, purpose))
+        prepared = stack.enter_context(prepare(config, config_yaml, FEATURES, purpose))
         if other is not None:
             _check_against(other, purpose, prepared)
         disk = Disk(out)

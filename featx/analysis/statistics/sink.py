@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,9 @@ from featx.storage.local_folder import Disk
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
 from featx.types import UNKNOWN_IMAGE, Batch, Failure, Listing, Part
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
 
 Values = tuple[Mapping[str, Any], list[Failure]]
 """Of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
@@ -72,7 +75,7 @@ class StatsWork:
         self._failures: list[Failure] = []
         self._checksums = np.empty(0, dtype=np.uint64)
 
-    def compute(self, engine: Any, batch: Batch) -> Values:
+    def compute(self, engine: Engine, batch: Batch) -> Values:
         """The values of a batch, on the device."""
         values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
         return values, failures_of(self._prepared, engine, batch, values)

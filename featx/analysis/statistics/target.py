@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.stats_file import statistics_begun
@@ -16,6 +16,10 @@ from featx.layers.reductions import channel_axis
 from featx.pipeline.run_target import check_out, list_images, seconds_of_part
 from featx.store.listing import marks_digest
 from featx.types import Begun, LayerSpec, Listing, Source
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
+    from featx.layers.projection import ChosenLayers
 
 COMMIT_BYTES_PER_S = 40e6
 """Bytes of a part's matrices that are built, synced and merged in a second, on a busy machine."""
@@ -60,7 +64,7 @@ class StatsPurpose:
             self.settings["data.marks"] = marks_digest(listing)
         return source, listing
 
-    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """All layers: one file holds them together."""
         return chosen
 
@@ -78,7 +82,7 @@ class StatsPurpose:
         return Begun(resolved, settings["part_rows"], "the statistics were")
 
     def part_limits(
-        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         """As of a store, longer where writing and merging the matrices would take much of it.
 

@@ -21,6 +21,7 @@ from featx.base.console import complain
 from featx.errors import FeatxError, MissingExtraError
 from featx.export.tensorboard.histogram import Histogram
 from featx.export.tensorboard.projector import write_projector
+from featx.pipeline.run_observer import RunObserver
 from featx.store import layout
 from featx.store.reader import FeatureStore
 from featx.types import Batch, Failure, Part
@@ -55,16 +56,18 @@ def require_tensorboard() -> None:
         ) from error
 
 
-class RunEvents:
+class RunEvents(RunObserver):
     """Writes OUT/tensorboard for one run; a step is the number of rows of the store up to there.
 
-    The loop calls `batch` and `part`, and `finish` when the store is whole. Events are written
+    Events are written
     when a part is committed, so a run that goes on after a kill goes on with the next step.
 
     Args:
         prepared: the run.
         session: its store, held.
     """
+
+    wants_parts = True
 
     def __init__(self, prepared: Prepared, session: StoreSession) -> None:
         self._prepared = prepared
@@ -77,7 +80,7 @@ class RunEvents:
         self._path: Path | None = None
         self._failed = False
 
-    def batch(
+    def batch_computed(
         self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
     ) -> None:
         """Count the values of the rows that did not fail.
@@ -95,7 +98,7 @@ class RunEvents:
         for name, values in features.items():
             self._histograms[name].add(values[ok] if failures else values)
 
-    def part(self, part: Part, seconds: Mapping[str, float]) -> None:
+    def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
         """Write the histograms and timings of a part that was committed.
 
         Args:
@@ -118,7 +121,7 @@ class RunEvents:
             self._failed = True
             complain(f"warning: {_failure_text(error)} The features go on without their events.")
 
-    def finish(self) -> None:
+    def run_finished(self) -> None:
         """Write the model's graph and the projector; no features are computed from here on."""
         try:
             self._write_graph()

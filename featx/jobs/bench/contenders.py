@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from featx.analysis import engine_specs
 from featx.base.machine import num_cpus
 from featx.config.run_config import Config
 from featx.types import Batch, Listing, Part
@@ -55,7 +56,7 @@ def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
 
     out = folder / "store"
     with contextlib.redirect_stderr(io.StringIO()):
-        summary = run_extraction(replace(config, out=str(out)), config_yaml)
+        summary = run_extraction(replace(config, out=str(out)), config_yaml, engine_specs.FEATURES)
     store = FeatureStore(out)
     np.save(folder / FEATURES, _rows(store[summary["layers"][0]][:]))
     seconds = summary["rows"] / summary["images_per_second"] + summary["seconds"]["pack"]
@@ -103,7 +104,7 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     from featx.pipeline.forward_passes import Passes
     from featx.pipeline.run_context import prepare
 
-    with prepare(config, config_yaml) as prepared:
+    with prepare(config, config_yaml, engine_specs.FEATURES) as prepared:
         num_rows, engine = len(prepared.listing), prepared.engine
         keys = [bytes(key) for key in prepared.listing.keys]
         begun = time.perf_counter()

@@ -10,14 +10,15 @@ from featx.pipeline.executors.worker_stats import Outcome
 from featx.pipeline.loop import run_parts
 from featx.pipeline.run_context import Prepared
 from featx.pipeline.run_metrics import peak_memory_mib
+from featx.pipeline.run_observer import RunObserver
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.export.tensorboard.events import RunEvents
+    from featx.engine.engine import Engine
 
 
 def run(
-    prepared: Prepared, session: Session, maker: Maker, events: RunEvents | None = None
+    prepared: Prepared, session: Session, maker: Maker, observer: RunObserver | None = None
 ) -> Outcome:
     """Compute what is missing in this process.
 
@@ -25,13 +26,13 @@ def run(
         prepared: the run.
         session: its store or statistics, held.
         maker: computes the parts, and commits them to the session.
-        events: is told of every part; None where nobody wants to know.
+        observer: follows the run.
 
     Raises:
         FeatxError: the run failed on its way.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    figures = run_parts(prepared, _WorkHere(session, maker), session.disk, events)
+    figures = run_parts(prepared, _WorkHere(session, maker), session.disk, observer)
     return Outcome(figures, maker.faint, peak_memory_mib())
 
 
@@ -39,7 +40,7 @@ class _WorkHere:
     """What the session lacks, computed by the maker."""
 
     def __init__(self, session: Session, maker: Maker) -> None:
-        self.compute: Callable[[Any, Batch], Any] = maker.compute
+        self.compute: Callable[[Engine, Batch], Any] = maker.compute
         self.take: Callable[[Part, Batch, Callable[[], Any]], list[Failure]] = maker.take
         self.hand_over: Callable[[], Callable[[], object]] = maker.hand_over
         self._session = session

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from featx.base.progress import Unseen
 from featx.errors import FeatxError, RunError
@@ -20,6 +20,9 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
 from featx.store.heartbeat import Heartbeat
 from featx.types import Batch, Failure, Part
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
 
 
 class PartWork:
@@ -77,7 +80,7 @@ class PartWork:
     def missing(self) -> Iterable[Part]:
         return self._parts
 
-    def compute(self, engine: Any, batch: Batch) -> Any:
+    def compute(self, engine: Engine, batch: Batch) -> Any:
         return self._maker.compute(engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:

@@ -15,19 +15,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.base.fingerprint import differences
 from featx.base.machine import num_cpus, take_cpus
 from featx.config import ExecutorConfig
 from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError
+from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.run_context import Prepared, prepare
 from featx.sources import open_source
 from featx.storage import s3_client
 from featx.storage.local_folder import Disk
 from featx.store.heartbeat import Heartbeat, sign_name
 from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
+
+if TYPE_CHECKING:
+    from featx.engine.engine import Engine
+    from featx.layers.projection import ChosenLayers
 
 
 class Maker(Protocol):
@@ -41,7 +46,7 @@ class Maker(Protocol):
     faint: Counter[str]
     seconds: dict[str, float]
 
-    def compute(self, engine: Any, batch: Batch) -> Any:
+    def compute(self, engine: Engine, batch: Batch) -> Any:
         """What becomes of a batch by itself; in any thread, several at once."""
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
@@ -126,6 +131,7 @@ class Order:
         config: of the run; the device is the worker's own.
         config_yaml: as the user gave it.
         source: the data set where it can be sent; None where the worker opens the config's.
+        engine_spec: of the engine that computes.
         product: what is made.
         begun: how every `auto` was decided.
         fingerprint: of the driver, which the worker's has to equal.
@@ -138,6 +144,7 @@ class Order:
     config: Config
     config_yaml: str
     source: Source | None
+    engine_spec: EngineSpec
     product: Product
     begun: Begun
     fingerprint: Mapping[str, Any]
@@ -158,6 +165,7 @@ def order_of(prepared: Prepared, session: Session, product: Product, config_yaml
         config=replace(config, devices=None, executor=ExecutorConfig()),
         config_yaml=config_yaml,
         source=_sendable(prepared),
+        engine_spec=prepared.engine_spec,
         product=product,
         begun=Begun(prepared.as_run().resolved, prepared.part_rows),
         fingerprint=prepared.header.fingerprint,
@@ -218,14 +226,14 @@ class _Ordered:
     def list_images(self) -> tuple[Source, Listing]:
         return self._found
 
-    def unfinished(self, listing: Listing, chosen: list[Any]) -> list[Any]:
+    def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         return [pair for pair in chosen if pair[0].name in self._order.product.datasets]
 
     def begun(self, names: set[str]) -> Begun | None:
         return self._order.begun
 
     def part_limits(
-        self, engine: Any, specs: Sequence[LayerSpec], work_s: float
+        self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
         return float("inf"), float("inf")  # the order says how many rows a part has
 
@@ -255,7 +263,7 @@ def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
                 f"{order.root} has no listing of {order.num_rows} rows that is readable."
             )
         purpose = _Ordered(order, source, listing)
-        with prepare(config, order.config_yaml, purpose) as prepared:
+        with prepare(config, order.config_yaml, order.engine_spec, purpose) as prepared:
             if changed := differences(order.fingerprint, prepared.header.fingerprint):
                 lines = [
                     f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed

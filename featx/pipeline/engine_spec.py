@@ -1,0 +1,35 @@
+"""What a run computes with, given by the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from featx.config import ReduceConfig
+    from featx.config.run_config import Config
+    from featx.engine.engine import Engine
+    from featx.layers.projection import ChosenLayers
+    from featx.layers.selection import Selection
+    from featx.layers.trace import Tap
+    from featx.models.base import Backbone
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How to build the engine of a run and how to choose its layers.
+
+    All three are functions of a module, since workers get them pickled by name.
+
+    Attributes:
+        build: makes the engine from the config, a backbone, a device, and the dtype of its values.
+        select: finds the datasets that the config asks for, in one traced pass of the engine.
+        bind_reductions: completes the reductions that need statistics of a data set.
+    """
+
+    build: Callable[[Config, Backbone, torch.device, str], Engine]
+    select: Callable[[Config, Engine], Selection]
+    bind_reductions: Callable[[Sequence[tuple[Tap, ReduceConfig]], Config, Backbone], ChosenLayers]

@@ -135,7 +135,7 @@ class Box(NamedTuple):
 
 
 @runtime_checkable
-class Regional(Protocol):
+class RegionSource(Protocol):
     """A Source whose rows are regions of pictures; `read` gives the whole picture."""
 
     def picture(self, key: bytes) -> bytes:
@@ -272,7 +272,7 @@ class StoreHeader:
 
 
 @dataclass(frozen=True)
-class Begun:
+class ResumeState:
     """What was decided when a store or statistics were begun; a resume decides nothing anew.
 
     Attributes:

@@ -26,14 +26,14 @@ from featx.config.saved_config import from_saved
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 from featx.pipeline.feature_sink import Rows, compute_rows
 from featx.pipeline.loop import run_parts
-from featx.pipeline.run_context import Prepared, prepare
-from featx.pipeline.run_metrics import Figures
+from featx.pipeline.run_context import RunContext, build_run_context
+from featx.pipeline.run_metrics import RunMetrics
 from featx.pipeline.run_target import PART_SECONDS, list_images
 from featx.sources.base import FolderSource
 from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid
-from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
+from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
@@ -73,7 +73,7 @@ class Predictions:
     rows: list[Prediction]
     scores: npt.NDArray[np.float32]
     classes: tuple[str, ...]
-    figures: Figures
+    figures: RunMetrics
 
     def __iter__(self) -> Any:
         return iter(self.rows)
@@ -135,11 +135,11 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     head, about = read_head(path.expanduser(), choose_device(config.device))
     spec = _spec_of(path, about)
     again = _as_extracted(config, path, about, spec)
-    purpose = _PredictPurpose(again, spec.dtype, about["resolved"], files)
+    purpose = _PredictionTarget(again, spec.dtype, about["resolved"], files)
     with contextlib.ExitStack() as stack:
-        prepared = stack.enter_context(prepare(again, "", FEATURES, purpose))
+        prepared = stack.enter_context(build_run_context(again, "", FEATURES, purpose))
         _refuse_another_model(path, about, spec, prepared)
-        work = _PredictWork(prepared, head, about)
+        work = _PredictionSink(prepared, head, about)
         with torch.no_grad():
             figures = run_parts(prepared, work)
     keys = [os.fsdecode(key) for key in prepared.listing.keys.tolist()]
@@ -206,7 +206,7 @@ def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
 
 
 def _refuse_another_model(
-    path: Path, about: dict[str, Any], spec: LayerSpec, prepared: Prepared
+    path: Path, about: dict[str, Any], spec: LayerSpec, prepared: RunContext
 ) -> None:
     """Features of other weights, or of another layer, say nothing to the head."""
     header, made = prepared.header, prepared.specs[0]
@@ -233,7 +233,7 @@ def _key_of(file: Path) -> str:
     return str(file).lstrip("/")
 
 
-class _PredictPurpose:
+class _PredictionTarget:
     """Features of one layer for a head; nothing is stored."""
 
     def __init__(
@@ -262,8 +262,8 @@ class _PredictPurpose:
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         return chosen
 
-    def begun(self, names: set[str]) -> Begun | None:
-        return Begun(self._resolved, None, "the head's store was")
+    def begun(self, names: set[str]) -> ResumeState | None:
+        return ResumeState(self._resolved, None, "the head's store was")
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
@@ -271,7 +271,7 @@ class _PredictPurpose:
         return PART_BYTES / max(1, specs[0].row_bytes), PART_SECONDS
 
 
-class _PredictWork:
+class _PredictionSink:
     """The head on every batch; scores stay in memory.
 
     Attributes:
@@ -279,7 +279,7 @@ class _PredictWork:
         seconds: there are no stages beside those of every run.
     """
 
-    def __init__(self, prepared: Prepared, head: Head, about: dict[str, Any]) -> None:
+    def __init__(self, prepared: RunContext, head: Head, about: dict[str, Any]) -> None:
         spec = prepared.specs[0]
         self.seconds: dict[str, float] = {}
         self.scores = np.full((len(prepared.listing), len(head.bias)), np.nan, np.float32)
@@ -324,7 +324,7 @@ class _PredictWork:
         self._taken += batch.count
         return failures
 
-    def hand_over(self) -> Callable[[], None]:
+    def finish_part(self) -> Callable[[], None]:
         self.rows_done = self._taken
         return _nothing_to_commit
 

@@ -19,7 +19,7 @@ from featx.config.saved_config import data_of_saved, from_saved
 from featx.errors import ConfigError, FeatxError, LayerError, StoreError, StoreMismatchError
 from featx.pipeline.feature_sink import compute_rows
 from featx.pipeline.image_changes import image_changes
-from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
 from featx.storage.s3_path import is_url
 from featx.store.dtypes import from_raw
@@ -92,7 +92,7 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
             if not inside:
                 continue
             spec = engine_spec(before.job.name)
-            with prepare(again, run.header.config, spec) as prepared:
+            with build_run_context(again, run.header.config, spec) as prepared:
                 _refuse_another_model(root, run, prepared)
                 for row, features, status in _extracted(prepared, run, inside):
                     found, note = _compared(store, row, specs, features, status)
@@ -212,7 +212,7 @@ def _holds(run: Run, absent: list[Part], row: int) -> bool:
 def _layers_at_once(
     run: Run, store: FeatureStore, unfinished: frozenset[str]
 ) -> list[list[LayerSpec]]:
-    """The layers of a run that can be looked at, in groups that `prepare` does not tear apart.
+    """The layers of a run that can be compared, in groups that `build_run_context` keeps together.
 
     It leaves out what is finished where it is asked for layers of both kinds.
     """
@@ -259,7 +259,7 @@ def statistics_sha256(path: str, layer: str) -> str:
     return Statistics(path)[layer].sha256
 
 
-def _refuse_another_model(root: Path, run: Run, prepared: Prepared) -> None:
+def _refuse_another_model(root: Path, run: Run, prepared: RunContext) -> None:
     """Rows of other weights say nothing of the pictures."""
     before, now = run.header.fingerprint, prepared.header.fingerprint
     changed = [
@@ -275,7 +275,7 @@ def _refuse_another_model(root: Path, run: Run, prepared: Prepared) -> None:
 
 
 def _extracted(
-    prepared: Prepared, run: Run, rows: list[int]
+    prepared: RunContext, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     """Each of some rows: its features in every layer, as stored, and its status."""
     size = prepared.engine.compute.batch_size
@@ -291,7 +291,7 @@ def _extracted(
 
 
 def _rows_of(
-    prepared: Prepared, batch: Batch, rows: list[int]
+    prepared: RunContext, batch: Batch, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     computed = compute_rows(prepared, prepared.engine, batch)
     status = {failure.row: int(failure.status) for failure in computed.failures}

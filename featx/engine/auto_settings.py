@@ -23,7 +23,7 @@ from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
 from featx.images.loader import PREFETCH_BATCHES
 from featx.store import layout
-from featx.types import Begun
+from featx.types import ResumeState
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ COMPILE_PAYS_S = 600.0
 """Compiling costs a minute or so; compile=auto waits for a run of at least this length."""
 
 
-class Resolver:
+class AutoSettings:
     """Decides what the config leaves to us; what a store was begun with is taken from it."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Resolver:
         engine: Engine,
         images: torch.Tensor,
         num_rows: int,
-        begun: Begun | None,
+        begun: ResumeState | None,
     ) -> None:
         self.choices: dict[str, str] = {}
         self.seconds_per_image = float("nan")

@@ -17,7 +17,7 @@ from featx.base.allocator import is_kept_in_threads
 from featx.base.machine import free_memory, num_cpus, resident_memory
 from featx.config.run_config import Config
 from featx.engine.row_checks import same_bits
-from featx.types import Begun
+from featx.types import ResumeState
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
@@ -40,7 +40,7 @@ def cpus_that_compute(config: Config, device: torch.device) -> int | None:
     return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
 
 
-def threads_of_probe(cpus: int | None, begun: Begun | None) -> int | None:
+def calibration_threads(cpus: int | None, begun: ResumeState | None) -> int | None:
     """Threads for what is tried and compiled: all; a compiled pass keeps those it was made with.
 
     So one that a store was begun with is compiled for the threads of that store.
@@ -63,7 +63,7 @@ def room_for_batches(before: int | None, after: int | None) -> int:
 
 
 @dataclass(frozen=True)
-class AtOnce:
+class BatchParallelism:
     """What is computed at the same time.
 
     Attributes:
@@ -82,10 +82,10 @@ class AtOnce:
 def decide(
     engine: Engine,
     cpus: int | None,
-    begun: Begun | None,
+    begun: ResumeState | None,
     memory_before: int | None,
     filled: Callable[[int], torch.Tensor],
-) -> AtOnce:
+) -> BatchParallelism:
     """What a run computes at the same time.
 
     Args:
@@ -100,7 +100,7 @@ def decide(
     return _on_cpu(cpus, engine, room_for_batches(memory_before, resident_memory()), begun)
 
 
-def _on_cpu(cpus: int, engine: Engine, room: int, begun: Begun | None) -> AtOnce:
+def _on_cpu(cpus: int, engine: Engine, room: int, begun: ResumeState | None) -> BatchParallelism:
     """Threads that compute a batch, and how many batches side by side.
 
     Two threads that share a batch wait for each other after every operation, above all while others
@@ -122,10 +122,10 @@ def _on_cpu(cpus: int, engine: Engine, room: int, begun: Begun | None) -> AtOnce
     if threads != here:
         assert begun is not None
         text += f" (as {begun.what} begun; here it would be {here}, and other last bits)"
-    return AtOnce(threads, replicas, replicas > 1, {"threads": text})
+    return BatchParallelism(threads, replicas, replicas > 1, {"threads": text})
 
 
-def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> AtOnce:
+def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchParallelism:
     """How many batches are on their way at once on a device; on CUDA in a stream each.
 
     Of a user's module there is one, computed when it is taken: it may use the memory of what it
@@ -136,26 +136,28 @@ def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> AtOnce:
         filled: so many images, as a batch of them.
     """
     if engine.device.type != "cuda":
-        return AtOnce(None, 1, False, {})
+        return BatchParallelism(None, 1, False, {})
     if not engine.backbone.reentrant:
-        return AtOnce(None, 1, False, {"streams": "1"})
+        return BatchParallelism(None, 1, False, {"streams": "1"})
     batch = filled(engine.compute.batch_size)
     if not _has_room(engine, batch):
         why = "memory does not suffice for more batches at once"
-        return AtOnce(None, 1, False, {"streams": f"1 ({why})"})
+        return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
     if not engine.replicable:
-        return AtOnce(None, 1, True, {"streams": "1"})
+        return BatchParallelism(None, 1, True, {"streams": "1"})
     try:
-        same = same_beside(engine, batch, CUDA_STREAMS)
+        same = replicas_agree(engine, batch, CUDA_STREAMS)
     except torch.OutOfMemoryError:  # another process took what was free
         why = "memory did not suffice for more batches at once"
-        return AtOnce(None, 1, False, {"streams": f"1 ({why})"})
+        return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
     finally:
         torch.cuda.empty_cache()
     if not same:
         why = "beside each other batches come to other last bits here"
-        return AtOnce(None, 1, True, {"streams": f"1 ({why})"})
-    return AtOnce(None, CUDA_STREAMS, True, {"streams": f"{CUDA_STREAMS}, a batch in each"})
+        return BatchParallelism(None, 1, True, {"streams": f"1 ({why})"})
+    return BatchParallelism(
+        None, CUDA_STREAMS, True, {"streams": f"{CUDA_STREAMS}, a batch in each"}
+    )
 
 
 def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
@@ -175,7 +177,7 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
     return free_on_host is None or 2 * on_host <= free_on_host
 
 
-def same_beside(engine: Engine, batch: torch.Tensor, count: int) -> bool:
+def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
     """Whether replicas that compute at the same time give the bits that the engine gives alone.
 
     Args:

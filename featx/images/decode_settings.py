@@ -10,7 +10,7 @@ from featx.errors import ConfigError, require
 from featx.images.crash_journal import Suspects
 from featx.images.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.images.preprocess import Preprocess
-from featx.types import Begun, Listing
+from featx.types import Listing, ResumeState
 
 SHARES = 16
 """A device decodes so many sixteenths of the pictures."""
@@ -50,7 +50,7 @@ class Decoding:
         preprocess: Preprocess,
         listing: Listing,
         suspects: Suspects,
-        begun: Begun | None = None,
+        begun: ResumeState | None = None,
     ) -> Decoding:
         """What a config asks for, with the decoders that the run was begun with.
 

@@ -24,7 +24,7 @@ from featx.images.crash_journal import Suspects
 from featx.images.decode import Coded, ImagePolicy, coded_jpeg, decode, decode_pixels
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
 from featx.images.subprocess_decode import decode_alone
-from featx.types import ImageFault, Regional, Source, Status
+from featx.types import ImageFault, RegionSource, Source, Status
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class GuardedDecoder:
     ) -> None:
         self.warnings = DecoderWarnings()
         self._source = source
-        self._regions = source if isinstance(source, Regional) else None
+        self._regions = source if isinstance(source, RegionSource) else None
         self._policy = policy
         self._at_least = None if self._regions else at_least
         self._timeout_s = timeout_s

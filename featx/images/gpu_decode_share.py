@@ -16,7 +16,7 @@ from featx.images.decode import Coded, coded_jpeg, decode_pixels
 from featx.images.decode_settings import SHARES, Decoding
 from featx.images.fault_tolerant_decode import GuardedDecoder
 from featx.images.gpu_decode import DeviceDecoder
-from featx.types import ImageFault, Listing, Regional, Source
+from featx.types import ImageFault, Listing, RegionSource, Source
 
 TRIED_PICTURES = 64
 """Pictures from all over the data set that both decode, and are timed."""
@@ -26,7 +26,7 @@ def check_device(decode: str, source: Source, device: torch.device) -> None:
     """Raise ConfigError where decode=gpu has no GPU to decode on, or nothing that one could."""
     if decode != "gpu":
         return
-    if isinstance(source, Regional):
+    if isinstance(source, RegionSource):
         raise ConfigError(
             "decode=gpu: a picture that regions are cut from (data.boxes) is decoded once for all "
             "of them, on the CPU. Use decode=fast."
@@ -44,7 +44,7 @@ def with_share(
     """The decoding of a run, with a share for the device where it is asked for and has none yet.
 
     Returns:
-        decoding, and what was chosen as `Prepared.choices` has it.
+        decoding, and what was chosen as `RunContext.choices` has it.
     """
     if decode != "gpu" or decoding.device_share is not None:
         return decoding, {}

@@ -36,7 +36,7 @@ from featx.types import (
     ImageFault,
     Listing,
     Part,
-    Regional,
+    RegionSource,
     Source,
     Status,
     image_checksum,
@@ -95,7 +95,7 @@ class Loader:
         self.times = LoaderTimes()
         self._listing = listing
         self._decoding = decoding
-        self._regions = source if isinstance(source, Regional) else None
+        self._regions = source if isinstance(source, RegionSource) else None
         self._decoder = GuardedDecoder(
             source,
             decoding.policy,

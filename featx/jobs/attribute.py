@@ -16,7 +16,7 @@ from featx.base.console import complain, say
 from featx.config import METHODS, OF_A_LAYER
 from featx.config.run_config import Config
 from featx.pipeline.extraction import run_extraction, store_exit_code
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_end
 from featx.storage.s3_path import place_of
@@ -59,7 +59,7 @@ class ContactSheets(RunObserver):
         session: its store, held.
     """
 
-    def __init__(self, prepared: Prepared, session: StoreSession) -> None:
+    def __init__(self, prepared: RunContext, session: StoreSession) -> None:
         self._prepared = prepared
         self._session = session
 
@@ -68,7 +68,7 @@ class ContactSheets(RunObserver):
         _draw(self._prepared, self._session)
 
 
-def _draw(prepared: Prepared, session: StoreSession) -> None:
+def _draw(prepared: RunContext, session: StoreSession) -> None:
     """The sheets of a store that is whole, one a class, and feature maps where asked for."""
     config = prepared.config
     if not config.attribute.per_class:
@@ -107,7 +107,7 @@ def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:
 
 
 def _tiles(
-    prepared: Prepared,
+    prepared: RunContext,
     store: FeatureStore,
     loader: Loader,
     methods: list[str],
@@ -124,13 +124,13 @@ def _tiles(
     return tiles
 
 
-def _shown(prepared: Prepared, images: Any) -> Any:
+def _shown(prepared: RunContext, images: Any) -> Any:
     """(1, 3, H, W) of a loader -> (H, W, 3) uint8."""
     x = prepared.engine.backbone.preprocess.as_uint8(images[0])
     return x.permute(1, 2, 0).contiguous().numpy()
 
 
-def _said(prepared: Prepared, store: FeatureStore, row: int) -> str:
+def _said(prepared: RunContext, store: FeatureStore, row: int) -> str:
     """What was explained in a row, and how sure the model was."""
     target = prepared.config.target
     score = float(store["score"][row])
@@ -145,7 +145,7 @@ def _said(prepared: Prepared, store: FeatureStore, row: int) -> str:
     return f"loss {score:.3g} of {said}" if target == "loss" else said
 
 
-def _subtitle(prepared: Prepared, store: FeatureStore) -> str:
+def _subtitle(prepared: RunContext, store: FeatureStore) -> str:
     """What was explained, of which model and layer."""
     target = prepared.config.target
     explained = {
@@ -158,7 +158,7 @@ def _subtitle(prepared: Prepared, store: FeatureStore) -> str:
 
 
 def _feature_maps(
-    prepared: Prepared, loader: Loader, name: str, row: int, tile: Tile
+    prepared: RunContext, loader: Loader, name: str, row: int, tile: Tile
 ) -> tuple[str, Image.Image]:
     """(file name, grid) of the layer that attribute.maps names, for one row."""
     layer = prepared.config.attribute.maps

@@ -12,7 +12,7 @@ from featx.base.console import say
 from featx.base.machine import num_cpus
 from featx.base.text import facts, size_text, time_text
 from featx.config.run_config import Config
-from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_summary import describe_run
 from featx.storage.local_folder import Disk
 from featx.storage.s3_path import is_url, place_of
@@ -25,7 +25,7 @@ _PROBE_BATCHES = 2
 
 def run(config: Config, config_yaml: str) -> int:
     """Print rows, shapes, bytes, disk, memory and time; returns the exit code."""
-    with prepare(config, config_yaml, FEATURES) as prepared:
+    with build_run_context(config, config_yaml, FEATURES) as prepared:
         plan = _plan(config, prepared)
         if config.job.json:
             say(json.dumps(plan, indent=2))
@@ -34,7 +34,7 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _plan(config: Config, prepared: Prepared) -> dict[str, Any]:
+def _plan(config: Config, prepared: RunContext) -> dict[str, Any]:
     num_rows = len(prepared.listing)
     seconds_read = _seconds_per_image_read(prepared)
     stored = prepared.row_bytes * num_rows
@@ -65,7 +65,7 @@ def _free_bytes(root: Path) -> int:
     return Disk(root).free_bytes() + leftover_bytes(root)
 
 
-def _seconds_per_image_read(prepared: Prepared) -> float | None:
+def _seconds_per_image_read(prepared: RunContext) -> float | None:
     """Reading and decoding alone, with all threads, measured on the first images."""
     size = min(len(prepared.listing), 8 * num_cpus())
     part = Part(0, 0, min(len(prepared.listing), size * _PROBE_BATCHES))

@@ -15,9 +15,9 @@ from featx.base.console import announce, complain
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.pipeline.engine_spec import EngineSpec
-from featx.pipeline.executors import check, in_process, spread
-from featx.pipeline.executors.worker_stats import Outcome
-from featx.pipeline.feature_sink import FeatureWork, StoreProduct
+from featx.pipeline.executors import check, in_process, run_distributed
+from featx.pipeline.executors.worker_stats import RunOutcome
+from featx.pipeline.feature_sink import FeatureSink, StorePartTask
 from featx.pipeline.image_changes import (
     ImageChanges,
     changed_images_text,
@@ -30,13 +30,13 @@ from featx.pipeline.image_changes import (
 )
 from featx.pipeline.loop import run_parts
 from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
-from featx.pipeline.retry import RetryWork, readable_again
+from featx.pipeline.retry import RetrySink, readable_again
 from featx.pipeline.row_failures import exit_code, failures_text
-from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_run
-from featx.pipeline.run_target import StorePurpose
+from featx.pipeline.run_target import StoreTarget
 from featx.storage.s3_path import is_url, place_of
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat
@@ -50,7 +50,7 @@ def run_extraction(
     config_yaml: str,
     engine_spec: EngineSpec,
     known_rows_only: bool = False,
-    observe: Callable[[Prepared, StoreSession], RunObserver] | None = None,
+    observe: Callable[[RunContext, StoreSession], RunObserver] | None = None,
     source: Source | None = None,
 ) -> dict[str, Any]:
     """Begin or go on with the store of a config until it is whole; says what happens on stderr.
@@ -84,15 +84,15 @@ def _run(
     engine_spec: EngineSpec,
     mark: OverwriteMark,
     known_rows_only: bool,
-    observe: Callable[[Prepared, StoreSession], RunObserver] | None,
+    observe: Callable[[RunContext, StoreSession], RunObserver] | None,
     source: Source | None,
 ) -> dict[str, Any]:
     """As `run_extraction`, and overwrite=true deletes what is there."""
     out = place_of(config.out)
     _check(config, out, writes_images=observe is not None)
     with contextlib.ExitStack() as stack:
-        purpose = StorePurpose(config, known_rows_only, source)
-        prepared = stack.enter_context(prepare(config, config_yaml, engine_spec, purpose))
+        purpose = StoreTarget(config, known_rows_only, source)
+        prepared = stack.enter_context(build_run_context(config, config_yaml, engine_spec, purpose))
         session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         if config.overwrite:
@@ -105,7 +105,7 @@ def _run(
         if config.retry_failed:
             _retry(prepared, session)
         outcome = (
-            spread(prepared, session, product_of(purpose, prepared, session), config_yaml)
+            run_distributed(prepared, session, product_of(purpose, prepared, session), config_yaml)
             if config.is_spread
             else _done_here(prepared, session, observer)
         )
@@ -176,7 +176,7 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     )
 
 
-def _mind_images(prepared: Prepared, session: StoreSession, only_tell: bool) -> None:
+def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -> None:
     """Compare the images with what the rows that are there were computed from.
 
     Args:
@@ -229,7 +229,7 @@ def _anew_text(layers: Sequence[str]) -> str:
     return f"computes those rows anew and no others{each}"
 
 
-def _changes(prepared: Prepared, session: StoreSession) -> ImageChanges:
+def _changes(prepared: RunContext, session: StoreSession) -> ImageChanges:
     """What has changed by now; the states of the images are kept for the next look."""
     changes = image_changes(
         prepared.source,
@@ -251,16 +251,16 @@ def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[
     )
 
 
-def _compute_lost(prepared: Prepared, session: StoreSession) -> None:
+def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
     """Compute the rows that damaged chunks held, and put them to the rows that a repair kept."""
     rows = session.lost_rows()
     if rows:
         complain(f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n")
-        run_parts(prepared, RetryWork(prepared, session, rows))
+        run_parts(prepared, RetrySink(prepared, session, rows))
         session.survey_anew()
 
 
-def _retry(prepared: Prepared, session: StoreSession) -> None:
+def _retry(prepared: RunContext, session: StoreSession) -> None:
     """Try the failed images again, and put those that can be read now into their rows."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(prepared, failed)
@@ -270,7 +270,7 @@ def _retry(prepared: Prepared, session: StoreSession) -> None:
 
 
 def _compute_anew(
-    prepared: Prepared, session: StoreSession, rows: Sequence[int], option: str
+    prepared: RunContext, session: StoreSession, rows: Sequence[int], option: str
 ) -> None:
     """Compute some rows once more, in their place; no other row changes.
 
@@ -290,20 +290,20 @@ def _compute_anew(
             f"the layers of one run: {', '.join(dict.fromkeys(together))}."
         )
     session.unpack()
-    run_parts(prepared, RetryWork(prepared, session, rows))
+    run_parts(prepared, RetrySink(prepared, session, rows))
     session.survey_anew()
 
 
-def _done_here(prepared: Prepared, session: StoreSession, observer: RunObserver) -> Outcome:
+def _done_here(prepared: RunContext, session: StoreSession, observer: RunObserver) -> RunOutcome:
     """What a store lacks, computed by this process alone."""
     with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
-        maker = FeatureWork(prepared, session.commit, heart, observer)
+        maker = FeatureSink(prepared, session.commit, heart, observer)
         return in_process.run(prepared, session, maker, observer)
 
 
-def product_of(purpose: StorePurpose, prepared: Prepared, session: StoreSession) -> StoreProduct:
+def product_of(purpose: StoreTarget, prepared: RunContext, session: StoreSession) -> StorePartTask:
     """What the workers of a spread run are to make."""
-    return StoreProduct(
+    return StorePartTask(
         dtype=purpose.dtype,
         settings=purpose.settings,
         datasets=frozenset(spec.name for spec in prepared.specs),
@@ -358,7 +358,7 @@ def _is_mixed(session: StoreSession) -> bool:
     return True
 
 
-def _summary(session: StoreSession, outcome: Outcome) -> dict[str, Any]:
+def _summary(session: StoreSession, outcome: RunOutcome) -> dict[str, Any]:
     return {
         "rows": len(session.listing),
         "failures": len(session.failures),

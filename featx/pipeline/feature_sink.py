@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from featx.errors import RunError
 from featx.pipeline.row_failures import failures_of
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
 from featx.storage.s3_folder import disk_at
 from featx.store import layout
@@ -46,7 +46,7 @@ class Rows:
     checksums: npt.NDArray[np.uint64] | None = None
 
 
-class FeatureWork:
+class FeatureSink:
     """What becomes of the batches of a run whose features are stored.
 
     Args:
@@ -62,7 +62,7 @@ class FeatureWork:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: RunContext,
         commit: Callable[[PartBuilder], Sequence[Failure]],
         heart: Heartbeat,
         observer: RunObserver | None = None,
@@ -90,7 +90,7 @@ class FeatureWork:
         self._observer.batch_computed(batch, rows.features, rows.failures)
         return rows.failures
 
-    def hand_over(self) -> Callable[[], Sequence[Failure]]:
+    def finish_part(self) -> Callable[[], Sequence[Failure]]:
         """The part whose last batch was taken; calling what is returned makes it durable."""
         assert self._builder is not None, "no batch of a part was taken"
         builder, self._builder = self._builder, None
@@ -103,7 +103,7 @@ class FeatureWork:
 
 
 @dataclass(frozen=True)
-class StoreProduct:
+class StorePartTask:
     """What the workers of a spread run are to make: parts of a store.
 
     Attributes:
@@ -132,17 +132,17 @@ class StoreProduct:
         there = part_names(root)
         return [part for part in parts if layout.part_name(part.index) not in there]
 
-    def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> FeatureWork:
+    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> FeatureSink:
         """What computes the parts and commits each."""
         disk, manifest = disk_at(root), Manifest.from_json(self.manifest, root)
 
         def publish(builder: PartBuilder) -> Sequence[Failure]:
             return publish_part(disk, builder, manifest, prepared.listing)
 
-        return FeatureWork(prepared, publish, heart)
+        return FeatureSink(prepared, publish, heart)
 
 
-def compute_rows(prepared: Prepared, engine: Engine, batch: Batch) -> Rows:
+def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
     """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
 
     Args:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base.thread_pool import Threads
 from featx.errors import RunError
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Part
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ class Passes:
         compute: (engine, batch) -> what becomes of it.
     """
 
-    def __init__(self, prepared: Prepared, compute: Callable[[Engine, Batch], Any]) -> None:
+    def __init__(self, prepared: RunContext, compute: Callable[[Engine, Batch], Any]) -> None:
         self._prepared = prepared
         self._compute = compute
         self._engines: list[Engine] = [prepared.engine]
-        self._beside: SideBySide | None = None
+        self._beside: ParallelPasses | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Passes:
@@ -44,7 +44,7 @@ class Passes:
         if at_once.replicas > 1:
             self._engines = self._stack.enter_context(engine.replicas(at_once.replicas))
         if at_once.ahead:
-            beside = SideBySide(self._engines, at_once.threads, self._computed)
+            beside = ParallelPasses(self._engines, at_once.threads, self._computed)
             self._beside = self._stack.enter_context(beside)
         return self
 
@@ -89,7 +89,7 @@ class Passes:
         return float(sum(e.copy_seconds for e in self._engines)) / len(self._engines)
 
 
-class SideBySide:
+class ParallelPasses:
     """Computes batches by engines that may be used at the same time; a context manager.
 
     A batch is computed by one engine from end to end, with `threads` threads, so its values do not
@@ -116,7 +116,7 @@ class SideBySide:
         self._pool = Threads(self._count, None, "featx-model", _LEAVE_S)
         self._waiting: deque[tuple[Part, Batch, Future[Any]]] = deque()
 
-    def __enter__(self) -> SideBySide:
+    def __enter__(self) -> ParallelPasses:
         self._pool.__enter__()
         return self
 

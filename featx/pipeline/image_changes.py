@@ -28,7 +28,7 @@ from featx.types import (
     NO_IMAGE,
     UNKNOWN_IMAGE,
     ImageFault,
-    Regional,
+    RegionSource,
     Source,
     Stateful,
     image_checksum,
@@ -260,7 +260,7 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
     if not len(keys):
         return np.empty(0, dtype=np.uint64)
     which = np.arange(len(keys))
-    if isinstance(source, Regional):
+    if isinstance(source, RegionSource):
         pictures = [source.picture(key) for key in keys.tolist()]
         _, firsts, which = np.unique(pictures, return_index=True, return_inverse=True)
         keys = keys[firsts]

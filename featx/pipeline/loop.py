@@ -13,8 +13,8 @@ from featx.base.progress import Progress, Unseen
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import Passes
 from featx.pipeline.row_failures import refuse_failures
-from featx.pipeline.run_context import Prepared
-from featx.pipeline.run_metrics import Figures
+from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_metrics import RunMetrics
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.types import Batch, Failure, Part
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from featx.storage.local_folder import Disk
 
 
-class Work(Protocol):
+class BatchSink(Protocol):
     """What becomes of the batches of a run: rows of a store, or statistics."""
 
     @property
@@ -59,7 +59,7 @@ class Work(Protocol):
             computed: gives what `compute` made of it, when that is done.
         """
 
-    def hand_over(self) -> Callable[[], object]:
+    def finish_part(self) -> Callable[[], object]:
         """The part whose last batch was taken; calling what is returned makes it durable.
 
         That may happen in another thread, while batches of the next part are taken.
@@ -67,12 +67,12 @@ class Work(Protocol):
 
 
 def run_parts(
-    prepared: Prepared,
-    work: Work,
+    prepared: RunContext,
+    work: BatchSink,
     disk: Disk | None = None,
     observer: RunObserver | None = None,
     progress: Progress | Unseen | None = None,
-) -> Figures:
+) -> RunMetrics:
     """Compute and commit what is missing.
 
     Args:
@@ -112,7 +112,7 @@ def run_parts(
                 failures = work.take(part, batch, computed)
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
-                commits.begin(work.hand_over())
+                commits.begin(work.finish_part())
                 if observer is not None and observer.wants_parts:
                     commits.finish()  # they tell of committed parts only
                     seconds = _seconds(loader, passes, batches.waited, commits.seconds)
@@ -130,7 +130,7 @@ def run_parts(
     rows = work.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **work.seconds}
     if not rows:
-        return Figures(
+        return RunMetrics(
             {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings
         )
     precision = prepared.config.precision
@@ -138,7 +138,7 @@ def run_parts(
     trial = prepared.trial
     num_batches = num_computed / engine.compute.batch_size / prepared.at_once.replicas
     found = trial.compare(seconds, rows, took, num_batches)
-    return Figures(
+    return RunMetrics(
         {**seconds},
         rows / took,
         loader.times.bytes,
@@ -230,7 +230,7 @@ class _Commits:
 
 
 def _timeline(
-    prepared: Prepared, disk: Disk | None
+    prepared: RunContext, disk: Disk | None
 ) -> contextlib.AbstractContextManager[Timeline | None]:
     """What records the run, with profile=true."""
     if disk is None or not prepared.config.profile:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from featx.errors import require
 from featx.pipeline.feature_sink import Rows, compute_rows
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.store.part_builder import PartBuilder
 from featx.store.session import StoreSession
 from featx.types import Batch, Failure, Part
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 
-def readable_again(prepared: Prepared, rows: Sequence[int]) -> list[int]:
+def readable_again(prepared: RunContext, rows: Sequence[int]) -> list[int]:
     """Those of some failed rows whose image can be read and decoded now."""
     with prepared.loader(1) as loader:
         images = loader.each(rows)
         return [row for row, image in zip(rows, images, strict=True) if image is not None]
 
 
-class RetryWork:
+class RetrySink:
     """Rows computed again and put into the parts that hold their neighbours: those that failed, of
     changed images, or lost with a damaged chunk.
 
@@ -43,7 +43,7 @@ class RetryWork:
         seconds: there are no stages beside those of every run.
     """
 
-    def __init__(self, prepared: Prepared, session: StoreSession, rows: Sequence[int]) -> None:
+    def __init__(self, prepared: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
         self.seconds: dict[str, float] = {}
         self._prepared = prepared
         self._session = session
@@ -85,7 +85,7 @@ class RetryWork:
         self._failures += failed
         return failed
 
-    def hand_over(self) -> Callable[[], None]:
+    def finish_part(self) -> Callable[[], None]:
         index = self._spans[self._taken].index
         self._taken += 1
         if self._taken < len(self._spans) and self._spans[self._taken].index == index:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from featx.base.console import complain
 from featx.config.run_config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Failure, Status
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ EARLY_STOP_S = 60.0
 
 
 def failures_of(
-    prepared: Prepared, engine: Engine, batch: Batch, values: Mapping[str, Any]
+    prepared: RunContext, engine: Engine, batch: Batch, values: Mapping[str, Any]
 ) -> list[Failure]:
     """The rows of a batch that failed: in reading, or because a feature is not finite.
 
@@ -48,7 +48,9 @@ def failures_of(
     return failures
 
 
-def _non_finite(prepared: Prepared, engine: Engine, batch: Batch, row: int, layer: str) -> Failure:
+def _non_finite(
+    prepared: RunContext, engine: Engine, batch: Batch, row: int, layer: str
+) -> Failure:
     """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
     key = bytes(prepared.listing.keys[row])
     labels = prepared.labels_of(batch)

@@ -20,7 +20,7 @@ from featx.images.decode import ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
-from featx.pipeline.run_target import Purpose, StorePurpose
+from featx.pipeline.run_target import RunTarget, StoreTarget
 from featx.store import codecs
 from featx.store.layout import Grid
 from featx.store.manifest import Run
@@ -29,7 +29,7 @@ from featx.types import Batch, LayerSpec, Listing, Source, StoreHeader
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine.batch_parallelism import AtOnce
+    from featx.engine.batch_parallelism import BatchParallelism
     from featx.engine.engine import Engine
     from featx.images.decode_settings import Decoding
     from featx.images.loader import Loader
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Prepared:
+class RunContext:
     """What a run is made of.
 
     Attributes:
@@ -59,7 +59,7 @@ class Prepared:
     header: StoreHeader
     part_rows: int
     trial: TrialSpeed
-    at_once: AtOnce
+    at_once: BatchParallelism
     devices: list[torch.device]
     choices: dict[str, str] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
@@ -107,9 +107,9 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepare(
-    config: Config, config_yaml: str, spec: EngineSpec, purpose: Purpose | None = None
-) -> Iterator[Prepared]:
+def build_run_context(
+    config: Config, config_yaml: str, spec: EngineSpec, purpose: RunTarget | None = None
+) -> Iterator[RunContext]:
     """List the images, build the backbone, find the layers, and decide every `auto`.
 
     Args:
@@ -122,7 +122,7 @@ def prepare(
         FeatxError: whatever is wrong with the config, before anything is written.
     """
     suspects = Suspects(None if purpose is None else purpose.folder)
-    purpose = StorePurpose(config) if purpose is None else purpose
+    purpose = StoreTarget(config) if purpose is None else purpose
     source, listing = purpose.list_images()
     ImagePolicy.from_config(config.data)  # a colour that is none is told without a model
     resolve_library(config.model)
@@ -131,7 +131,7 @@ def prepare(
     # From here on torch is needed, which takes seconds to import.
     from featx.base.devices import choose_devices, cpu_threads
     from featx.engine import batch_parallelism
-    from featx.engine.auto_settings import Resolver
+    from featx.engine.auto_settings import AutoSettings
     from featx.images.decode_settings import Decoding
     from featx.images.gpu_decode_share import check_device, with_share
     from featx.images.preprocess import check_reference
@@ -152,13 +152,13 @@ def prepare(
         chosen = purpose.unfinished(listing, chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
-        stack.enter_context(cpu_threads(batch_parallelism.threads_of_probe(cpus, begun)))
+        stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, begun)))
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images, read_s, decode_s = _probe_images(source, listing, decoding)
         engine.trial_images = images
         engine.bind(chosen)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
-        resolver = Resolver(config, engine, images, len(listing), begun)
+        resolver = AutoSettings(config, engine, images, len(listing), begun)
         resolver.resolve()
         at_once = batch_parallelism.decide(engine, cpus, begun, before, resolver.filled)
         specs = engine.specs(chosen)
@@ -166,7 +166,7 @@ def prepare(
         part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
         stack.enter_context(cpu_threads(at_once.threads))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
-        yield Prepared(
+        yield RunContext(
             config=config,
             source=source,
             listing=listing,

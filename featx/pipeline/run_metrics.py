@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass
-class Figures:
+class RunMetrics:
     """What a run measured.
 
     Attributes:

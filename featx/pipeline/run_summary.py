@@ -12,10 +12,10 @@ from featx.errors import counted
 from featx.types import LayerSpec
 
 if TYPE_CHECKING:
-    from featx.pipeline.run_context import Prepared
+    from featx.pipeline.run_context import RunContext
 
 
-def describe_run(prepared: Prepared) -> list[tuple[str, str]]:
+def describe_run(prepared: RunContext) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     config, listing, header = prepared.config, prepared.listing, prepared.header
     classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
@@ -54,7 +54,7 @@ def describe_run(prepared: Prepared) -> list[tuple[str, str]]:
     return rows
 
 
-def layers_text(prepared: Prepared) -> str:
+def layers_text(prepared: RunContext) -> str:
     """A line for each dataset: name, shape, dtype, bytes per row."""
     shown = prepared.specs[:20]
     lines = [

@@ -18,7 +18,7 @@ from featx.store.layout import PART_BYTES
 from featx.store.listing import in_stored_order, listing_identity, read_listing
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.session import missing_parts
-from featx.types import Begun, LayerSpec, Listing, Source
+from featx.types import LayerSpec, Listing, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
@@ -35,7 +35,7 @@ PARTS_PER_LIMIT = 8
 """At least so many parts fit into the time limit of a process, by what the driver measured."""
 
 
-class Purpose(Protocol):
+class RunTarget(Protocol):
     """What a run is for, as far as `prepare` has to know: a store, or statistics.
 
     Attributes:
@@ -54,7 +54,7 @@ class Purpose(Protocol):
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Of the layers asked for, those that are still to be done."""
 
-    def begun(self, names: set[str]) -> Begun | None:
+    def begun(self, names: set[str]) -> ResumeState | None:
         """What was decided for these layers, None where nothing was begun."""
 
     def part_limits(
@@ -72,7 +72,7 @@ class Purpose(Protocol):
         """
 
 
-class StorePurpose:
+class StoreTarget:
     """Features in the store that `out` names.
 
     Args:
@@ -101,7 +101,7 @@ class StorePurpose:
         """The layers that the store lacks or has not finished; all, where it has them all."""
         return _unfinished(self._config, self._stored, listing, chosen)
 
-    def begun(self, names: set[str]) -> Begun | None:
+    def begun(self, names: set[str]) -> ResumeState | None:
         """What the first run of the store decided, and the one that makes these layers."""
         return _begun(self._stored, names)
 
@@ -244,9 +244,9 @@ def _refuse_another_layer(
     )
 
 
-def _begun(stored: Manifest | None, names: set[str]) -> Begun | None:
+def _begun(stored: Manifest | None, names: set[str]) -> ResumeState | None:
     """What a store decided for these layers when it was begun."""
     if stored is None:
         return None
     holders = [run for run in stored.runs if run.names & names]
-    return Begun(stored.runs[0].resolved, holders[0].grid.part_rows if holders else None)
+    return ResumeState(stored.runs[0].resolved, holders[0].grid.part_rows if holders else None)

@@ -100,7 +100,7 @@ def test_equal_numpy_on_the_whole_matrix(
 
 
 def test_tokens_and_maps_with_channels_behind() -> None:
-    purpose = target.StatsPurpose(config(stats={"rows": "position"}))
+    purpose = target.StatsTarget(config(stats={"rows": "position"}))
     tokens = purpose._layer(make_spec("tokens", (50, 7)), (32, 32))
     behind = purpose._layer(make_spec("map", (4, 4, 7)), (32, 32))
     vector = purpose._layer(make_spec("vector", (7,)), (32, 32))
@@ -122,7 +122,7 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
                 crop = (32, 32)
 
     def seconds(dim: int, work_s: float = 1e6, **stats: str) -> float:
-        purpose = target.StatsPurpose(config(stats=stats))
+        purpose = target.StatsTarget(config(stats=stats))
         return purpose.part_limits(AnyEngine, [make_spec("a", (dim,))], work_s)[1]
 
     assert seconds(2048) == seconds(4096) == 60
@@ -246,7 +246,7 @@ def test_every_choice_is_taken_from_what_is_there(
     # A store beside them has choices of its own.
     extract(photos, batch_size=2, part_rows=2, pack=False)
     of_speed(monkeypatch, 3000.0)
-    monkeypatch.setattr("featx.engine.auto_settings.Resolver._fastest", lambda *_: "bf16")
+    monkeypatch.setattr("featx.engine.auto_settings.AutoSettings._fastest", lambda *_: "bf16")
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
     capfd.readouterr()
     take(photos, **AUTO)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from featx.config.schema import from_keywords, from_omegaconf
-from featx.engine.auto_settings import Resolver
+from featx.engine.auto_settings import AutoSettings
 from featx.engine.engine import Compute, Engine
 from featx.errors import ConfigError, RunError
 
@@ -45,7 +45,7 @@ def test_a_slow_pass_is_repeated_where_it_may_have_been_a_warm_up(
     engine: Any = Timed(device, first_s)
     monkeypatch.setattr(CLOCK, lambda: engine.now)
     config = from_omegaconf(from_keywords({"out": "store"}))
-    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    resolver = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
     resolver._time()
     assert engine.passes == passes
     assert resolver.seconds_per_image == pytest.approx(seconds)
@@ -71,11 +71,11 @@ class Compiled:
         return self._compiled_s if self.compute.compile else 1.0
 
 
-def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[Resolver, Compiled]:
+def compiled(compiled_s: float, value: float = 1.0, **keys: Any) -> tuple[AutoSettings, Compiled]:
     """What comes of compiling an engine."""
     engine: Any = Compiled(compiled_s, value)
     config = from_omegaconf(from_keywords({"out": "store", **keys}))
-    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
+    resolver = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), 100, None)
     resolver._time()
     resolver._compile(engine.compute)
     return resolver, engine
@@ -128,7 +128,7 @@ def test_a_batch_without_room_is_refused_before_it_is_made(
     monkeypatch.setattr("featx.engine.auto_settings.free_memory", lambda: 1e8)
     config = from_omegaconf(from_keywords({"out": "store", "batch_size": size}))
     engine: Any = Large(device)
-    resolver = Resolver(config, engine, torch.zeros(0, 3, 100, 100), 100, None)
+    resolver = AutoSettings(config, engine, torch.zeros(0, 3, 100, 100), 100, None)
     if not refused:
         resolver._check_memory(size)
         return
@@ -148,5 +148,5 @@ def test_a_small_run_on_a_cpu_has_small_batches(device: str, rows: int, size: in
     """Else one thread computes the last batch and the others look on."""
     config = from_omegaconf(from_keywords({"out": "store"}))
     engine: Any = Timed(device, 0.1)
-    resolver = Resolver(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
+    resolver = AutoSettings(config, engine, torch.zeros(4, 3, 2, 2, dtype=torch.uint8), rows, None)
     assert resolver._batch_size() == size

@@ -16,12 +16,12 @@ import featx
 from featx.config import ModelConfig
 from featx.engine import batch_parallelism as beside
 from featx.engine.batch_parallelism import (
-    AtOnce,
+    BatchParallelism,
     _on_cpu,
     _on_device,
+    calibration_threads,
+    replicas_agree,
     room_for_batches,
-    same_beside,
-    threads_of_probe,
 )
 from featx.engine.engine import Compute
 from featx.models import build_backbone
@@ -60,7 +60,9 @@ def test_threads_of_a_batch_and_batches_at_once(
     engine = types.SimpleNamespace(replicable=replicable)
     found = _on_cpu(cpus, engine, room, None)
     beside = f", and {replicas} batches side by side" if replicas > 1 else ""
-    assert found == AtOnce(threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"})
+    assert found == BatchParallelism(
+        threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_a_store_is_compiled_for_its_own_threads(
     cpus: int | None, resolved: dict[str, Any] | None, threads: int | None
 ) -> None:
     begun: Any = None if resolved is None else types.SimpleNamespace(resolved=resolved)
-    assert threads_of_probe(cpus, begun) == threads
+    assert calibration_threads(cpus, begun) == threads
 
 
 # On CUDA
@@ -121,14 +123,14 @@ def test_replicas_are_tried_beside_each_other(module: Any, layer: str, same: boo
     backbone = backbone_of(module())
     backbone.reentrant = True
     with bound(backbone, layer) as engine:
-        assert same_beside(engine, noise(), 2) == same
+        assert replicas_agree(engine, noise(), 2) == same
 
 
 def test_a_value_that_is_none_is_the_same_as_itself() -> None:
     backbone = backbone_of(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten()))
     backbone.reentrant = True
     with bound(backbone, "1") as engine:
-        assert same_beside(engine, torch.full((2, 3, 8, 8), torch.nan), 2)
+        assert replicas_agree(engine, torch.full((2, 3, 8, 8), torch.nan), 2)
 
 
 NO_ROOM = "1 (memory does not suffice for more batches at once)"
@@ -191,7 +193,7 @@ def test_two_batches_where_there_is_memory_for_them(
     expected: tuple[int, bool, str],
 ) -> None:  # fmt: skip
     found = _on_device(Cuda(monkeypatch, free, host), filled)
-    assert found == AtOnce(None, *expected[:2], {"streams": expected[2]})
+    assert found == BatchParallelism(None, *expected[:2], {"streams": expected[2]})
 
 
 @pytest.mark.parametrize(
@@ -208,14 +210,16 @@ def test_two_batches_where_they_do_not_change_each_other(
 ) -> None:
     engine = Cuda(monkeypatch, 9 * GIB)
     vars(engine).update(change)
-    assert _on_device(engine, filled) == AtOnce(None, *expected[:2], {"streams": expected[2]})
+    assert _on_device(engine, filled) == BatchParallelism(
+        None, *expected[:2], {"streams": expected[2]}
+    )
     assert engine.emptied == ("same" in change)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
 def test_other_devices_have_no_streams(device: str) -> None:
     engine: Any = types.SimpleNamespace(device=torch.device(device))
-    assert _on_device(engine, filled) == AtOnce(None, 1, False, {})
+    assert _on_device(engine, filled) == BatchParallelism(None, 1, False, {})
 
 
 @pytest.mark.gpu
@@ -228,7 +232,7 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
         engine.settle(Compute(precision, False, False, 64))
         x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
         assert _on_device(engine, lambda size: x[:size]).replicas == beside.CUDA_STREAMS
-        assert all(same_beside(engine, x, 2) for _ in range(10))
+        assert all(replicas_agree(engine, x, 2) for _ in range(10))
         with engine.replicas(2) as replicas:
             found = set()
             for replica in replicas:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featx.config import ReduceConfig
 from featx.config.schema import from_keywords, from_omegaconf
-from featx.engine.auto_settings import Resolver
+from featx.engine.auto_settings import AutoSettings
 from featx.engine.engine import COMPUTE_DTYPES, Compute, Engine
 from featx.engine.row_checks import row_cosines
 from featx.engine.weight_casting import CastableWeights, castable_weights, weights_cast
@@ -332,7 +332,7 @@ def test_a_precision_that_is_far_too_slow_is_not_proven(monkeypatch: pytest.Monk
     )
     config = from_omegaconf(from_keywords({"out": "store"}))
     with bound(backbone_of(Encoder()), "mlp") as engine:
-        resolver = Resolver(config, engine, noise(), 100, None)
+        resolver = AutoSettings(config, engine, noise(), 100, None)
         assert resolver._fastest(Compute("fp32", False, False, 4)) == "fp32"
         assert resolver.choices["precision"].endswith("bf16 9.0 times slower)")
 
@@ -462,7 +462,7 @@ def test_torch_dynamo_is_not_imported() -> None:
 
 @pytest.mark.gpu
 def test_replicas_on_a_gpu() -> None:
-    from featx.engine.batch_parallelism import same_beside
+    from featx.engine.batch_parallelism import replicas_agree
 
     module = Encoder()
     backbone = backbone_of(module)
@@ -470,5 +470,5 @@ def test_replicas_on_a_gpu() -> None:
     with bound(backbone, "mlp", device=torch.device("cuda")) as engine:
         settled(engine)
         assert module.mlp.weight.dtype == BF16
-        assert same_beside(engine, noise(), 2)
+        assert replicas_agree(engine, noise(), 2)
         assert num_casts(engine, module, noise()) == 0

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from featx.config.run_config import Config
-from featx.pipeline.executors.local_worker import Link
+from featx.pipeline.executors.local_worker import DriverConnection
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def main() -> None:
 
     order, device = connection.recv()
     assert isinstance(order, Known)
-    link = Link(connection)
+    link = DriverConnection(connection)
     order.note(f"pid-{os.getpid()}")
     from featx.pipeline.executors.part_worker import rows_text
-    from featx.pipeline.executors.worker_stats import Done, Labour
+    from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
     from featx.storage.local_folder import Disk
     from featx.store.manifest import read_manifest
     from featx.store.part_files import publish_part
@@ -102,11 +102,11 @@ def main() -> None:
                 go_wrong(order.fault_at(part.index), order.root)
                 failures = publish_part(Disk(order.root), run.builder(part), manifest, run.listing)
                 order.note(f"part-{part.index}-by-{os.getpid()}-of-{len(link.held)}")
-                link.done(Done(part, failures, {"flat": 1}, 0.1, 0.0))
+                link.done(PartResult(part, failures, {"flat": 1}, 0.1, 0.0))
     except Exception as error:  # noqa: BLE001 - as a worker does
         link.tell("failed", type(error).__name__, str(error), "its traceback", rows_text(at))
         sys.exit(1)
-    link.tell("bye", Labour({"model": 1.0}, 10, 20))
+    link.tell("bye", WorkerStats({"model": 1.0}, 10, 20))
 
 
 if __name__ == "__main__":

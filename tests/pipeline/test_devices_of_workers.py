@@ -195,25 +195,25 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
     from featx.analysis.engine_specs import FEATURES
     from featx.pipeline.extraction import product_of
-    from featx.pipeline.run_context import prepare
-    from featx.pipeline.run_target import StorePurpose
+    from featx.pipeline.run_context import build_run_context
+    from featx.pipeline.run_target import StoreTarget
     from featx.store.session import StoreSession
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
-    purpose = StorePurpose(from_omegaconf(keys))
-    with prepare(from_omegaconf(keys), "", FEATURES, purpose) as prepared:
+    purpose = StoreTarget(from_omegaconf(keys))
+    with build_run_context(from_omegaconf(keys), "", FEATURES, purpose) as prepared:
         session = StoreSession(Path("store"), prepared.as_run(), prepared.listing)
         with session.hold():
             product = product_of(purpose, prepared, session)
-            order = worker_spec.order_of(prepared, session, product, "")
+            order = worker_spec.worker_spec(prepared, session, product, "")
             fingerprint = {**order.fingerprint, "version.torch": "0.1"}
             other = worker_spec.replace(order, fingerprint=fingerprint)
             with (
                 pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
-                worker_spec.prepared_as_ordered(other, "cpu"),
+                worker_spec.worker_context(other, "cpu"),
             ):
                 pass
-            with worker_spec.prepared_as_ordered(order, "cpu") as again:
+            with worker_spec.worker_context(order, "cpu") as again:
                 assert again.as_run().resolved == prepared.as_run().resolved
 
 

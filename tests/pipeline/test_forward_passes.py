@@ -25,12 +25,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from featx.base.machine import num_cpus
 from featx.config import ModelConfig, ReduceConfig
-from featx.engine.batch_parallelism import AtOnce
+from featx.engine.batch_parallelism import BatchParallelism
 from featx.engine.engine import Compute, Engine
 from featx.errors import RunError
 from featx.layers.selection import select
 from featx.models import build_backbone
-from featx.pipeline.forward_passes import Passes, SideBySide
+from featx.pipeline.forward_passes import ParallelPasses, Passes
 from featx.types import Batch, Part
 
 PART = Part(0, 0, 100)
@@ -41,7 +41,7 @@ def batches(count: int) -> Iterator[tuple[Part, Batch]]:
         yield PART, Batch(torch.zeros(1), start, 1, [])
 
 
-def taken(beside: SideBySide, count: int) -> list[Any]:
+def taken(beside: ParallelPasses, count: int) -> list[Any]:
     with beside:
         return [computed() for _, _, computed in beside.each(batches(count))]
 
@@ -51,7 +51,7 @@ def test_batches_are_taken_in_their_order_whichever_is_done_first() -> None:
         time.sleep(0.03 if batch.start % 2 == 0 else 0)
         return batch.start
 
-    assert taken(SideBySide(["a", "b", "c"], 1, compute), 10) == list(range(10))
+    assert taken(ParallelPasses(["a", "b", "c"], 1, compute), 10) == list(range(10))
 
 
 def test_each_engine_has_one_batch_at_a_time() -> None:
@@ -65,7 +65,7 @@ def test_each_engine_has_one_batch_at_a_time() -> None:
         at_work.remove(engine)
         return engine
 
-    assert set(taken(SideBySide(["a", "b"], 1, compute), 8)) == {"a", "b"}
+    assert set(taken(ParallelPasses(["a", "b"], 1, compute), 8)) == {"a", "b"}
 
 
 def test_an_error_is_raised_when_its_batch_is_taken_and_not_before() -> None:
@@ -74,7 +74,7 @@ def test_an_error_is_raised_when_its_batch_is_taken_and_not_before() -> None:
             raise RuntimeError("the third")
         return batch.start
 
-    with SideBySide(["a", "b", "c"], 1, compute) as beside:
+    with ParallelPasses(["a", "b", "c"], 1, compute) as beside:
         each = beside.each(batches(6))
         assert [computed() for _, _, computed in itertools.islice(each, 2)] == [0, 1]
         _, batch, computed = next(each)
@@ -91,14 +91,14 @@ def test_no_more_is_begun_than_there_is_room_for() -> None:
             begun.append(batch.start)
             yield part, batch
 
-    with SideBySide(["a", "b"], 1, lambda engine, batch: batch.start) as beside:
+    with ParallelPasses(["a", "b"], 1, lambda engine, batch: batch.start) as beside:
         for _, batch, _ in beside.each(noted()):
             assert len(begun) <= batch.start + 3
 
 
 def test_idle_engines_are_counted() -> None:
     go = threading.Event()
-    with SideBySide(["a", "b"], 1, lambda engine, batch: go.wait(10)) as beside:
+    with ParallelPasses(["a", "b"], 1, lambda engine, batch: go.wait(10)) as beside:
         assert beside.idle_share == 1
         each = beside.each(batches(3))
         _, _, computed = next(each)
@@ -112,7 +112,7 @@ def test_idle_engines_are_counted() -> None:
 
 def test_a_batch_has_the_threads_that_were_asked_for() -> None:
     before = torch.get_num_threads()
-    beside = SideBySide(["a"], 1, lambda engine, batch: torch.get_num_threads())
+    beside = ParallelPasses(["a"], 1, lambda engine, batch: torch.get_num_threads())
     try:
         assert taken(beside, 2) == [1, 1]
     finally:
@@ -122,7 +122,9 @@ def test_a_batch_has_the_threads_that_were_asked_for() -> None:
 def passes(ahead: bool, compute: Callable[[Any, Batch], Any]) -> Passes:
     """Those of a run with one engine."""
     engine = types.SimpleNamespace(device="cuda:1", own_stream=contextlib.nullcontext)
-    prepared: Any = types.SimpleNamespace(engine=engine, at_once=AtOnce(None, 1, ahead, {}))
+    prepared: Any = types.SimpleNamespace(
+        engine=engine, at_once=BatchParallelism(None, 1, ahead, {})
+    )
     return Passes(prepared, compute)
 
 

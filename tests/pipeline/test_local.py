@@ -21,7 +21,7 @@ from stub_worker import StubOrder
 
 from featx.config.run_config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
-from featx.pipeline.executors.local import Crew
+from featx.pipeline.executors.local import WorkerPool
 from featx.pipeline.stop_signals import Interrupted
 from featx.store.pack import pack
 
@@ -36,16 +36,16 @@ def run() -> MadeRun:
 
 
 @pytest.fixture
-def work(run: MadeRun, tmp_path: Path) -> Callable[..., Crew]:
+def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
     """Do what a store lacks with so many workers."""
     notes = tmp_path / "notes"
     notes.mkdir(exist_ok=True)
 
-    def do(workers: int = 2, **order: Any) -> Crew:
+    def do(workers: int = 2, **order: Any) -> WorkerPool:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
             stub: Any = StubOrder(run, root, notes, **order)
-            crew = Crew(stub, ["cpu"] * workers, session, session.missing(), STUB)
+            crew = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
             crew.work()
             assert session.whole
             pack(root)
@@ -76,7 +76,7 @@ def is_whole(run: MadeRun, tmp_path: Path) -> bool:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_datasets(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path, workers: int,
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     crew = work(workers, pause_s=0.05)
@@ -94,7 +94,7 @@ def test_any_number_of_workers_gives_the_same_datasets(
 
 
 def test_failures_of_all_workers_stand_in_one_list(
-    work: Callable[..., Crew], tmp_path: Path
+    work: Callable[..., WorkerPool], tmp_path: Path
 ) -> None:
     work(2)
     lines = (tmp_path / "store" / "failures.csv").read_text().splitlines()
@@ -102,7 +102,7 @@ def test_failures_of_all_workers_stand_in_one_list(
 
 
 def test_too_many_failures_of_all_workers_end_a_long_run(
-    work: Callable[..., Crew], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., WorkerPool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.row_failures.EARLY_STOP_S", 0.0)
     with pytest.raises(TooManyFailuresError, match="1 of the first"):
@@ -111,7 +111,7 @@ def test_too_many_failures_of_all_workers_end_a_long_run(
 
 
 def test_a_worker_that_is_killed_costs_its_part_only(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     work(2, faults={3: ("kill", 1)}, pause_s=0.02)
     assert is_whole(run, tmp_path)
@@ -122,7 +122,7 @@ def test_a_worker_that_is_killed_costs_its_part_only(
 
 
 def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
     """Also where the worker held other parts: from the first death on it is given out alone."""
     with pytest.raises(RunError) as ended_run:
@@ -136,7 +136,7 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
 
 
 def test_an_exception_names_device_part_and_rows_and_the_run_goes_on_later(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError) as failed:
         work(2, faults={4: ("raise", 1)})
@@ -146,14 +146,14 @@ def test_an_exception_names_device_part_and_rows_and_the_run_goes_on_later(
     assert is_whole(run, tmp_path)
 
 
-def test_an_error_on_purpose_keeps_its_class_and_exit_code(work: Callable[..., Crew]) -> None:
+def test_an_error_on_purpose_keeps_its_class_and_exit_code(work: Callable[..., WorkerPool]) -> None:
     with pytest.raises(StoreMismatchError, match=r"part 1 .*: another store\n") as failed:
         work(2, faults={1: ("disk", 1)})
     assert failed.value.exit_code == 2
 
 
 def test_workers_that_never_come_up_end_the_run_with_their_last_words(
-    work: Callable[..., Crew], tmp_path: Path
+    work: Callable[..., WorkerPool], tmp_path: Path
 ) -> None:
     with pytest.raises(RunError, match=r"before it had a part(.|\n)*these are my last words"):
         work(1, faults={"start": ("exit", 9)})
@@ -162,7 +162,7 @@ def test_workers_that_never_come_up_end_the_run_with_their_last_words(
 
 @pytest.mark.slow
 def test_one_that_did_not_come_up_is_replaced(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
     work(2, faults={"start": ("exit", 2)})
     assert is_whole(run, tmp_path)
@@ -172,7 +172,7 @@ def test_one_that_did_not_come_up_is_replaced(
     "signum", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
 )
 def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path, signum: int
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, signum: int
 ) -> None:
     timer = threading.Timer(1.5, os.kill, (os.getpid(), signum))
     timer.start()
@@ -190,7 +190,7 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
 
 
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
-    work: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+    work: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.pipeline.stop_signals.GRACE_S", 1.0)
     monkeypatch.setattr("featx.pipeline.executors.local.GRACE_S", 1.0)
@@ -234,7 +234,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_no_worker_outlives_a_driver_that_is_killed(
-    driver: subprocess.Popen[bytes], work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+    driver: subprocess.Popen[bytes], work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
     pids = [int(name.removeprefix("pid-")) for name in noted(tmp_path, "pid-*")]
     assert len(pids) == 2
@@ -252,7 +252,7 @@ def test_no_worker_outlives_a_driver_that_is_killed(
 
 
 def test_a_second_driver_is_refused_with_the_name_of_the_first(
-    driver: subprocess.Popen[bytes], work: Callable[..., Crew], tmp_path: Path
+    driver: subprocess.Popen[bytes], work: Callable[..., WorkerPool], tmp_path: Path
 ) -> None:
     with pytest.raises(StoreLockedError, match=f'"pid": {driver.pid}'):
         work(2)
@@ -263,7 +263,7 @@ def test_a_second_driver_is_refused_with_the_name_of_the_first(
 
 @pytest.mark.slow
 def test_decoders_that_crash_are_not_the_parts_fault(
-    work: Callable[..., Crew], run: MadeRun, tmp_path: Path
+    work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
     """Each crash tells of images that the next worker decodes with care."""
     work(2, faults={3: ("crash", 4)})

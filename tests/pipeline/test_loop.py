@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from featx.config.run_config import Config
-from featx.engine.batch_parallelism import AtOnce
+from featx.engine.batch_parallelism import BatchParallelism
 from featx.errors import RunError
 from featx.images.loader import LoaderTimes
 from featx.pipeline.loop import run_parts
@@ -43,7 +43,7 @@ class Images(contextlib.AbstractContextManager[Any]):
         pass
 
 
-class Work:
+class BatchSink:
     """Notes what happens when; `commit` is what a part's commit does beside that."""
 
     rows_asked = 12
@@ -69,7 +69,7 @@ class Work:
         self.taken.append(computed())
         return []
 
-    def hand_over(self) -> Callable[[], None]:
+    def finish_part(self) -> Callable[[], None]:
         index = self.taken[-1] // 4
 
         def commit() -> None:
@@ -89,13 +89,13 @@ def prepared() -> Any:
         engine=engine,
         loader=lambda size: Images(),
         config=config,
-        at_once=AtOnce(1, 1, False, {}),
+        at_once=BatchParallelism(1, 1, False, {}),
         trial=TrialSpeed(0.0, 0.0, 0.01, 1, True),
     )
 
 
 def test_parts_are_committed_in_order() -> None:
-    work = Work(lambda index: time.sleep(0.02))
+    work = BatchSink(lambda index: time.sleep(0.02))
     figures = run_parts(prepared(), work, DISK)
     assert work.committed == [0, 1, 2]
     assert figures.seconds["write"] >= 0.06
@@ -103,7 +103,7 @@ def test_parts_are_committed_in_order() -> None:
 
 def test_the_next_part_is_computed_meanwhile() -> None:
     computing = threading.Event()
-    work = Work(lambda index: None if index else _wait(computing))
+    work = BatchSink(lambda index: None if index else _wait(computing))
     take = work.take
 
     def noticed(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
@@ -125,7 +125,7 @@ def test_never_two_at_once() -> None:
         time.sleep(0.02)
         at_work.clear()
 
-    work = Work(commit)
+    work = BatchSink(commit)
     run_parts(prepared(), work, DISK)
     assert work.committed == [0, 1, 2]
 
@@ -138,7 +138,7 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
         failed.set()
         raise RunError("the disk is full")
 
-    work = Work(fail)
+    work = BatchSink(fail)
     take = work.take
 
     def slowly(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
@@ -159,7 +159,7 @@ def test_the_last_commit_counts() -> None:
         if index == 2:
             raise RunError("the disk is full")
 
-    work = Work(fail)
+    work = BatchSink(fail)
     with pytest.raises(RunError, match="disk is full"):
         run_parts(prepared(), work, DISK)
     assert work.committed == [0, 1]
@@ -172,7 +172,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
         begun.set()
         time.sleep(0.1)
 
-    work = Work(commit)
+    work = BatchSink(commit)
     take = work.take
 
     def interrupted(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
@@ -193,7 +193,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
 class PartObserver(RunObserver):
     wants_parts = True
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: BatchSink) -> None:
         self.told: list[tuple[int, int]] = []
         self._work = work
 
@@ -202,7 +202,7 @@ class PartObserver(RunObserver):
 
 
 def test_observers_are_told_of_committed_parts_only() -> None:
-    work = Work(lambda index: time.sleep(0.02))
+    work = BatchSink(lambda index: time.sleep(0.02))
     observer = PartObserver(work)
     run_parts(prepared(), work, DISK, observer)
     assert observer.told == [(0, 1), (1, 2), (2, 3)]

@@ -178,14 +178,14 @@ def test_a_part_that_takes_its_actors_with_it_ends_the_run(photos: Path, ray: Ma
 def test_an_exception_in_an_actor_names_its_part(
     photos: Path, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = ray_executor.PartWork.take
+    take = ray_executor.PartWorker.take
 
     def raising(self: Any, part: Any, batch: Any, computed: Any) -> Any:
         if part.index == 2:
             raise ValueError("a bug in the model")
         return take(self, part, batch, computed)
 
-    monkeypatch.setattr(ray_executor.PartWork, "take", raising)
+    monkeypatch.setattr(ray_executor.PartWorker, "take", raising)
     with pytest.raises(RunError) as failed:
         extract(photos, executor={"name": "ray", "tasks": 1})
     assert "on cpu, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)

@@ -24,7 +24,7 @@ from tiny_model import COMMAND, KEYS, MODEL, Tiny, extract, write_pictures
 import featx
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import StoreMismatchError
-from featx.pipeline.run_target import StorePurpose
+from featx.pipeline.run_target import StoreTarget
 from featx.pipeline.stop_signals import GRACE_S, Interrupted
 from featx.store.layout import PART_BYTES
 from featx.store.session import StoreSession
@@ -50,7 +50,7 @@ def test_every_choice_is_taken_from_the_store_on_another_day(
     assert json.loads(descriptor)["part_rows"] == 16
     Path("store/parts/part-000001.h5").unlink()
     of_speed(monkeypatch, 3000.0)
-    monkeypatch.setattr("featx.engine.auto_settings.Resolver._fastest", lambda *_: "bf16")
+    monkeypatch.setattr("featx.engine.auto_settings.AutoSettings._fastest", lambda *_: "bf16")
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
     monkeypatch.setattr("featx.pipeline.run_target.PART_SECONDS", 1.0)
     capfd.readouterr()
@@ -141,7 +141,7 @@ def test_a_change_of_what_changes_values_is_refused_by_name(
     keys, now = CHANGES[key]
     data = {"name": "folder", "root": "photos", **keys.get("data", {})}
     if key == "compile":
-        monkeypatch.setattr("featx.engine.auto_settings.Resolver._compile", compiled)
+        monkeypatch.setattr("featx.engine.auto_settings.AutoSettings._compile", compiled)
     if key in UNREACHABLE:
         fingerprint = run_context.fingerprint
         monkeypatch.setattr(
@@ -407,7 +407,7 @@ def test_the_command_and_python_begin_the_same_store() -> None:
 def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     work_s: float, seconds: float
 ) -> None:
-    purpose = StorePurpose(from_omegaconf(from_keywords(KEYS)))
+    purpose = StoreTarget(from_omegaconf(from_keywords(KEYS)))
     most_rows, found = purpose.part_limits(None, [make_spec("a", (1024,))], work_s)
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
 
@@ -425,5 +425,5 @@ def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
 def test_several_parts_fit_into_the_time_limit_of_a_task(
     executor: dict[str, Any], seconds: float
 ) -> None:
-    purpose = StorePurpose(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
+    purpose = StoreTarget(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
     assert purpose.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds

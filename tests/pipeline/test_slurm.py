@@ -27,9 +27,9 @@ from featx.base import machine
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
 from featx.pipeline.executors import slurm
-from featx.pipeline.executors.worker_spec import SentOrder
-from featx.pipeline.executors.worker_stats import Labour
-from featx.pipeline.feature_sink import StoreProduct
+from featx.pipeline.executors.worker_spec import PickledWorkerSpec
+from featx.pipeline.executors.worker_stats import WorkerStats
+from featx.pipeline.feature_sink import StorePartTask
 from featx.storage.local_folder import Disk
 from featx.storage.s3_folder import ObjectDisk
 from featx.store import layout
@@ -195,7 +195,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
 def test_an_exception_in_a_task_ends_the_run_and_is_told(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = slurm.PartWork.take
+    take = slurm.PartWorker.take
 
     def raising(self: Any, part: Part, batch: Any, computed: Any) -> Any:
         if part.index == 4:
@@ -203,22 +203,22 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
             raise ValueError("a bug in the model")
         return take(self, part, batch, computed)
 
-    monkeypatch.setattr(slurm.PartWork, "take", raising)
+    monkeypatch.setattr(slurm.PartWorker, "take", raising)
     with pytest.raises(RunError) as failed:
         extract(photos, executor={**LOCAL, "tasks": 2})
     assert str(failed.value).startswith("job 7_2: task ")
     assert "on cpu, part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
-    monkeypatch.setattr(slurm.PartWork, "take", take)
+    monkeypatch.setattr(slurm.PartWorker, "take", take)
     assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
 
 
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
-    product = StoreProduct("float16", {}, frozenset(), b"")
+    product = StorePartTask("float16", {}, frozenset(), b"")
     order: Any = SimpleNamespace(root=Path.cwd(), product=product)
-    task = slurm.Task(SentOrder(order), "cpu", [Part(0, 0, 4)])
+    task = slurm.Task(PickledWorkerSpec(order), "cpu", [Part(0, 0, 4)])
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
-    assert pickle.loads(pickle.dumps(task))() == slurm.TaskResult([], Labour())
+    assert pickle.loads(pickle.dumps(task))() == slurm.TaskResult([], WorkerStats())
 
 
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: Any) -> None:
@@ -261,14 +261,14 @@ def running_task(
             extract(photos, executor={**LOCAL, "tasks": 1})
         task = pickle.loads(pickle.dumps(cluster.tasks[0]))
         task._limit_s = limit_s
-        take = slurm.PartWork.take
+        take = slurm.PartWorker.take
 
         def taking(self: Any, part: Part, batch: Any, computed: Any) -> Any:
             if part.index == 2:
                 event()
             return take(self, part, batch, computed)
 
-        monkeypatch.setattr(slurm.PartWork, "take", taking)
+        monkeypatch.setattr(slurm.PartWorker, "take", taking)
         result: slurm.TaskResult = task()
         return result
 
@@ -348,9 +348,9 @@ def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:
 
 
 def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) -> None:
-    product = StoreProduct("float16", {}, frozenset(), b"")
+    product = StorePartTask("float16", {}, frozenset(), b"")
     order: Any = SimpleNamespace(root=Path.cwd(), product=product)
-    task = slurm.Task(SentOrder(order), "cpu", [Part(0, 0, 4)])
+    task = slurm.Task(PickledWorkerSpec(order), "cpu", [Part(0, 0, 4)])
     assert task.checkpoint() is task
     assert pickle.loads(pickle.dumps(task)).checkpoint() is not None
     task.checkpoint()

@@ -9,7 +9,7 @@ import pytest
 
 from featx.config.run_config import Config
 from featx.pipeline.executors import worker_stats as module
-from featx.pipeline.executors.worker_stats import Done, Harvest, Labour
+from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, WorkerStats
 from featx.pipeline.run_summary import seconds_text
 from featx.types import Part
 
@@ -27,14 +27,14 @@ def gathered(
     """
     now = [10.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    found = Harvest(1000, asked=10.0)
+    found = ResultCollector(1000, asked=10.0)
     if ready is not None:
         now[0] = ready
         found.begin()
     for when, parts, before in looks:
         now[0] = when
         for index in range(parts):
-            found.add(Done(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
+            found.add(PartResult(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
     return found.outcome(2, ORDER).figures.images_per_second
 
 
@@ -63,11 +63,11 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
 ) -> None:
     now = [10.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    found = Harvest(100, asked=10.0, is_labour_complete=is_complete)
+    found = ResultCollector(100, asked=10.0, is_labour_complete=is_complete)
     found.begin()
     now[0] = 20.0
-    found.add(Done(Part(0, 0, 100), [], {}, 0.0, 0.0))
-    found.labour.add(Labour({"read": 1.0, "model": 5.0}, 1000, 20))
+    found.add(PartResult(Part(0, 0, 100), [], {}, 0.0, 0.0))
+    found.labour.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
     figures = found.outcome(1, ORDER).figures
     assert (figures.bottleneck is not None) == is_complete
     told = figures.as_dict()

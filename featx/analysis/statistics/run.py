@@ -14,15 +14,15 @@ from featx.analysis.statistics.covariance import spread as spread_of
 from featx.analysis.statistics.frechet_distance import refuse_other_values
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, StatsSession
-from featx.analysis.statistics.sink import StatsProduct, StatsWork, tree_of
+from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
-from featx.analysis.statistics.target import StatsPurpose
+from featx.analysis.statistics.target import StatsTarget
 from featx.base.console import announce, complain
 from featx.base.text import size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline.executors import check, in_process, spread
-from featx.pipeline.executors.worker_stats import Outcome
+from featx.pipeline.executors import check, in_process, run_distributed
+from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.image_changes import (
     ImagesOfRun,
     changed_images_text,
@@ -34,7 +34,7 @@ from featx.pipeline.image_changes import (
 )
 from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
 from featx.pipeline.row_failures import failures_text
-from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_summary import describe_run
 from featx.storage.local_folder import TEMPORARY, Disk, exclusive_lock
@@ -84,8 +84,8 @@ def _run(
         check(config)
     other = None if config.stats.against is None else Statistics(config.stats.against)
     with contextlib.ExitStack() as stack:
-        purpose = StatsPurpose(config, source)
-        prepared = stack.enter_context(prepare(config, config_yaml, FEATURES, purpose))
+        purpose = StatsTarget(config, source)
+        prepared = stack.enter_context(build_run_context(config, config_yaml, FEATURES, purpose))
         if other is not None:
             _check_against(other, purpose, prepared)
         disk = Disk(out)
@@ -116,7 +116,7 @@ def _run(
     return _summary(Statistics(parts.path), other, parts.failures, outcome)
 
 
-def _refuse_changed_images(prepared: Prepared, parts: MomentsOfParts) -> None:
+def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
     """Compare the images with those that the statistics which are there were taken from.
 
     With refresh=true the files that hold changed images go, to be computed anew.
@@ -150,17 +150,17 @@ def _refuse_changed_images(prepared: Prepared, parts: MomentsOfParts) -> None:
 
 
 def _computed(
-    prepared: Prepared, purpose: StatsPurpose, session: StatsSession, config_yaml: str
-) -> Outcome:
+    prepared: RunContext, purpose: StatsTarget, session: StatsSession, config_yaml: str
+) -> RunOutcome:
     """What is missing, computed by this process or by those that the config asks for."""
     if not prepared.config.is_spread:
         with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
-            maker = StatsWork(prepared, purpose.layers, purpose.axes, session.commit, heart)
+            maker = StatsSink(prepared, purpose.layers, purpose.axes, session.commit, heart)
             return in_process.run(prepared, session, maker)
-    product = StatsProduct(purpose.dtype, purpose.settings, tuple(purpose.layers), purpose.axes)
+    product = StatsPartTask(purpose.dtype, purpose.settings, tuple(purpose.layers), purpose.axes)
     if session.missing():
         session.write_listing(prepared.listing)
-    return spread(prepared, session, product, config_yaml)
+    return run_distributed(prepared, session, product, config_yaml)
 
 
 def _clear(disk: Disk, overwrite: bool) -> None:
@@ -174,7 +174,7 @@ def _clear(disk: Disk, overwrite: bool) -> None:
             disk.remove(disk.root / name)
 
 
-def _check_against(other: Statistics, purpose: StatsPurpose, prepared: Prepared) -> None:
+def _check_against(other: Statistics, purpose: StatsTarget, prepared: RunContext) -> None:
     """Raise, before hours of work, where no distance to the other statistics can be told."""
     common = [layer for layer in purpose.layers if layer.spec.name in other]
     if not common:
@@ -200,7 +200,7 @@ def _check_against(other: Statistics, purpose: StatsPurpose, prepared: Prepared)
 
 
 def _begin_text(
-    prepared: Prepared, purpose: StatsPurpose, session: StatsSession, path: Path
+    prepared: RunContext, purpose: StatsTarget, session: StatsSession, path: Path
 ) -> list[tuple[str, str]]:
     """What will be done, before it is done."""
     lines = []
@@ -221,7 +221,10 @@ def _begin_text(
 
 
 def _summary(
-    statistics: Statistics, other: Statistics | None, failures: Sequence[Failure], outcome: Outcome
+    statistics: Statistics,
+    other: Statistics | None,
+    failures: Sequence[Failure],
+    outcome: RunOutcome,
 ) -> dict[str, Any]:
     layers, distances = {}, {}
     for name in statistics:

@@ -22,7 +22,7 @@ from featx.base.fingerprint import differences
 from featx.errors import RunError
 from featx.layers.reductions import positions_last
 from featx.pipeline.row_failures import failures_of
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.storage.local_folder import Disk
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
@@ -40,7 +40,7 @@ Commit = Callable[
 """Makes the moments of a part durable; returns the failures of the part that is there then."""
 
 
-class StatsWork:
+class StatsSink:
     """What becomes of the batches of a run whose statistics are taken: moments, on the device.
 
     Args:
@@ -57,7 +57,7 @@ class StatsWork:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: RunContext,
         layers: Sequence[StatsLayer],
         axes: Mapping[str, int],
         commit: Commit,
@@ -104,7 +104,7 @@ class StatsWork:
             self._checksums[first : first + batch.count] = batch.checksums
         return failures
 
-    def hand_over(self) -> Callable[[], Sequence[Failure]]:
+    def finish_part(self) -> Callable[[], Sequence[Failure]]:
         """The part whose last batch was taken; calling what is returned makes it durable."""
         assert self._part is not None, "no batch of a part was taken"
         found = {name: moments.finish() for name, moments in self._moments.items()}
@@ -126,7 +126,7 @@ class StatsWork:
 
 
 @dataclass(frozen=True)
-class StatsProduct:
+class StatsPartTask:
     """What the workers of a spread run are to make: parts of statistics.
 
     Attributes:
@@ -165,13 +165,13 @@ class StatsProduct:
             if not any(start <= part.start and part.stop <= stop for start, stop in spans)
         ]
 
-    def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> StatsWork:
+    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> StatsSink:
         """What computes the parts and commits each."""
         commit = tree_of(prepared, self.layers, Disk(root)).commit
-        return StatsWork(prepared, self.layers, self.axes, commit, heart)
+        return StatsSink(prepared, self.layers, self.axes, commit, heart)
 
 
-def tree_of(prepared: Prepared, layers: Sequence[StatsLayer], disk: Disk) -> MomentsTree:
+def tree_of(prepared: RunContext, layers: Sequence[StatsLayer], disk: Disk) -> MomentsTree:
     """The files of the statistics of a run, in the folder of a disk."""
     return MomentsTree(
         disk,

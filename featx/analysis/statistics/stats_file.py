@@ -375,7 +375,7 @@ def open_stats(path: str | Path) -> Statistics:
 
 
 @dataclass(frozen=True)
-class StatsBegun:
+class StatsResumeState:
     """How the statistics in a folder were begun.
 
     Attributes:
@@ -387,7 +387,7 @@ class StatsBegun:
     threads: int | None
 
 
-def statistics_begun(root: Path) -> StatsBegun | None:
+def statistics_begun(root: Path) -> StatsResumeState | None:
     """How the statistics below a folder were begun, None where there are none.
 
     Raises:
@@ -400,7 +400,7 @@ def statistics_begun(root: Path) -> StatsBegun | None:
         # What is damaged is set aside later, by whoever holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
             attributes = attributes_of(file)
-            return StatsBegun(json.loads(attributes["settings"]), attributes.get("threads"))
+            return StatsResumeState(json.loads(attributes["settings"]), attributes.get("threads"))
     return None
 
 

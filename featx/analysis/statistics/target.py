@@ -15,7 +15,7 @@ from featx.images.decode import PILLOW
 from featx.layers.reductions import channel_axis
 from featx.pipeline.run_target import check_out, list_images, seconds_of_part
 from featx.store.listing import marks_digest
-from featx.types import Begun, LayerSpec, Listing, Source
+from featx.types import LayerSpec, Listing, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
@@ -30,7 +30,7 @@ COMMIT_SHARE = 0.1
 _RESOLVED = ("precision", "compile", "channels_last", "batch_size")
 
 
-class StatsPurpose:
+class StatsTarget:
     """Statistics in the folder that `out` names, beside a store that may be there.
 
     Attributes:
@@ -68,7 +68,7 @@ class StatsPurpose:
         """All layers: one file holds them together."""
         return chosen
 
-    def begun(self, names: set[str]) -> Begun | None:
+    def begun(self, names: set[str]) -> ResumeState | None:
         """What was decided before the first part was done."""
         if self._begun is None:
             return None
@@ -79,7 +79,7 @@ class StatsPurpose:
         resolved["heif"] = settings.get("version.pillow_heif")
         if self._begun.threads is not None:
             resolved["threads"] = self._begun.threads
-        return Begun(resolved, settings["part_rows"], "the statistics were")
+        return ResumeState(resolved, settings["part_rows"], "the statistics were")
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float

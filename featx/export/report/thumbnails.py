@@ -18,7 +18,7 @@ from featx.images.fault_tolerant_decode import GuardedDecoder
 from featx.images.preprocess import cut_out
 from featx.sources import open_source
 from featx.store.reader import FeatureStore
-from featx.types import ImageFault, Regional, Status
+from featx.types import ImageFault, RegionSource, Status
 
 PIXELS = 112
 """Longer side of a thumbnail."""
@@ -149,7 +149,7 @@ class Thumbnails:
     def _uri(self, key: bytes) -> str:
         """A row's picture as a data URI. Raises ImageFault or OSError where it cannot be had."""
         picture = self._decoder.image(key, self._source.read(key))
-        if isinstance(self._source, Regional):
+        if isinstance(self._source, RegionSource):
             picture = cut_out(picture, self._source.box(key))
         return _thumbnail(picture)
 

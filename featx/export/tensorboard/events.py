@@ -27,7 +27,7 @@ from featx.store.reader import FeatureStore
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.pipeline.run_context import Prepared
+    from featx.pipeline.run_context import RunContext
     from featx.store.session import StoreSession
 
 PROJECTOR_ROWS = 1000
@@ -69,7 +69,7 @@ class RunEvents(RunObserver):
 
     wants_parts = True
 
-    def __init__(self, prepared: Prepared, session: StoreSession) -> None:
+    def __init__(self, prepared: RunContext, session: StoreSession) -> None:
         self._prepared = prepared
         self._session = session
         self._folder = session.root / layout.TENSORBOARD / f"run-{_run_number(session)}"

@@ -22,7 +22,7 @@ from featx.store import layout
 from featx.store.reader import FeatureStore
 
 if TYPE_CHECKING:
-    from featx.pipeline.run_context import Prepared
+    from featx.pipeline.run_context import RunContext
 
 SPRITE_PIXELS = 64
 """Longer side of one sprite, at the most; config.MAX_PICTURES of them fill a sheet."""
@@ -41,7 +41,7 @@ _SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 
 
 def write_projector(
-    disk: Disk, prepared: Prepared, store: FeatureStore, layers: Sequence[str], num_rows: int
+    disk: Disk, prepared: RunContext, store: FeatureStore, layers: Sequence[str], num_rows: int
 ) -> None:
     """Write vectors, labels and sprites of some ok rows of a store for the projector.
 
@@ -141,7 +141,7 @@ def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
 
 
 def _vectors(
-    prepared: Prepared, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
+    prepared: RunContext, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32] | None:
     """(n, C) of a layer, maps and tokens averaged; None, and why, where it has no vectors."""
     import torch
@@ -173,7 +173,7 @@ def _vectors(
 
 
 def sprite_sheet(
-    prepared: Prepared, rows: npt.NDArray[np.int64]
+    prepared: RunContext, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
     """The pictures of some rows as the backbone sees them, side by side and then line by line.
 
@@ -201,7 +201,7 @@ def sprite_sheet(
 
 
 def _sprites(
-    prepared: Prepared, rows: npt.NDArray[np.int64], size: tuple[int, int]
+    prepared: RunContext, rows: npt.NDArray[np.int64], size: tuple[int, int]
 ) -> Iterator[npt.NDArray[np.uint8] | None]:
     """(h, w, 3) of each row for a size (w, h), None where it has no picture."""
     from PIL import Image

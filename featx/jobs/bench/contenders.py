@@ -102,9 +102,9 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Images per second of reading, decoding and the model, each with nothing beside it."""
     from featx.pipeline.forward_passes import Passes
-    from featx.pipeline.run_context import prepare
+    from featx.pipeline.run_context import build_run_context
 
-    with prepare(config, config_yaml, engine_specs.FEATURES) as prepared:
+    with build_run_context(config, config_yaml, engine_specs.FEATURES) as prepared:
         num_rows, engine = len(prepared.listing), prepared.engine
         keys = [bytes(key) for key in prepared.listing.keys]
         begun = time.perf_counter()

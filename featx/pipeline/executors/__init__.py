@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from featx.config.run_config import Config
-    from featx.pipeline.executors.worker_spec import Product, Session
-    from featx.pipeline.executors.worker_stats import Outcome
-    from featx.pipeline.run_context import Prepared
+    from featx.pipeline.executors.worker_spec import PartTask, Session
+    from featx.pipeline.executors.worker_stats import RunOutcome
+    from featx.pipeline.run_context import RunContext
 
 
 def check(config: Config) -> None:
@@ -22,7 +22,9 @@ def check(config: Config) -> None:
     module.check(config)
 
 
-def spread(prepared: Prepared, session: Session, product: Product, config_yaml: str) -> Outcome:
+def run_distributed(
+    prepared: RunContext, session: Session, product: PartTask, config_yaml: str
+) -> RunOutcome:
     """Compute what is missing, as the keys `executor` and `devices` say.
 
     Args:
@@ -35,12 +37,12 @@ def spread(prepared: Prepared, session: Session, product: Product, config_yaml: 
         FeatxError: a worker failed; the message names it, the part and its rows.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    from featx.pipeline.executors.worker_spec import order_of
+    from featx.pipeline.executors.worker_spec import worker_spec
 
     module: Any = importlib.import_module(
         f"featx.pipeline.executors.{prepared.config.executor.name}"
     )
-    order = order_of(prepared, session, product, config_yaml)
+    order = worker_spec(prepared, session, product, config_yaml)
     with prepared.engine.off_device():
-        outcome: Outcome = module.run(prepared, session, order)
+        outcome: RunOutcome = module.run(prepared, session, order)
     return outcome

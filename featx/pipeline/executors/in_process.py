@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from featx.pipeline.executors.worker_spec import Maker, Session
-from featx.pipeline.executors.worker_stats import Outcome
+from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.loop import run_parts
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
 from featx.types import Batch, Failure, Part
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def run(
-    prepared: Prepared, session: Session, maker: Maker, observer: RunObserver | None = None
-) -> Outcome:
+    prepared: RunContext, session: Session, maker: Maker, observer: RunObserver | None = None
+) -> RunOutcome:
     """Compute what is missing in this process.
 
     Args:
@@ -33,7 +33,7 @@ def run(
         Interrupted: a signal asked for the end; what was whole is committed.
     """
     figures = run_parts(prepared, _WorkHere(session, maker), session.disk, observer)
-    return Outcome(figures, maker.faint, peak_memory_mib())
+    return RunOutcome(figures, maker.faint, peak_memory_mib())
 
 
 class _WorkHere:
@@ -42,7 +42,7 @@ class _WorkHere:
     def __init__(self, session: Session, maker: Maker) -> None:
         self.compute: Callable[[Engine, Batch], Any] = maker.compute
         self.take: Callable[[Part, Batch, Callable[[], Any]], list[Failure]] = maker.take
-        self.hand_over: Callable[[], Callable[[], object]] = maker.hand_over
+        self.finish_part: Callable[[], Callable[[], object]] = maker.finish_part
         self._session = session
         self._maker = maker
 

@@ -30,9 +30,14 @@ from featx.errors import FeatxError, RunError, TooManyFailuresError
 from featx.images.crash_journal import was_decoding
 from featx.pipeline.executors.local_worker import STOP
 from featx.pipeline.executors.part_worker import rows_text
-from featx.pipeline.executors.worker_spec import Order, Session
-from featx.pipeline.executors.worker_stats import Done, Harvest, Labour, Outcome
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.executors.worker_spec import Session, WorkerSpec
+from featx.pipeline.executors.worker_stats import (
+    PartResult,
+    ResultCollector,
+    RunOutcome,
+    WorkerStats,
+)
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.stop_signals import GRACE_S, Interrupted, stop_signals
 from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.types import Part
@@ -51,7 +56,7 @@ def check(config: Config) -> None:
     """Nothing is needed beside featx."""
 
 
-def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute what is missing in processes of their own.
 
     Raises:
@@ -61,13 +66,13 @@ def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
     parts = session.missing()
     devices = [str(device) for device in prepared.devices]
     _warn(prepared, len(devices))
-    crew = Crew(order, devices[: len(parts)], session, parts)
+    crew = WorkerPool(order, devices[: len(parts)], session, parts)
     with Heartbeat(session.disk, "driver"):
         crew.work()
     return crew.harvest.outcome(len(devices[: len(parts)]), order)
 
 
-def _warn(prepared: Prepared, num_workers: int) -> None:
+def _warn(prepared: RunContext, num_workers: int) -> None:
     """Say what is slow, or not the same on all devices."""
     threads = prepared.at_once.threads or 0
     if threads * num_workers > num_cpus():
@@ -125,7 +130,7 @@ class _Worker:
         return self.process.stdout.fileno()
 
 
-class Crew:
+class WorkerPool:
     """The workers of a run and the queue of its parts.
 
     A part whose worker died is given out alone from then on: when it happens again, it is known
@@ -144,13 +149,13 @@ class Crew:
 
     def __init__(
         self,
-        order: Order,
+        order: WorkerSpec,
         devices: Sequence[str],
         session: Session,
         parts: Sequence[Part],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        self.harvest = Harvest(sum(len(part) for part in parts))
+        self.harvest = ResultCollector(sum(len(part) for part in parts))
         self._order = order
         self._devices = devices
         self._session = session
@@ -168,7 +173,7 @@ class Crew:
         with (
             stop_signals() as stop,
             Progress(session.rows_asked, session.rows_done) as self._progress,
-            self._burial(),
+            self._reap_workers(),
         ):
             for number, device in enumerate(self._devices):
                 self._start(number, device)
@@ -241,7 +246,7 @@ class Crew:
         else:
             self._give(worker, self._next_for(worker))
 
-    def _on_done(self, worker: _Worker, done: Done) -> None:
+    def _on_done(self, worker: _Worker, done: PartResult) -> None:
         del worker.held[done.part.index]
         self._session.committed(done.part, done.failures)
         self.harvest.add(done)
@@ -264,7 +269,7 @@ class Crew:
         error.add_note(trace)
         self._end(error)
 
-    def _on_bye(self, worker: _Worker, labour: Labour) -> None:
+    def _on_bye(self, worker: _Worker, labour: WorkerStats) -> None:
         worker.finished = True
         self.harvest.labour.add(labour)
 
@@ -362,7 +367,7 @@ class Crew:
                 worker.process.kill()
 
     @contextlib.contextmanager
-    def _burial(self) -> Iterator[None]:
+    def _reap_workers(self) -> Iterator[None]:
         """No worker is left behind, whatever ends the run."""
         try:
             yield

@@ -28,7 +28,7 @@ STOP = "stop"
 """What the driver sends instead of a part when the run ends before all are done."""
 
 
-class Link:
+class DriverConnection:
     """The worker's end of the socket: what it tells, and the parts it is given.
 
     Attributes:
@@ -91,20 +91,20 @@ def main(descriptor: int, parent: int) -> int:
     order, device = connection.recv()
     if device == "cpu":
         keep_freed_memory()  # before any thread allocates
-    link = Link(connection)
+    link = DriverConnection(connection)
     # Only now: what the order names may lie in folders that this process did not know.
-    from featx.pipeline.executors.part_worker import PartWork, rows_text
-    from featx.pipeline.executors.worker_spec import prepared_as_ordered
-    from featx.pipeline.executors.worker_stats import Labour
+    from featx.pipeline.executors.part_worker import PartWorker, rows_text
+    from featx.pipeline.executors.worker_spec import worker_context
+    from featx.pipeline.executors.worker_stats import WorkerStats
     from featx.pipeline.stop_signals import Interrupted
     from featx.storage.s3_folder import disk_at
     from featx.store.heartbeat import Heartbeat
 
-    labour, work = Labour(), None
+    labour, work = WorkerStats(), None
     try:
         heart = Heartbeat(disk_at(order.root), f"worker on {device}", order.driver)
-        with heart, prepared_as_ordered(order, device) as prepared:
-            work = PartWork(prepared, order, link.done, heart, link.stopping)
+        with heart, worker_context(order, device) as prepared:
+            work = PartWorker(prepared, order, link.done, heart, link.stopping)
             link.tell("ready")
             while (first := link.draw(wait=True)) is not None:
                 labour.add(work.do(link.parts(first)))

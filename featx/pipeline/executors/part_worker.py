@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base.progress import Unseen
 from featx.errors import FeatxError, RunError
-from featx.pipeline.executors.worker_spec import Order
-from featx.pipeline.executors.worker_stats import Done, Labour
+from featx.pipeline.executors.worker_spec import WorkerSpec
+from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
 from featx.pipeline.loop import run_parts
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
 from featx.store.heartbeat import Heartbeat
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 
-class PartWork:
+class PartWorker:
     """Parts of an order, one after the other, each committed and told.
 
     Args:
@@ -42,9 +42,9 @@ class PartWork:
 
     def __init__(
         self,
-        prepared: Prepared,
-        order: Order,
-        tell: Callable[[Done], None],
+        prepared: RunContext,
+        order: WorkerSpec,
+        tell: Callable[[PartResult], None],
         heart: Heartbeat,
         stopping: threading.Event | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class PartWork:
         self._unseen = Unseen()
         self._at: tuple[Part, float] | None = None
 
-    def do(self, parts: Iterable[Part]) -> Labour:
+    def do(self, parts: Iterable[Part]) -> WorkerStats:
         """Compute and commit parts as they come.
 
         Raises:
@@ -71,7 +71,7 @@ class PartWork:
         figures = run_parts(self._prepared, self, progress=self._unseen)
         warnings = Counter(figures.decoder_warnings)
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
-        return Labour(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
+        return WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
 
     @property
     def seconds(self) -> Mapping[str, float]:
@@ -93,17 +93,17 @@ class PartWork:
         self.part = None
         return failures
 
-    def hand_over(self) -> Callable[[], None]:
+    def finish_part(self) -> Callable[[], None]:
         assert self._at is not None, "no batch of a part was taken"
         part, begun = self._at
         faint, self._maker.faint = self._maker.faint, Counter()
         waited = self._unseen.take_waited()
-        commit = self._maker.hand_over()
+        commit = self._maker.finish_part()
 
         def made_durable() -> None:
             failures = commit()
             self.rows_done += len(part)
-            self._tell(Done(part, failures, +faint, time.perf_counter() - begun, waited))
+            self._tell(PartResult(part, failures, +faint, time.perf_counter() - begun, waited))
 
         return made_durable
 
@@ -118,7 +118,7 @@ def rows_text(parts: Sequence[Part]) -> str:
 
 
 @contextlib.contextmanager
-def blamed_on(worker: str, at: Callable[[], str]) -> Iterator[None]:
+def add_worker_context(worker: str, at: Callable[[], str]) -> Iterator[None]:
     """Whatever is raised says by whom and where, in an error that any process can read."""
     try:
         yield

@@ -19,10 +19,20 @@ from typing import Any
 from featx.base.progress import Progress
 from featx.config.run_config import Config
 from featx.errors import ConfigError, MissingExtraError, RunError
-from featx.pipeline.executors.part_worker import PartWork, blamed_on, rows_text
-from featx.pipeline.executors.worker_spec import Order, SentOrder, Session, prepared_as_ordered
-from featx.pipeline.executors.worker_stats import Done, Harvest, Labour, Outcome
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
+from featx.pipeline.executors.worker_spec import (
+    PickledWorkerSpec,
+    Session,
+    WorkerSpec,
+    worker_context,
+)
+from featx.pipeline.executors.worker_stats import (
+    PartResult,
+    ResultCollector,
+    RunOutcome,
+    WorkerStats,
+)
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.storage.s3_folder import disk_at
 from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
@@ -46,7 +56,7 @@ def check(config: Config) -> None:
             raise _no_cluster(config, error) from error
 
 
-def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute what is missing in actors of a Ray cluster.
 
     Raises:
@@ -62,28 +72,28 @@ def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
 class Actor:
     """A process somewhere that does parts; it loads the backbone once."""
 
-    def __init__(self, order: SentOrder, device: str) -> None:
+    def __init__(self, order: PickledWorkerSpec, device: str) -> None:
         self._order = order
         self._device = device
         self._name = f"actor {os.getpid()} on {device}"
         self._stack = contextlib.ExitStack()
-        self._work: PartWork | None = None
-        self._done: list[Done] = []
+        self._work: PartWorker | None = None
+        self._done: list[PartResult] = []
 
     def ready(self) -> str:
         """Returns once this process can do parts: the name of its sign of life."""
-        with blamed_on(self._name, lambda: rows_text([])):
+        with add_worker_context(self._name, lambda: rows_text([])):
             order = self._order.open()
             heart = Heartbeat(disk_at(order.root), f"actor on {self._device}", order.driver)
             self._stack.enter_context(heart)
-            prepared = self._stack.enter_context(prepared_as_ordered(order, self._device))
-            self._work = PartWork(prepared, order, self._done.append, heart)
+            prepared = self._stack.enter_context(worker_context(order, self._device))
+            self._work = PartWorker(prepared, order, self._done.append, heart)
         return sign_name(os.getpid())
 
-    def do(self, part: Part) -> tuple[list[Done], Labour]:
+    def do(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
         """Compute and commit a part."""
         assert self._work is not None, "the actor is not ready"
-        with blamed_on(self._name, lambda: rows_text([part])):
+        with add_worker_context(self._name, lambda: rows_text([part])):
             labour = self._work.do(iter([part]))
         done = list(self._done)
         self._done.clear()
@@ -115,10 +125,10 @@ class Pool:
         size: how many actors there are.
     """
 
-    def __init__(self, ray: Any, order: Order, prepared: Prepared, session: Session) -> None:
+    def __init__(self, ray: Any, order: WorkerSpec, prepared: RunContext, session: Session) -> None:
         keys = prepared.config.executor
         self._pending = deque(session.missing())
-        self.harvest = Harvest(sum(len(part) for part in self._pending))
+        self.harvest = ResultCollector(sum(len(part) for part in self._pending))
         self._asked = order
         self._device = prepared.engine.device.type
         gpus = keys.gpus or 1.0 if self._device == "cuda" else 0.0
@@ -126,7 +136,7 @@ class Pool:
         room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
         self.size = min(keys.tasks or max(1, room), len(self._pending))
         self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
-        self._order = ray.put(SentOrder(order))
+        self._order = ray.put(PickledWorkerSpec(order))
         self._ray, self._session = ray, session
         self._at: dict[Any, tuple[_Hand, Part | None]] = {}
         self._idle: list[_Hand] = []

@@ -26,7 +26,7 @@ from featx.base.progress import Progress
 from featx.config.executor import DEFAULT_TIME_LIMIT_MIN
 from featx.config.run_config import Config
 from featx.errors import ConfigError, MissingExtraError, RunError, counted
-from featx.pipeline.executors.part_worker import PartWork, blamed_on, rows_text
+from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
 from featx.pipeline.executors.slurm_queue import (
     SlurmQueue,
     TaskState,
@@ -36,9 +36,19 @@ from featx.pipeline.executors.slurm_queue import (
     no_controller,
     seconds_left,
 )
-from featx.pipeline.executors.worker_spec import Order, SentOrder, Session, prepared_as_ordered
-from featx.pipeline.executors.worker_stats import Done, Harvest, Labour, Outcome
-from featx.pipeline.run_context import Prepared
+from featx.pipeline.executors.worker_spec import (
+    PickledWorkerSpec,
+    Session,
+    WorkerSpec,
+    worker_context,
+)
+from featx.pipeline.executors.worker_stats import (
+    PartResult,
+    ResultCollector,
+    RunOutcome,
+    WorkerStats,
+)
+from featx.pipeline.run_context import RunContext
 from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.storage.local_folder import Disk
 from featx.storage.s3_folder import disk_at
@@ -83,7 +93,7 @@ def check(config: Config) -> None:
     check_partition(config.executor.partition)
 
 
-def run(prepared: Prepared, session: Session, order: Order) -> Outcome:
+def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute what is missing in tasks of a job array.
 
     Raises:
@@ -110,8 +120,8 @@ class TaskResult:
         doing: what it did until then.
     """
 
-    done: Sequence[Done]
-    labour: Labour
+    done: Sequence[PartResult]
+    labour: WorkerStats
     told_by: str | None = None
     doing: str = ""
 
@@ -127,14 +137,18 @@ class Task:
     """
 
     def __init__(
-        self, order: SentOrder, device: str, parts: Sequence[Part], limit_s: float | None = None
+        self,
+        order: PickledWorkerSpec,
+        device: str,
+        parts: Sequence[Part],
+        limit_s: float | None = None,
     ) -> None:
         self._order = order
         self._device = device
         self._parts = parts
         self._limit_s = limit_s
         self._runs_in_vain = 0
-        self._done: list[Done] = []
+        self._done: list[PartResult] = []
 
     def __call__(self) -> TaskResult:
         """Compute and commit what is missing of the parts, until told to end."""
@@ -149,16 +163,16 @@ class Task:
             return rows_text([work.part] if work is not None and work.part is not None else missing)
 
         name = f"task {os.environ.get('SLURM_JOB_ID', os.getpid())} on {self._device}"
-        with blamed_on(name, at):
+        with add_worker_context(name, at):
             try:
                 with _told_to_end(self._limit_s, order) as told:
                     missing = order.product.missing(order.root, self._parts)
                     if not missing:
-                        return TaskResult([], Labour())
+                        return TaskResult([], WorkerStats())
                     heart = Heartbeat(disk_at(order.root), name, order.driver, outlives=True)
-                    with heart, prepared_as_ordered(order, self._device) as prepared:
+                    with heart, worker_context(order, self._device) as prepared:
                         ready_s = time.monotonic() - began
-                        work = PartWork(prepared, order, self._done.append, heart)
+                        work = PartWorker(prepared, order, self._done.append, heart)
                         return TaskResult(self._done, work.do(iter(missing)))
             except Interrupted:
                 ran_s = time.monotonic() - began
@@ -167,7 +181,7 @@ class Task:
             if ready_s is None
             else f"ready after {ready_s:.0f} s, computed for {ran_s - ready_s:.0f} s"
         )
-        return TaskResult(self._done, Labour(), told[0], doing)
+        return TaskResult(self._done, WorkerStats(), told[0], doing)
 
     def checkpoint(self) -> Any:
         """What submitit queues again: the same, which does what is missing then.
@@ -186,7 +200,7 @@ class Task:
 
 
 @contextlib.contextmanager
-def _told_to_end(limit_s: float | None, order: Order) -> Iterator[list[str]]:
+def _told_to_end(limit_s: float | None, order: WorkerSpec) -> Iterator[list[str]]:
     """Raise Interrupted within the block when this task is told to end.
 
     That is SIGTERM (scancel, preemption), SIGUSR2 (Slurm's announcement of either, as submitit
@@ -245,7 +259,7 @@ def _end_margin_s(limit_s: float) -> float:
     return min(SIGNAL_DELAY_S, limit_s / 6)
 
 
-def _driver_lives(order: Order) -> bool:
+def _driver_lives(order: WorkerSpec) -> bool:
     """Whether there is somebody who submits what a task leaves undone."""
     try:
         signs = signs_of_life(order.root)
@@ -262,10 +276,12 @@ class _Array:
         num_tasks: that share the parts.
     """
 
-    def __init__(self, order: Order, prepared: Prepared, session: Session, folder: Path) -> None:
+    def __init__(
+        self, order: WorkerSpec, prepared: RunContext, session: Session, folder: Path
+    ) -> None:
         keys = prepared.config.executor
         self._missing = {part.index: part for part in session.missing()}
-        self.harvest = Harvest(sum(map(len, self._missing.values())))
+        self.harvest = ResultCollector(sum(map(len, self._missing.values())))
         self.num_tasks = max(1, min(keys.tasks or _TASKS, len(self._missing)))
         self._order = order
         self._session = session
@@ -318,7 +334,7 @@ class _Array:
         if not parts:
             return
         chunks = list(_chunks(parts, self.num_tasks))
-        order = SentOrder(self._order)
+        order = PickledWorkerSpec(self._order)
         limit_s = self._limit_s
         try:
             with self._executor.batch():
@@ -375,7 +391,7 @@ class _Array:
             self._session.committed(part, failures)
             if not self.harvest.begun:
                 self._progress.begin()
-            self.harvest.add(Done(part, failures, {}, 0.0, 0.0), before=is_first)
+            self.harvest.add(PartResult(part, failures, {}, 0.0, 0.0), before=is_first)
             self._progress.step(len(part), len(failures), 0.0)
             self.harvest.refuse_failures(self._order, self._session)
 

@@ -23,12 +23,12 @@ from featx.config import ExecutorConfig
 from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError
 from featx.pipeline.engine_spec import EngineSpec
-from featx.pipeline.run_context import Prepared, prepare
+from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
 from featx.storage import s3_client
 from featx.storage.local_folder import Disk
 from featx.store.heartbeat import Heartbeat, sign_name
-from featx.types import Batch, Begun, Failure, LayerSpec, Listing, Part, Source
+from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
@@ -52,14 +52,14 @@ class Maker(Protocol):
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
         """Take the next batch of a part, computed as soon as that is done; its failed rows."""
 
-    def hand_over(self) -> Callable[[], Sequence[Failure]]:
+    def finish_part(self) -> Callable[[], Sequence[Failure]]:
         """The part whose last batch was taken; calling what is returned makes it durable.
 
         What is called returns the failures of the part that is there then.
         """
 
 
-class Product(Protocol):
+class PartTask(Protocol):
     """What the workers of a run are to make, and where they commit it; travels with the order.
 
     Attributes:
@@ -84,7 +84,7 @@ class Product(Protocol):
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
         """Those of some parts that nobody has committed yet."""
 
-    def maker(self, prepared: Prepared, root: Path, heart: Heartbeat) -> Maker:
+    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> Maker:
         """What computes the parts and commits each."""
 
 
@@ -122,7 +122,7 @@ class Session(Protocol):
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerSpec:
     """All that a process needs to compute parts of a run as its driver would.
 
     Attributes:
@@ -145,21 +145,23 @@ class Order:
     config_yaml: str
     source: Source | None
     engine_spec: EngineSpec
-    product: Product
-    begun: Begun
+    product: PartTask
+    begun: ResumeState
     fingerprint: Mapping[str, Any]
     num_rows: int
     cpus: int
 
 
-def order_of(prepared: Prepared, session: Session, product: Product, config_yaml: str) -> Order:
+def worker_spec(
+    prepared: RunContext, session: Session, product: PartTask, config_yaml: str
+) -> WorkerSpec:
     """What the workers of a run are told.
 
     Raises:
         ConfigError: the data set is an object that cannot be sent to another process.
     """
     config = prepared.config
-    return Order(
+    return WorkerSpec(
         root=session.root.absolute(),
         driver=sign_name(os.getpid()),
         config=replace(config, devices=None, executor=ExecutorConfig()),
@@ -167,14 +169,14 @@ def order_of(prepared: Prepared, session: Session, product: Product, config_yaml
         source=_sendable(prepared),
         engine_spec=prepared.engine_spec,
         product=product,
-        begun=Begun(prepared.as_run().resolved, prepared.part_rows),
+        begun=ResumeState(prepared.as_run().resolved, prepared.part_rows),
         fingerprint=prepared.header.fingerprint,
         num_rows=len(prepared.listing),
         cpus=config.cpus_of_worker(num_cpus()),
     )
 
 
-def _sendable(prepared: Prepared) -> Source | None:
+def _sendable(prepared: RunContext) -> Source | None:
     """The data set, unless it holds what does not travel: locks and open files."""
     of_python = prepared.config.data.name == "python"
     try:
@@ -199,24 +201,24 @@ class _Travelling(pickle.Pickler):
         return NotImplemented
 
 
-class SentOrder:
+class PickledWorkerSpec:
     """An order as it travels to an interpreter that may not know all folders of this one's path."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: WorkerSpec) -> None:
         self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
         self._pickled = pickle.dumps(order)  # for what it names may lie in these folders
 
-    def open(self) -> Order:
+    def open(self) -> WorkerSpec:
         """The order; this interpreter knows the folders from now on."""
         sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
-        order: Order = pickle.loads(self._pickled)
+        order: WorkerSpec = pickle.loads(self._pickled)
         return order
 
 
-class _Ordered:
-    """What `prepare` asks of a purpose, answered from an order instead."""
+class _WorkerTarget:
+    """What `build_run_context` asks of a purpose, answered from an order instead."""
 
-    def __init__(self, order: Order, source: Source, listing: Listing) -> None:
+    def __init__(self, order: WorkerSpec, source: Source, listing: Listing) -> None:
         self.dtype = order.product.dtype
         self.settings = dict(order.product.settings)
         self.folder: Path | None = order.root
@@ -229,7 +231,7 @@ class _Ordered:
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         return [pair for pair in chosen if pair[0].name in self._order.product.datasets]
 
-    def begun(self, names: set[str]) -> Begun | None:
+    def begun(self, names: set[str]) -> ResumeState | None:
         return self._order.begun
 
     def part_limits(
@@ -239,7 +241,7 @@ class _Ordered:
 
 
 @contextlib.contextmanager
-def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
+def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
     """Everything a worker needs to compute parts, on one device.
 
     The driver has written to the store before, so an object store that does not answer is waited
@@ -262,8 +264,8 @@ def prepared_as_ordered(order: Order, device: str) -> Iterator[Prepared]:
             raise RunError(
                 f"{order.root} has no listing of {order.num_rows} rows that is readable."
             )
-        purpose = _Ordered(order, source, listing)
-        with prepare(config, order.config_yaml, order.engine_spec, purpose) as prepared:
+        purpose = _WorkerTarget(order, source, listing)
+        with build_run_context(config, order.config_yaml, order.engine_spec, purpose) as prepared:
             if changed := differences(order.fingerprint, prepared.header.fingerprint):
                 lines = [
                     f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed

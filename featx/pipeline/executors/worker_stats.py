@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from featx.pipeline.bottleneck import bottleneck
-from featx.pipeline.executors.worker_spec import Order, Session
+from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.row_failures import refuse_failures
-from featx.pipeline.run_metrics import Figures
+from featx.pipeline.run_metrics import RunMetrics
 from featx.types import Failure, Part
 
 
 @dataclass(frozen=True)
-class Done:
+class PartResult:
     """A part that is durable now.
 
     Attributes:
@@ -33,7 +33,7 @@ class Done:
 
 
 @dataclass
-class Labour:
+class WorkerStats:
     """What a worker, or all of them together, took for its parts.
 
     Attributes:
@@ -48,7 +48,7 @@ class Labour:
     peak_memory_mib: int = 0
     decoder_warnings: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Labour) -> None:
+    def add(self, other: WorkerStats) -> None:
         """Take over what another worker, or this one in another turn, took."""
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -58,7 +58,7 @@ class Labour:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """What came of a run that was spread.
 
     Attributes:
@@ -66,7 +66,7 @@ class Outcome:
         peak_memory_mib: of the largest worker.
     """
 
-    figures: Figures
+    figures: RunMetrics
     faint: Counter[str]
     peak_memory_mib: int
 
@@ -75,7 +75,7 @@ _STAGES = ("read", "decode", "wait", "model", "copy", "write")
 
 
 @dataclass
-class Harvest:
+class ResultCollector:
     """What the workers of a run did so far, as their driver counts it.
 
     Args:
@@ -99,14 +99,14 @@ class Harvest:
     rows_before: int = 0
     asked: float = field(default_factory=time.perf_counter)
     faint: Counter[str] = field(default_factory=Counter)
-    labour: Labour = field(default_factory=Labour)
+    labour: WorkerStats = field(default_factory=WorkerStats)
     is_labour_complete: bool = True
 
     def begin(self) -> None:
         """A worker is ready: from here on the time counts."""
         self.begun = self.begun or time.perf_counter()
 
-    def add(self, done: Done, before: bool = False) -> None:
+    def add(self, done: PartResult, before: bool = False) -> None:
         """One more part is durable.
 
         Args:
@@ -118,14 +118,14 @@ class Harvest:
         self.rows_before += len(done.part) if before else 0
         self.faint.update(done.faint)
 
-    def refuse_failures(self, order: Order, session: Session) -> None:
+    def refuse_failures(self, order: WorkerSpec, session: Session) -> None:
         """Raise TooManyFailuresError where going on would only give more of the same."""
         left = self.rows_to_do - self.rows
         left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
         rows = session.rows_asked
         refuse_failures(order.config, session.num_failed, rows - left, rows, left_s)
 
-    def outcome(self, num_workers: int, order: Order) -> Outcome:
+    def outcome(self, num_workers: int, order: WorkerSpec) -> RunOutcome:
         """The figures of the run, when it is done."""
         labour, known = self.labour, self.is_labour_complete
         busy = dict.fromkeys(_STAGES, 0.0) | labour.seconds
@@ -136,15 +136,15 @@ class Harvest:
         if not timed:  # all were there when the time began: what is known is when they were asked
             timed, took = self.rows, self.ended - self.asked
         if not timed or took <= 0:
-            return Outcome(Figures(seconds, None, num_bytes, None), self.faint, 0)
+            return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.faint, 0)
         of_all = took * self.rows / timed * num_workers
         device, precision = str(order.fingerprint["device"]), order.config.precision
         sentence = bottleneck(busy, of_all, order.cpus, device, precision) if known else None
-        figures = Figures(
+        figures = RunMetrics(
             seconds,
             timed / took,
             num_bytes,
             sentence,
             decoder_warnings=labour.decoder_warnings,
         )
-        return Outcome(figures, self.faint, labour.peak_memory_mib)
+        return RunOutcome(figures, self.faint, labour.peak_memory_mib)

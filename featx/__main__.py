@@ -31,7 +31,7 @@ def run_command() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base.console import complain, say, stop_saying
+    from featx.base.console import log_message, print_result, stop_saying
     from featx.base.paths import shipped
     from featx.base.version import __version__
     from featx.cli import hydra_config
@@ -53,7 +53,7 @@ def run_command() -> int:
     try:
         line = read_command_line(typed[1:])
         if line.wants_version:
-            say(f"featx {__version__}")
+            print_result(f"featx {__version__}")
             return 0
         hydra_config.register(line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
@@ -67,7 +67,9 @@ def run_command() -> int:
     except (HydraException, OmegaConfBaseException, FeatxError) as error:
         if debug:
             raise
-        complain(str(error) if isinstance(error, FeatxError) else str(hydra_config.explain(error)))
+        log_message(
+            str(error) if isinstance(error, FeatxError) else str(hydra_config.explain(error))
+        )
         return 2
     except KeyboardInterrupt as interrupt:
         return 128 + getattr(interrupt, "signum", signal.SIGINT)
@@ -80,7 +82,7 @@ def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
     """One job of the command; in a multirun, one that fails does not take the others with it."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base.console import complain, log_as_json
+    from featx.base.console import log_as_json, log_message
     from featx.cli import hydra_config
     from featx.config import saved_config, schema
     from featx.config.job_rules import given_by_value, unread
@@ -92,21 +94,23 @@ def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
             log_as_json()
         of_files = given_by_value(checked) - line.given if line.config_dirs else ()
         if unused := unread(checked, of_files):
-            complain(f"job={checked.job.name} does not use {', '.join(unused)} of the config file")
+            log_message(
+                f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
+            )
         job = importlib.import_module(f"featx.jobs.{checked.job.name}")
         code: int = job.run(checked, saved_config.saved_yaml(node))
         return code
     except OmegaConfBaseException as error:
         if debug:
             raise
-        complain(str(hydra_config.explain(error)), "error")
+        log_message(str(hydra_config.explain(error)), "error")
         return 2
     except FeatxError as error:
         if debug:
             raise
-        complain(str(error), "error")
+        log_message(str(error), "error")
         if isinstance(error, StorageError):
-            complain(_resume_command(line.typed))
+            log_message(_resume_command(line.typed))
         return error.exit_code
 
 

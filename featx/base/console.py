@@ -13,7 +13,7 @@ from typing import Any
 from featx.base.text import facts
 
 
-def say(text: str = "") -> None:
+def print_result(text: str = "") -> None:
     """A line of the command's result, on stdout; nobody has to read it to the end (`| head`)."""
     try:
         print(text, flush=True)
@@ -58,7 +58,7 @@ def json_line(level: str, **values: Any) -> str:
     return json.dumps({"time": stamp, "level": level, **values})
 
 
-def complain(text: str, level: str = "info") -> None:
+def log_message(text: str, level: str = "info") -> None:
     """Something about the run, on stderr.
 
     Args:
@@ -75,7 +75,7 @@ def complain(text: str, level: str = "info") -> None:
 def announce(rows: Sequence[tuple[str, str]]) -> None:
     """What is going to be done, before it begins."""
     if not _as_json:
-        complain(f"{facts(rows)}\n")
+        log_message(f"{facts(rows)}\n")
         return
     values: dict[str, str] = {}
     last = ""

@@ -7,7 +7,7 @@ import time
 
 from tqdm import tqdm
 
-from featx.base.console import complain, json_line, writes_json
+from featx.base.console import json_line, log_message, writes_json
 from featx.base.text import size_text, time_text
 
 PLAIN_INTERVAL_S = 10.0
@@ -68,7 +68,7 @@ class Progress:
                 )
                 print(line, file=sys.stderr, flush=True)
                 return
-            complain(
+            log_message(
                 f"{self._done} of {self._total} images, {rate:.1f} images/s, {time_text(left)} "
                 f"left, {self._failures} failed, bound by {stage}"
             )
@@ -78,16 +78,16 @@ class Progress:
         if self._terminal:
             tqdm.write(text, file=sys.stderr)
         else:
-            complain(text)
+            log_message(text)
 
 
-class Unseen:
+class SilentProgress:
     """What a worker has instead of a bar: nothing is shown, the waits are summed."""
 
     def __init__(self) -> None:
         self._waited_s = 0.0
 
-    def __enter__(self) -> Unseen:
+    def __enter__(self) -> SilentProgress:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -142,7 +142,7 @@ class CountProgress:
             rate = self._done / (now - self._begun)
             left = time_text(max(0, self._total - self._done) / rate)
             done, total, speed = map(self._text, (self._done, self._total, rate))
-            complain(f"{done} of {total}, {speed}/s, {left} left")
+            log_message(f"{done} of {total}, {speed}/s, {left} left")
 
     def _text(self, count: float) -> str:
         return size_text(count) if self._unit == "B" else f"{count:.0f} {self._unit}"

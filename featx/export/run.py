@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.base.fingerprint import differences
 from featx.base.progress import CountProgress
 from featx.base.text import facts, size_text
@@ -285,7 +285,7 @@ def _warn_of_odd_keys(chosen: Selection) -> None:
         except UnicodeDecodeError:
             odd += 1
     if odd:
-        complain(
+        log_message(
             f"warning: {counted(odd, 'key is', 'keys are')} not UTF-8. npy and safetensors keep "
             "their bytes; where a "
             "format holds text, such bytes are spelled as \\xff."

@@ -12,7 +12,7 @@ from PIL import Image
 
 from featx.analysis.attribution.contact_sheets import Tile, contact_sheet, feature_map_grid
 from featx.analysis.engine_specs import ATTRIBUTIONS
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.config import METHODS, OF_A_LAYER
 from featx.config.run_config import Config
 from featx.pipeline.extraction import run_extraction, store_exit_code
@@ -35,7 +35,7 @@ MAX_SHEETS = 50
 def run(config: Config, config_yaml: str) -> int:
     """Attribute, draw, say what happened, and return the exit code."""
     summary = run_extraction(config, config_yaml, ATTRIBUTIONS, observe=ContactSheets)
-    say(describe_end(summary, config.out, _using(config, summary)))
+    print_result(describe_end(summary, config.out, _using(config, summary)))
     return store_exit_code(config, summary)
 
 
@@ -94,10 +94,10 @@ def _draw(prepared: RunContext, session: StoreSession) -> None:
                 data = io.BytesIO()
                 image.save(data, "PNG")
                 session.disk.replace(folder / file_name, data.getvalue())
-            complain(f"drawn {', '.join(str(folder / file_name) for file_name, _ in made)}")
+            log_message(f"drawn {', '.join(str(folder / file_name) for file_name, _ in made)}")
             made.clear()
     if len(labels) > MAX_SHEETS:
-        complain(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
+        log_message(f"drawn: the first {MAX_SHEETS} of {len(labels)} classes.")
 
 
 def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.config.run_config import Config
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.export.run import describe_export, run_export
@@ -34,5 +34,5 @@ def export_store(**keys: Any) -> Path:
 def run(config: Config, config_yaml: str) -> int:
     """The command's job: write the export and say how it is opened; returns the exit code."""
     summary = run_export(config)
-    say(json.dumps(summary, indent=2) if config.job.json else describe_export(summary))
+    print_result(json.dumps(summary, indent=2) if config.job.json else describe_export(summary))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from featx.analysis.engine_specs import FEATURES
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords, without_object
@@ -41,14 +41,14 @@ def extract(**keys: Any) -> FeatureStore:
     config = from_omegaconf(node, given_keywords(keys))
     source = None if given is None else source_of(given)
     summary = _run(config, saved_yaml(node), source)
-    say(describe_end(summary, config.out))
+    print_result(describe_end(summary, config.out))
     return FeatureStore(config.out)
 
 
 def run(config: Config, config_yaml: str) -> int:
     """The command's job: extract, say what happened, return the exit code."""
     summary = _run(config, config_yaml)
-    say(describe_end(summary, config.out))
+    print_result(describe_end(summary, config.out))
     return store_exit_code(config, summary)
 
 

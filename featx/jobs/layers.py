@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.text import facts
 from featx.cli.layer_table import WIDTH, layer_rows, layer_table, remarks
 from featx.config import DataConfig
@@ -62,7 +62,7 @@ def run(config: Config, config_yaml: str) -> int:
         engine.settle(compute)
         heading = _heading(config, engine, f"{key} of {_where(config)}{missing}")
         if show == "watch":
-            say(heading)
+            print_result(heading)
             _watch(engine, images)
             return 0
         from featx.layers.profiling import profile
@@ -71,15 +71,15 @@ def run(config: Config, config_yaml: str) -> int:
             profiled = profile(module, x, _MEASURED[show])
     rows = layer_rows(traced, np.dtype(config.dtype).itemsize, captures(config), profiled)
     if config.job.json:
-        complain(heading)
-        say(json.dumps(rows, indent=2))
+        log_message(heading)
+        print_result(json.dumps(rows, indent=2))
         return 0
-    say(heading)
-    say()
-    say(layer_table(rows, show, device.type == "cuda"))
-    say()
+    print_result(heading)
+    print_result()
+    print_result(layer_table(rows, show, device.type == "cuda"))
+    print_result()
     for line in remarks(show, traced, profiled):
-        say(textwrap.fill(line, WIDTH, subsequent_indent="  "))
+        print_result(textwrap.fill(line, WIDTH, subsequent_indent="  "))
     return 0
 
 
@@ -149,7 +149,9 @@ def _trace(engine: Engine) -> Trace:
 def _watch(engine: Engine, images: torch.Tensor) -> None:
     from featx.layers.forward_log import watch
 
-    say("shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it")
-    say()
+    print_result(
+        "shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it"
+    )
+    print_result()
     with engine.as_computed(images) as (module, x):
-        watch(module, x, say)
+        watch(module, x, print_result)

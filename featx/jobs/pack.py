@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.base.text import facts, size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreError
@@ -24,5 +24,5 @@ def run(config: Config, config_yaml: str) -> int:
     did = pack_store(root)
     path = root / layout.PACKED
     text = "packed now, its parts are deleted" if did else "was packed already"
-    say(facts([("file", str(path)), ("size", size_text(path.stat().st_size)), ("", text)]))
+    print_result(facts([("file", str(path)), ("size", size_text(path.stat().st_size)), ("", text)]))
     return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.analysis.engine_specs import FEATURES
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.base.machine import num_cpus
 from featx.base.text import facts, size_text, time_text
 from featx.config.run_config import Config
@@ -28,9 +28,9 @@ def run(config: Config, config_yaml: str) -> int:
     with build_run_context(config, config_yaml, FEATURES) as prepared:
         plan = _plan(config, prepared)
         if config.job.json:
-            say(json.dumps(plan, indent=2))
+            print_result(json.dumps(plan, indent=2))
         else:
-            say(facts([*describe_run(prepared), *_lines(plan)]))
+            print_result(facts([*describe_run(prepared), *_lines(plan)]))
     return 0
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.text import facts
 from featx.config.run_config import Config
 from featx.errors import ConfigError
@@ -33,14 +33,14 @@ def run(config: Config, config_yaml: str) -> int:
     if not isinstance(config.layer, str | None):
         raise ConfigError(f"layer={config.layer}: job=predict uses the head of one layer.")
     head = head_of_store(place_of(config.store), config.layer)
-    complain(f"head        {head}")
+    log_message(f"head        {head}")
     found = run_prediction(config, head)
     disk = Disk(Path(config.out).expanduser())
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, predictions_csv(found))
     summary = _summary(found, path)
-    say(json.dumps(summary, indent=1) if config.job.json else _text(summary))
+    print_result(json.dumps(summary, indent=1) if config.job.json else _text(summary))
     return exit_code(
         config, summary["rows"], summary["failures"], f"They have their reason in {path}."
     )

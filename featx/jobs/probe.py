@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.text import facts, table
 from featx.config.run_config import Config
 from featx.errors import counted
@@ -18,11 +18,11 @@ def run(config: Config, config_yaml: str) -> int:
     config.place_of_store()  # that there is none is told before torch loads
     from featx.analysis.probe.run import run_probe  # which imports torch
 
-    result = run_probe(config, complain)
+    result = run_probe(config, log_message)
     if config.job.json:
-        say(json.dumps(result, indent=1))
+        print_result(json.dumps(result, indent=1))
     else:
-        say(_text(config, result))
+        print_result(_text(config, result))
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.text import facts, size_text
 from featx.config.run_config import Config
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords
@@ -31,15 +31,15 @@ def write_report(**keys: Any) -> Path:
 
     node = from_keywords(keys)
     node.job.name = "report"
-    return Path(run_report(from_omegaconf(node, given_keywords(keys)), complain)["file"])
+    return Path(run_report(from_omegaconf(node, given_keywords(keys)), log_message)["file"])
 
 
 def run(config: Config, config_yaml: str) -> int:
     """The command's job: write the page and say where it is; returns the exit code."""
     from featx.export.report.run import run_report  # which imports torch
 
-    summary = run_report(config, complain)
-    say(json.dumps(summary, indent=2) if config.job.json else _text(summary))
+    summary = run_report(config, log_message)
+    print_result(json.dumps(summary, indent=2) if config.job.json else _text(summary))
     return 0
 
 

@@ -15,7 +15,7 @@ from featx.analysis.similarity.duplicates import cosines_to_first, duplicate_gro
 from featx.analysis.similarity.faiss_index import RowIndex
 from featx.analysis.similarity.layer_similarity import ROWS, LayerLikeness, layer_likeness
 from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.progress import CountProgress
 from featx.base.text import facts, table
 from featx.config.run_config import Config
@@ -36,7 +36,7 @@ def run(config: Config, config_yaml: str) -> int:
     assert config.store is not None, "the config was checked"
     store = FeatureStore(config.store, verify="rows")
     if not store.complete:
-        complain(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
+        log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     asked = config.similar
     if asked.key is not None:
         summary, text = _of_one(store, config)
@@ -46,7 +46,7 @@ def run(config: Config, config_yaml: str) -> int:
         summary, text = _likeness(store, config)
     else:
         summary, text = _of_all(store, config)
-    say(json.dumps(summary, indent=2) if config.job.json else text)
+    print_result(json.dumps(summary, indent=2) if config.job.json else text)
     return 0
 
 
@@ -130,7 +130,7 @@ def _index(store: FeatureStore, layer: str, config: Config) -> RowIndex:
     k, metric = asked.k or _K, asked.metric or "cosine"
     index = RowIndex(store, layer, asked.recall, k, metric, config.seed, config.device)
     if asked.recall < 1 and 4 * index.looked_at > index.lists:
-        complain(
+        log_message(
             f"the index looks at {index.looked_at} of its {index.lists} lists to find "
             f"{asked.recall:g} of the nearest rows: without similar.recall the search would be "
             "exact and hardly slower"

@@ -9,7 +9,7 @@ from typing import Any
 from featx.analysis.statistics.run import run_stats
 from featx.analysis.statistics.session import FAILURES_CSV
 from featx.analysis.statistics.stats_file import Statistics
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.base.text import facts, table
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
@@ -41,14 +41,14 @@ def stats(**keys: Any) -> Statistics:
     config = from_omegaconf(node, given_keywords(keys))
     source = None if given is None else source_of(given)
     summary = run_stats(config, saved_yaml(node), source)
-    say(_text(summary))
+    print_result(_text(summary))
     return Statistics(summary["file"])
 
 
 def run(config: Config, config_yaml: str) -> int:
     """The command's job: take the statistics, say what they are, return the exit code."""
     summary = run_stats(config, config_yaml)
-    say(json.dumps(summary, indent=2) if config.job.json else _text(summary))
+    print_result(json.dumps(summary, indent=2) if config.job.json else _text(summary))
     failures = Path(config.out) / FAILURES_CSV
     return exit_code(
         config,

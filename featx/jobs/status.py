@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.base.text import facts, time_text
 from featx.config.run_config import Config
 from featx.errors import StoreError, counted
@@ -18,7 +18,7 @@ def run(config: Config, config_yaml: str) -> int:
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=status takes the store's folder.")
     status = store_status(root)
-    say(json.dumps(status.as_dict(), indent=2) if config.job.json else _text(status))
+    print_result(json.dumps(status.as_dict(), indent=2) if config.job.json else _text(status))
     return 0
 
 

@@ -14,7 +14,7 @@ from featx.analysis.reproducibility import (
     config_of_run,
     recheck_rows,
 )
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.text import facts, size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, counted
@@ -62,9 +62,9 @@ def run(config: Config, config_yaml: str) -> int:
         sample = recheck_rows(config, root, _manifest(root), config.verify.sample)
         found["sample"] = sample.as_dict()
     if config.job.json:
-        say(json.dumps(found, indent=2))
+        print_result(json.dumps(found, indent=2))
     else:
-        say(_text(report, images, sample))
+        print_result(_text(report, images, sample))
     if report.damages or images.changed or (sample is not None and sample.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
@@ -76,7 +76,7 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     was_packed = (root / layout.PACKED).exists()
     moved = set_damage_aside(report)
     for path in moved:
-        complain(f"moved {path}")
+        log_message(f"moved {path}")
     manifest = _manifest(root)
     lacking = missing_parts(root, manifest)
     runs = [run for run, _ in lacking]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import announce, complain
+from featx.base.console import announce, log_message
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.pipeline.engine_spec import EngineSpec
@@ -156,9 +156,9 @@ def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
         faint: layer -> how many of its rows are.
     """
     if session.failures:
-        complain(failures_text(session.failures))
+        log_message(failures_text(session.failures))
     for layer, count in faint.items():
-        complain(
+        log_message(
             f"warning: {counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
             "above 6.1e-5; float16 holds so little with few bits or as zero. dtype=float32 keeps "
             "it."
@@ -191,15 +191,17 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
     config, keys = prepared.config, prepared.listing.keys
     changes = _changes(prepared, session)
     if changes.num_unknown:
-        complain(
+        log_message(
             f"warning: {unknown_images_text(changes.num_unknown)} (an early featx wrote them, or "
             "this was damaged and could not be repaired): whether it has changed is not known. "
             "overwrite=true begins the store anew.\n"
         )
     if len(changes.gone):
-        complain(f"warning: {gone_images_text(keys, changes.gone)}. Their rows stay as they are.\n")
+        log_message(
+            f"warning: {gone_images_text(keys, changes.gone)}. Their rows stay as they are.\n"
+        )
     if config.refresh:
-        complain(f"{changed_text(len(changes.rows))} since their rows were computed\n")
+        log_message(f"{changed_text(len(changes.rows))} since their rows were computed\n")
         rows = _of_runs_asked(session, changes)
         if len(rows):
             _compute_anew(prepared, session, rows.tolist(), "refresh")
@@ -208,7 +210,7 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
     mended = [row for row in changes.rows.tolist() if row in failed]
     changed = [row for row in changes.rows.tolist() if row not in failed]
     if mended and not config.retry_failed:
-        complain(f"{mended_images_text(keys, mended)}\n")
+        log_message(f"{mended_images_text(keys, mended)}\n")
     if not changed:
         return
     layers = [
@@ -220,7 +222,7 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
     text = changed_images_text(session.root, keys, changed, what)
     if not only_tell:
         raise StoreMismatchError(text)
-    complain(f"warning: {text}\n")
+    log_message(f"warning: {text}\n")
 
 
 def _anew_text(layers: Sequence[str]) -> str:
@@ -255,7 +257,9 @@ def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
     """Compute the rows that damaged chunks held, and put them to the rows that a repair kept."""
     rows = session.lost_rows()
     if rows:
-        complain(f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n")
+        log_message(
+            f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n"
+        )
         run_parts(prepared, RetrySink(prepared, session, rows))
         session.survey_anew()
 
@@ -264,7 +268,7 @@ def _retry(prepared: RunContext, session: StoreSession) -> None:
     """Try the failed images again, and put those that can be read now into their rows."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(prepared, failed)
-    complain(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
+    log_message(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
     if rows:
         _compute_anew(prepared, session, rows, "retry_failed")
 
@@ -316,13 +320,13 @@ def _pack(config: Config, session: StoreSession) -> None:
     if session.packed or not session.whole or _is_mixed(session) or config.pack is False:
         return
     if is_url(session.root):
-        complain(
+        log_message(
             "the parts are kept: an object store has no disk to pack on. featx.open reads parts."
         )
         return
     needed, free = packed_size_bound(session.stored_bytes()), session.disk.free_bytes()
     if config.pack == "auto" and free < needed:
-        complain(
+        log_message(
             f"the parts are kept: packing needs {needed} bytes and {free} are free. "
             "featx.open reads parts as well."
         )
@@ -349,7 +353,7 @@ def _is_mixed(session: StoreSession) -> bool:
         keys = session.listing.keys
         what = _anew_text(list(layers))
         raise StoreMismatchError(changed_images_text(session.root, keys, ok, what))
-    complain(
+    log_message(
         f"the parts are kept: "
         f"{counted(len(mixed), 'failed image has', 'failed images have')} been mended for some "
         "layers only. "

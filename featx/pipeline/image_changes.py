@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.base.machine import num_cpus
 from featx.errors import counted
 from featx.images.fault_tolerant_decode import read_image
@@ -264,7 +264,7 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         pictures = [source.picture(key) for key in keys.tolist()]
         _, firsts, which = np.unique(pictures, return_index=True, return_inverse=True)
         keys = keys[firsts]
-    complain(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
+    log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
 
     def checksum(key: bytes) -> int:
         try:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from featx.base.machine import num_cpus
-from featx.base.progress import Progress, Unseen
+from featx.base.progress import Progress, SilentProgress
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import Passes
 from featx.pipeline.row_failures import refuse_failures
@@ -71,7 +71,7 @@ def run_parts(
     work: BatchSink,
     disk: Disk | None = None,
     observer: RunObserver | None = None,
-    progress: Progress | Unseen | None = None,
+    progress: Progress | SilentProgress | None = None,
 ) -> RunMetrics:
     """Compute and commit what is missing.
 

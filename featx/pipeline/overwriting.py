@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.config import JobConfig, LogConfig
 from featx.config.run_config import Config, in_this_process
 from featx.errors import StoreMismatchError
@@ -72,7 +72,7 @@ def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config],
         FeatxError: as of `run`.
     """
     if mark.is_of_this_command:
-        complain(
+        log_message(
             f"{mark.path.parent} was begun by this command with overwrite=true and is not "
             "finished: it is resumed. To start anew once more, delete the folder."
         )
@@ -81,7 +81,7 @@ def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config],
         # Images or libraries have changed since. A disk that cannot be read now is another matter:
         # what was computed may be there still.
         except (StoreMismatchError, DamagedManifestError) as error:
-            complain(f"{error}\nIt cannot be resumed; overwrite=true starts it anew.")
+            log_message(f"{error}\nIt cannot be resumed; overwrite=true starts it anew.")
     return run(config)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.storage.local_folder import Disk
 from featx.store import layout
 
@@ -56,7 +56,7 @@ class Timeline:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         if self._num_batches <= SKIPPED_BATCHES:
-            complain(
+            log_message(
                 f"profile=true: no trace was written, for the run had fewer than "
                 f"{SKIPPED_BATCHES + 1} batches."
             )
@@ -73,4 +73,4 @@ class Timeline:
             path = Path(folder) / TRACE
             profiled.export_chrome_trace(str(path))
             self._disk.replace(self._disk.root / TRACE, path.read_bytes())
-        complain(f"profile: {self._disk.root / TRACE} opens in https://ui.perfetto.dev")
+        log_message(f"profile: {self._disk.root / TRACE} opens in https://ui.perfetto.dev")

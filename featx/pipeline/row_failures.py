@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.config.run_config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
 from featx.pipeline.run_context import RunContext
@@ -111,5 +111,5 @@ def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) 
     limit = f"more than max_failures={config.max_failures} ({counted(allowed, 'image')})"
     if num_failed == num_rows:
         limit = "all of them"
-    complain(f"{num_failed} of {counted(num_rows, 'image')} failed, {limit}. {what_became}")
+    log_message(f"{num_failed} of {counted(num_rows, 'image')} failed, {limit}. {what_became}")
     return EXIT_TOO_MANY_FAILURES

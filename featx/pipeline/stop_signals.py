@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.base.supervisor import is_echo
 from featx.storage import s3_client
 
@@ -38,7 +38,7 @@ def stop_signals() -> Iterator[list[int]]:
             cut_short(signum, frame)
         stop.append(signum)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-        complain("\nstopping; the same command goes on from the last whole part")
+        log_message("\nstopping; the same command goes on from the last whole part")
 
     def cut_short(signum: int, frame: object) -> None:
         if stop:

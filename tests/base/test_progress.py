@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from featx.base import console, progress
-from featx.base.console import announce, complain, log_as_json
+from featx.base.console import announce, log_as_json, log_message
 from featx.base.progress import Progress
 from featx.pipeline.bottleneck import bottleneck
 
@@ -76,10 +76,10 @@ def test_with_log_json_every_line_is_an_object(
 ) -> None:
     monkeypatch.setattr(progress, "PLAIN_INTERVAL_S", -1.0)
     announce([("data", "photos: 4 images"), ("layers", "a"), ("", "b"), ("device", "cpu")])
-    complain("")
-    complain("two\nlines")
-    complain("warning: the devices differ")
-    complain("no such model", "error")
+    log_message("")
+    log_message("two\nlines")
+    log_message("warning: the devices differ")
+    log_message("no such model", "error")
     with Progress(10, 2) as bar:
         bar.step(4, 1, 0.0)
         bar.tell("worker 0 (cpu): hello")

@@ -42,7 +42,7 @@ COLOURS = {
 }
 
 
-class Unseen(Tiny):
+class SilentProgress(Tiny):
     """Its result is nothing that torch.jit knows."""
 
     def forward(self, x: torch.Tensor) -> Any:

@@ -16,7 +16,7 @@ import torch
 from tiny_model import MODEL, Tiny, write_picture
 from torch import nn
 
-from featx.base.console import say
+from featx.base.console import print_result
 from featx.cli.layer_table import layer_rows, layer_table
 from featx.config import VIEWS_OF_LAYERS, ReduceConfig
 from featx.config.schema import from_keywords, from_omegaconf
@@ -295,7 +295,7 @@ def test_a_reader_may_leave_early(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        say("read")
+        print_result("read")
         os.close(reading)
-        say("x" * 100_000)
-        say("and more")
+        print_result("x" * 100_000)
+        print_result("and more")

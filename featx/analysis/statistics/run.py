@@ -17,7 +17,7 @@ from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, Stat
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
 from featx.analysis.statistics.target import StatsTarget
-from featx.base.console import announce, complain
+from featx.base.console import announce, log_message
 from featx.base.text import size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError
@@ -112,7 +112,7 @@ def _run(
         session.write_failures()
         mark.remove(disk)
     if parts.failures:
-        complain(failures_text(parts.failures))
+        log_message(failures_text(parts.failures))
     return _summary(Statistics(parts.path), other, parts.failures, outcome)
 
 
@@ -130,21 +130,21 @@ def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
     before = ImagesOfRun(0, checksums, done)
     changes = compare_images(prepared.source, keys, [before], states_file, read_all=config.refresh)
     if changes.num_unknown:
-        complain(
+        log_message(
             f"warning: {unknown_images_text(changes.num_unknown)} (an early featx took these "
             "statistics): whether it has changed is not known. overwrite=true begins them anew.\n"
         )
     if len(changes.gone):
-        complain(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
+        log_message(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
     rows = changes.rows.tolist()
     if config.refresh:
-        complain(f"{changed_text(len(rows))} since the statistics were taken\n")
+        log_message(f"{changed_text(len(rows))} since the statistics were taken\n")
         parts.discard(rows)
     failed = {failure.row for failure in parts.failures}
     if not config.refresh and (changed := [row for row in rows if row not in failed]):
         raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _ANEW))
     if not config.refresh and rows:
-        complain(f"{mended_images_text(keys, rows)}\n")
+        log_message(f"{mended_images_text(keys, rows)}\n")
     if changes.states is not None:
         keep_image_states(parts.disk, states_file, changes.states)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.errors import FeatxError, MissingExtraError
 from featx.export.tensorboard.histogram import Histogram
 from featx.export.tensorboard.projector import write_projector
@@ -119,7 +119,7 @@ class RunEvents(RunObserver):
             self._append(_part_record(part.stop, scalars, self._histograms))
         except OSError as error:
             self._failed = True
-            complain(f"warning: {_failure_text(error)} The features go on without their events.")
+            log_message(f"warning: {_failure_text(error)} The features go on without their events.")
 
     def run_finished(self) -> None:
         """Write the model's graph and the projector; no features are computed from here on."""
@@ -133,9 +133,9 @@ class RunEvents(RunObserver):
             there = [name for name in layers if name in store]
             write_projector(self._session.disk, self._prepared, store, there, num_rows)
         except (OSError, FeatxError) as error:
-            complain(f"warning: {_failure_text(error)} The store is not touched by it.")
+            log_message(f"warning: {_failure_text(error)} The store is not touched by it.")
             return
-        complain(f"tensorboard --logdir {self._folder.parent} shows the run")
+        log_message(f"tensorboard --logdir {self._folder.parent} shows the run")
 
     def _append(self, records: bytes) -> None:
         """Add records to this process's event file."""
@@ -155,7 +155,7 @@ class RunEvents(RunObserver):
             record = _graph_record(module, x)
         except Exception as error:  # noqa: BLE001 - the user's module runs in it
             reason = str(error).strip().splitlines() or [type(error).__name__]
-            complain(f"tensorboard: no graph of this model, torch.jit.trace fails: {reason[0]}")
+            log_message(f"tensorboard: no graph of this model, torch.jit.trace fails: {reason[0]}")
             return
         self._session.disk.make_folder(self._folder)
         path = self._folder / (_event_file_name() + _GRAPH)

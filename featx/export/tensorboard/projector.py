@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.config import ReduceConfig
 from featx.errors import ReduceError, counted
 from featx.storage.local_folder import Disk
@@ -63,7 +63,7 @@ def write_projector(
     disk.remove(folder / _FILES)
     rows = chosen_rows(store, num_rows)
     if not len(rows):
-        complain("tensorboard: no row is ok, so there is no projector")
+        log_message("tensorboard: no row is ok, so there is no projector")
         return
     disk.make_folder(folder / _FILES)
     config = ProjectorConfig()
@@ -79,7 +79,7 @@ def write_projector(
             metadata_path=f"{_FILES}/metadata.tsv",
         )
     if len(layers) > MAX_LAYERS:
-        complain(f"tensorboard: the projector has the last {MAX_LAYERS} layers of the store")
+        log_message(f"tensorboard: the projector has the last {MAX_LAYERS} layers of the store")
     if not config.embeddings:
         return
     disk.replace(folder / _FILES / "metadata.tsv", metadata_text(store, rows))
@@ -156,18 +156,22 @@ def _vectors(
             reduce, name, shape, backbone.preprocess.crop, backbone.num_prefix_tokens
         )
     except ReduceError:
-        complain(f"tensorboard: {name} {shape} is not in the projector, its channels are unknown")
+        log_message(
+            f"tensorboard: {name} {shape} is not in the projector, its channels are unknown"
+        )
         return None
     found = []
     for start in range(0, len(rows), _BATCH_ROWS):
         read = layer[rows[start : start + _BATCH_ROWS]].astype(np.float32)
         found.append(as_vectors(torch.from_numpy(read)).numpy())
         if found[0].shape[1] > MAX_WIDTH:
-            complain(f"tensorboard: {name} is not in the projector, over {MAX_WIDTH} numbers wide")
+            log_message(
+                f"tensorboard: {name} is not in the projector, over {MAX_WIDTH} numbers wide"
+            )
             return None
     vectors = np.concatenate(found)
     if not np.isfinite(vectors).all():
-        complain(f"tensorboard: {name} is not in the projector, it is not complete")
+        log_message(f"tensorboard: {name} is not in the projector, it is not complete")
         return None
     return vectors
 
@@ -195,7 +199,7 @@ def sprite_sheet(
             places[place] = sprite
     if missing:
         what = counted(missing, "image")
-        complain(f"tensorboard: {what} cannot be read now; the sprites are grey")
+        log_message(f"tensorboard: {what} cannot be read now; the sprites are grey")
     sheet = places.reshape(side, side, h, w, 3).transpose(0, 2, 1, 3, 4)
     return sheet.reshape(side * h, side * w, 3), (w, h)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import complain, say
+from featx.base.console import log_message, print_result
 from featx.base.text import table
 from featx.config import DataConfig
 from featx.config.run_config import Config
@@ -28,7 +28,7 @@ def run(config: Config, config_yaml: str) -> int:
         folder = Path(name)
         config = _config_to_measure(config, folder)
         result = _measured(config, config_yaml, folder)
-    say(json.dumps(result, indent=2) if config.job.json else _text(result))
+    print_result(json.dumps(result, indent=2) if config.job.json else _text(result))
     return 0
 
 
@@ -67,7 +67,7 @@ def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
     runs: dict[str, list[Measurement]] = {name: [] for name in (SCRIPT, *variants)}
     kept: dict[str, Path] = {}
     for number in range(config.bench.runs):
-        complain(f"round {number + 1} of {config.bench.runs}")
+        log_message(f"round {number + 1} of {config.bench.runs}")
         for name in runs:
             place = folder / f"{number}-{len(kept)}"
             place.mkdir()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from featx import errors
-from featx.base.console import complain
+from featx.base.console import log_message
 from featx.base.machine import num_cpus
 from featx.base.progress import Progress
 from featx.base.supervisor import CRASHES, MAX_CRASHES
@@ -76,7 +76,7 @@ def _warn(prepared: RunContext, num_workers: int) -> None:
     """Say what is slow, or not the same on all devices."""
     threads = prepared.at_once.threads or 0
     if threads * num_workers > num_cpus():
-        complain(
+        log_message(
             f"warning: {num_workers} workers of {threads} threads share {num_cpus()} "
             "CPUs. The store was begun with so many threads each, and the last bits of its rows "
             "depend on them; overwrite=true begins anew with fewer."
@@ -86,7 +86,7 @@ def _warn(prepared: RunContext, num_workers: int) -> None:
 
         models = {torch.cuda.get_device_name(device) for device in prepared.devices}
         if len(models) > 1:
-            complain(
+            log_message(
                 f"warning: the devices differ ({', '.join(sorted(models))}); rows that one or the "
                 "other computes may differ in their last bits."
             )

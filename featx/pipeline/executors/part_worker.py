@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from featx.base.progress import Unseen
+from featx.base.progress import SilentProgress
 from featx.errors import FeatxError, RunError
 from featx.pipeline.executors.worker_spec import WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
@@ -57,7 +57,7 @@ class PartWorker:
         self._prepared = prepared
         self._tell = tell
         self._parts: Iterable[Part] = ()
-        self._unseen = Unseen()
+        self._unseen = SilentProgress()
         self._at: tuple[Part, float] | None = None
 
     def do(self, parts: Iterable[Part]) -> WorkerStats:

@@ -12,9 +12,9 @@ from torch import nn
 from featx.config import ReduceConfig
 from featx.engine.engine import Compute, Engine
 from featx.images.preprocess import Preprocess
-from featx.layers.capture_hooks import Copies, TapHooks
+from featx.layers.capture_hooks import CaptureHooks, Copies
 from featx.layers.selection import select
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone
 
 CPU = torch.device("cpu")
@@ -50,8 +50,8 @@ def bound(
         requests = [(name, ReduceConfig(reduce)) for name, reduce in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)
         engine.trial_images = images
-        engine.bind(found.chosen)
-        engine.settle(FP32)
+        engine.attach_captures(found.chosen)
+        engine.configure_compute(FP32)
         engine.chosen = found.chosen  # type: ignore[attr-defined]
         yield engine
 
@@ -68,10 +68,10 @@ def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> tor
     return seen[call - 1]
 
 
-def overwritten(module: nn.Module, taps: Sequence[Tap], x: torch.Tensor) -> frozenset[str]:
+def overwritten(module: nn.Module, taps: Sequence[CapturePoint], x: torch.Tensor) -> frozenset[str]:
     """The taps whose tensors are written to again later in a pass."""
     copies = Copies()
-    with torch.no_grad(), TapHooks(module, taps, copies.keep) as hooks:
+    with torch.no_grad(), CaptureHooks(module, taps, copies.keep) as hooks:
         hooks.forward(x)
     return copies.overwritten()
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
     from featx.layers.projection import ChosenLayers
     from featx.layers.selection import Selection
-    from featx.layers.trace import Tap
+    from featx.layers.trace import CapturePoint
     from featx.models.base import Backbone
 
 
@@ -59,7 +59,7 @@ def _attributed_layers(config: Config, engine: Engine) -> Selection:
 
 
 def _with_statistics(
-    chosen: Sequence[tuple[Tap, ReduceConfig]], config: Config, backbone: Backbone
+    chosen: Sequence[tuple[CapturePoint, ReduceConfig]], config: Config, backbone: Backbone
 ) -> ChosenLayers:
     """The chosen layers, with the statistics that reduce=pca and reduce=whiten need."""
     from featx.analysis.statistics.projected_reductions import with_statistics

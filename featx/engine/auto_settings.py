@@ -80,7 +80,7 @@ class AutoSettings:
         if precision == "auto":
             precision = self._stored_choice("precision") or self._fastest(compute)
         compute = replace(compute, precision=precision)
-        engine.settle(compute)
+        engine.configure_compute(compute)
         self._time()
         self._exact = None
         if why := engine.why_eager:
@@ -196,7 +196,7 @@ class AutoSettings:
         while True:
             try:
                 if self._engine.device.type == "cuda":
-                    self._engine.settle(replace(compute, batch_size=size))
+                    self._engine.configure_compute(replace(compute, batch_size=size))
                     self._engine.run(self.filled(size))
                 return size
             except torch.cuda.OutOfMemoryError as error:
@@ -245,7 +245,7 @@ class AutoSettings:
             return "fp32"
         candidates = ("fp16", "bf16") if accelerator else ("bf16",)
         few = self._images[:_GLANCE_IMAGES]
-        self._engine.settle(compute)
+        self._engine.configure_compute(compute)
         exact = self._exact or self._engine.run(self._images)
         exact = {name: value.cpu().clone() for name, value in exact.items()}
         best, seconds = "fp32", self._seconds_again(exact)
@@ -254,11 +254,11 @@ class AutoSettings:
         for precision in candidates:
             candidate = replace(compute, precision=precision)
             # A CPU without bf16 units takes minutes for a full probe; a glance is enough there.
-            self._engine.settle(candidate, cast_once=False)
+            self._engine.configure_compute(candidate, cast_once=False)
             if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
                 told.append(f"{precision} {took / glance:.1f} times slower")
                 continue
-            self._engine.settle(candidate)
+            self._engine.configure_compute(candidate)
             values = self._engine.run(self._images)
             cosine, took = row_cosines(values, exact), self._seconds_again(values)
             told.append(f"{precision} {1 / took:.1f} images/s, cosine {cosine:.5f}")
@@ -289,7 +289,7 @@ class AutoSettings:
         images = self.filled(eager.batch_size)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
         eager_s = self.seconds_per_image
-        self._engine.settle(replace(eager, compile=True))
+        self._engine.configure_compute(replace(eager, compile=True))
         try:
             cosine = row_cosines(self._engine.run(images), expected)
             failed = None if cosine >= MIN_COSINE else f"cosine to eager is {cosine:.5f}"
@@ -307,4 +307,4 @@ class AutoSettings:
             logger.warning("torch.compile failed, going on without it: %s", failed)
             self.choices["compile"] = f"false ({failed})"
         self.seconds_per_image = eager_s
-        self._engine.settle(eager)
+        self._engine.configure_compute(eager)

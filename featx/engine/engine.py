@@ -1,7 +1,7 @@
 """The only inference loop: device, precision, early exit, compilation, and what they cost.
 
 The engine never asks which model it runs. It is built in three steps: the trace tells what there
-is, `bind` fixes what is taken and proves it on a second pass, `settle` fixes how it is computed.
+is, `attach_captures` fixes what is taken and proves it on a second pass, `configure_compute` fixes how it is computed.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from featx.engine.row_checks import same_row
 from featx.engine.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
 from featx.errors import FeatxError, LayerError, ModelError, RunError, require
 from featx.layers.attention import check_weights, needs_plain_attention, plain_attention
-from featx.layers.capture_hooks import Copies, Expected, Keep, TapHooks, check_calls
+from featx.layers.capture_hooks import CaptureHooks, Copies, Expected, Keep, check_calls
 from featx.layers.embedding import is_exposed, with_evidence
 from featx.layers.gradient_target import target_values
-from featx.layers.output_collector import Keeper, check_storable
+from featx.layers.output_collector import OutputCollector, check_storable
 from featx.layers.position_checks import check_positions
 from featx.layers.projection import StoredReduce, bound_reduction, reads_positions
 from featx.layers.reductions import has_known_positions, map_view
-from featx.layers.trace import Tap, Trace
+from featx.layers.trace import CapturePoint, Trace
 from featx.layers.tracer import no_fast_path, trace
 from featx.models.base import Backbone
 from featx.models.batchnorm_folding import Pair, foldable_pairs, folded
@@ -111,9 +111,9 @@ class Formats:
 class Engine:
     """One backbone on one device, with the taps whose tensors it returns; a context manager.
 
-    What a run needs of it: `run`, `compute`, `specs`, `faint_rows`, `explain` and the seconds. A
-    subclass that takes other things from the model than its layers' tensors overrides `bind`,
-    `settle` and `specs` (featx.analysis.attribution.attributor).
+    What a run needs of it: `run`, `compute`, `specs`, `underflow_rows`, `explain` and the seconds. A
+    subclass that takes other things from the model than its layers' tensors overrides `attach_captures`,
+    `configure_compute` and `specs` (featx.analysis.attribution.attributor).
 
     Attributes:
         trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
@@ -137,9 +137,9 @@ class Engine:
         self.model_seconds = 0.0
         self.copy_seconds = 0.0
         self._store_dtype = getattr(torch, store_dtype)
-        self._keeper = Keeper(self._store_dtype)
+        self._keeper = OutputCollector(self._store_dtype)
         self._module: nn.Module = backbone.module.to(device)
-        self._taps: list[Tap] = []
+        self._taps: list[CapturePoint] = []
         self._pairs: list[Pair] | None = None
         self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
         self._cast = CastableWeights()
@@ -235,7 +235,7 @@ class Engine:
         shown = [tap.module for tap in self._taps if tap.capture == "attention"]
         return list(dict.fromkeys([*self._plain, *shown]))
 
-    def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
+    def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
         """Fix the taps: find which need a copy, what their rows look like, and where to stop.
 
         On `trial_images` the rows are proven to depend on their own image only; noise stands in
@@ -257,7 +257,7 @@ class Engine:
         x = self._trial = self._trial_batch()
         copies, reads = Copies(), ValueReads()
 
-        def keep(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+        def keep(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
             check_storable(tap, tensor)
             return copies.keep(tap, tensor)
 
@@ -266,7 +266,7 @@ class Engine:
         with self._named_failure(x), torch.no_grad(), hooks, reads.watching():
             values = hooks.forward(x.clone())
             self._order, calls = list(hooks.fired), hooks.num_calls
-        self._keeper = Keeper(self._store_dtype, copies.overwritten())
+        self._keeper = OutputCollector(self._store_dtype, copies.overwritten())
         if reads.seen:
             # Its course may follow the data: each pass is seen to its end, and calls are counted.
             self._calls = calls
@@ -303,7 +303,7 @@ class Engine:
                 "rows."
             )
 
-    def _expect(self, tap: Tap, reduce: StoredReduce, value: torch.Tensor) -> None:
+    def _expect(self, tap: CapturePoint, reduce: StoredReduce, value: torch.Tensor) -> None:
         """Fix what is kept of a tap, by its tensor of a batch of noise."""
         shape = tuple(value.shape)
         if shape[:1] != (_BIND_BATCH,):
@@ -325,7 +325,9 @@ class Engine:
         self._keeper.expect(tap, shape[1:], reduce.name, reduction)
 
     def _check_positions(
-        self, chosen: Sequence[tuple[Tap, StoredReduce]], values: Mapping[str, torch.Tensor]
+        self,
+        chosen: Sequence[tuple[CapturePoint, StoredReduce]],
+        values: Mapping[str, torch.Tensor],
     ) -> None:
         """Positions that a reduction reads lie as the image does."""
         crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
@@ -398,7 +400,7 @@ class Engine:
         few = images[:: -(-len(images) // _BIND_BATCH)]
         return torch.cat([self._normalised(few), noise])[:_BIND_BATCH]
 
-    def settle(self, compute: Compute, cast_once: bool = True) -> None:
+    def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how features are computed; may be called again with another choice.
 
         Args:
@@ -417,15 +419,15 @@ class Engine:
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
-        """The backbone as it came, and noise (1, 3, H, W) for it; `settle` begins anew."""
+        """The backbone as it came, and noise (1, 3, H, W) for it; `configure_compute` begins anew."""
         self._stack.close()
         return self._module, self._noise(1)
 
     def _tap_hooks(
         self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
-    ) -> TapHooks:
+    ) -> CaptureHooks:
         expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
-        return TapHooks(self._module, self._taps, keep, expected, self._score)
+        return CaptureHooks(self._module, self._taps, keep, expected, self._score)
 
     def _take(self, compute: Compute, cast_once: bool) -> None:
         """Drop the hooks of the choice before, and bring the module into the memory format."""
@@ -478,7 +480,7 @@ class Engine:
         self._stack.close()
         with away(self._module, self.device):
             yield
-        self.settle(self.compute)
+        self.configure_compute(self.compute)
 
     @property
     def weight_bytes(self) -> int:
@@ -524,7 +526,7 @@ class Engine:
     def _values_of(
         self, x: torch.Tensor, channels_last: bool, fold: bool
     ) -> dict[str, torch.Tensor]:
-        self.settle(Compute("fp32", False, channels_last, len(x), fold))
+        self.configure_compute(Compute("fp32", False, channels_last, len(x), fold))
         return self._pass(x)
 
     def _is_same(
@@ -668,9 +670,9 @@ class Engine:
         with self._named_failure(x), torch.no_grad(), self._autocast():
             yield self._module, x
 
-    def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
+    def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
         """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds."""
-        return self._keeper.faint_rows()
+        return self._keeper.underflow_rows()
 
     def explain(
         self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
@@ -685,7 +687,7 @@ class Engine:
         largest = value.abs().max().item()
         return f"{largest:g}, over {limit:g}, the largest {str(stored).removeprefix('torch.')}"
 
-    def specs(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> list[LayerSpec]:
+    def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
         """What a row of each dataset looks like, from one pass as it will be computed."""
         x = self._memory_format(self._noise(_BIND_BATCH))
         with self._named_failure(x), torch.no_grad(), self._autocast():
@@ -789,7 +791,7 @@ class Engine:
 
 
 def spec_of(
-    tap: Tap, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
+    tap: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
 ) -> LayerSpec:
     """What a row of a dataset looks like.
 
@@ -810,5 +812,5 @@ def spec_of(
     )
 
 
-def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+def _clone(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()

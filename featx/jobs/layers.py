@@ -59,7 +59,7 @@ def run(config: Config, config_yaml: str) -> int:
             compute = replace(
                 compute, channels_last=engine.formats(images, fold=False).channels_last
             )
-        engine.settle(compute)
+        engine.configure_compute(compute)
         heading = _heading(config, engine, f"{key} of {_where(config)}{missing}")
         if show == "watch":
             print_result(heading)
@@ -147,11 +147,11 @@ def _trace(engine: Engine) -> Trace:
 
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
-    from featx.layers.forward_log import watch
+    from featx.layers.forward_log import log_forward
 
     print_result(
         "shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it"
     )
     print_result()
     with engine.as_computed(images) as (module, x):
-        watch(module, x, print_result)
+        log_forward(module, x, print_result)

@@ -13,10 +13,10 @@ from torch import nn
 from featx.base.torchscript import refuse_scripted
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
-from featx.layers.capture_hooks import PassRecord, TapHooks
+from featx.layers.capture_hooks import CaptureHooks, PassRecord
 from featx.layers.layer_names import check_operation_capture, parse_operation, parse_tap
 from featx.layers.operations import is_function_name, of_module
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 
 
 @contextlib.contextmanager
@@ -65,14 +65,14 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
             handle.remove()
 
 
-def _parse(layer: str, names: Mapping[str, str]) -> list[Tap]:
+def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
     """The taps that a name may mean: only a pass tells the key `mean` of a result from a mean()."""
     parsed = parse_operation(layer)
     name, capture, path = parsed or ("", "", ())
     module, _, plain = name.rpartition(".")
     if not plain or name in names or module not in names or not is_function_name(plain):
         return [parse_tap(layer, names)]
-    operation = Tap(layer.removesuffix(":output"), module, capture, None, path, name)
+    operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
     if not module:
         check_operation_capture(layer, capture)
         return [operation]
@@ -88,7 +88,7 @@ class _CapturedPass(PassRecord):
         self.tensors: dict[tuple[str, str], list[torch.Tensor]] = {}
 
 
-class _CaptureHooks(TapHooks):
+class _CaptureHooks(CaptureHooks):
     """Hooks that keep a copy of what each call gave, in the record of its own pass."""
 
     record_type: type[PassRecord] = _CapturedPass
@@ -97,7 +97,7 @@ class _CaptureHooks(TapHooks):
         """Remove the hooks; what was captured can be read behind the block as well."""
         self._detach()
 
-    def _store(self, record: PassRecord, tap: Tap, tensor: torch.Tensor) -> None:
+    def _store(self, record: PassRecord, tap: CapturePoint, tensor: torch.Tensor) -> None:
         assert isinstance(record, _CapturedPass)
         record.tensors.setdefault((tap.name, tap.operation), []).append(tensor.clone())
 
@@ -105,7 +105,7 @@ class _CaptureHooks(TapHooks):
 class Captured(Mapping[str, torch.Tensor]):
     """The tensors of the reading thread's last forward pass in a `featx.capture` block, by name."""
 
-    def __init__(self, model: nn.Module, taps: Sequence[Tap]) -> None:
+    def __init__(self, model: nn.Module, taps: Sequence[CapturePoint]) -> None:
         self._taps = {tap.name: tap for tap in taps}
         self._threads: set[int] = set()
         operations = [tap.name for tap in taps if tap.operation]

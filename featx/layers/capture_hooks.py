@@ -16,11 +16,11 @@ from torch import nn
 from featx.base.nested_tensors import elements
 from featx.errors import LayerError, RunError
 from featx.layers.attention import weight_hooks
-from featx.layers.operations import Watch, of_module, unwatched
+from featx.layers.operations import OperationRecorder, of_module, unwatched
 from featx.layers.output_elements import path_to, pick, with_element
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 
-Keep = Callable[[Tap, torch.Tensor], torch.Tensor]
+Keep = Callable[[CapturePoint, torch.Tensor], torch.Tensor]
 
 
 class StopForward(BaseException):
@@ -159,7 +159,7 @@ class _RecordPerThread(threading.local):
         self.current = make()
 
 
-class TapHooks:
+class CaptureHooks:
     """Forward hooks for some taps of one module; they go with the `with` block.
 
     Args:
@@ -186,7 +186,7 @@ class TapHooks:
     def __init__(
         self,
         module: nn.Module,
-        taps: Sequence[Tap],
+        taps: Sequence[CapturePoint],
         keep: Keep = lambda tap, x: x,
         expected: Expected = ANYTHING,
         score: Callable[[Any], torch.Tensor] | None = None,
@@ -202,8 +202,8 @@ class TapHooks:
         self._records = records(self.record_type)
         self.numbers: torch.Tensor | None = None
         self.thread: int | None = None
-        self._taps: dict[tuple[int, str], list[Tap]] = {}
-        self._operations: dict[str, list[Tap]] = {}
+        self._taps: dict[tuple[int, str], list[CapturePoint]] = {}
+        self._operations: dict[str, list[CapturePoint]] = {}
         self._optional = set(optional)
         modules = dict(module.named_modules(remove_duplicate=False))
         for tap in taps:
@@ -225,7 +225,7 @@ class TapHooks:
         """Names in the order in which they fired in the last pass."""
         return self._records.current.fired
 
-    def __enter__(self) -> TapHooks:
+    def __enter__(self) -> CaptureHooks:
         try:
             self._attach()
         except BaseException:
@@ -236,7 +236,7 @@ class TapHooks:
     def _attach(self) -> None:
         if self._operations:
             _refuse_compiled(self._module, next(iter(self._operations)))
-            self.watch = self._watch = Watch(self._module, self._operation)
+            self.watch = self._watch = OperationRecorder(self._module, self._operation)
             self._handles += self._watch.attach()
         # Attention first: the other hooks see what the layers around see.
         for (identity, capture), taps in sorted(
@@ -314,26 +314,26 @@ class TapHooks:
         self.numbers = numbers.detach()
         torch.autograd.grad(total, leaf, allow_unused=True)
 
-    def _output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+    def _output_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._keep_all(self._present(self._meant(key, taps), output), output)
 
         return hook
 
-    def _input_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+    def _input_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._take(key, taps, [*args, *kwargs.values()])
 
         return hook
 
-    def _grad_output_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+    def _grad_output_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for tap in self._present(self._meant(key, taps), output):
                 self._await_gradient(tap, pick(output, tap))
 
         return hook
 
-    def _grad_input_hook(self, key: tuple[int, str], taps: list[Tap]) -> Any:
+    def _grad_input_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
         """The layer gets a copy of its input, for other layers that read it have other gradients.
 
         A view would do, but its hook is lost where the layer writes to it.
@@ -351,7 +351,7 @@ class TapHooks:
 
         return hook
 
-    def _await_gradient(self, tap: Tap, tensor: torch.Tensor) -> None:
+    def _await_gradient(self, tap: CapturePoint, tensor: torch.Tensor) -> None:
         if not tensor.requires_grad:
             raise LayerError(
                 f"{tap.name}: no gradient passes there. It is under torch.no_grad(), or depends "
@@ -367,7 +367,7 @@ class TapHooks:
 
         tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def _meant(self, key: tuple[int, str], taps: list[Tap]) -> list[Tap]:
+    def _meant(self, key: tuple[int, str], taps: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and tell which taps mean this one."""
         if self.thread is not None and self.thread != threading.get_ident():
             return []
@@ -376,14 +376,14 @@ class TapHooks:
         calls[key] = number
         return [tap for tap in taps if tap.call is None or tap.call == number]
 
-    def _present(self, taps: list[Tap], output: Any) -> list[Tap]:
+    def _present(self, taps: list[CapturePoint], output: Any) -> list[CapturePoint]:
         """Those whose element is there, where it need not be."""
         if not self._optional:
             return taps
         there = elements(output)
         return [tap for tap in taps if tap.name not in self._optional or tap.path in there]
 
-    def _take(self, key: tuple[int, str], taps: list[Tap], value: Any) -> None:
+    def _take(self, key: tuple[int, str], taps: list[CapturePoint], value: Any) -> None:
         self._keep_all(self._meant(key, taps), value)
 
     def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
@@ -400,7 +400,7 @@ class TapHooks:
                 self._await_gradient(tap, pick(result, tap))
         self._keep_all([tap for tap in taps if not tap.is_gradient], result)
 
-    def _keep_all(self, taps: list[Tap], value: Any) -> None:
+    def _keep_all(self, taps: list[CapturePoint], value: Any) -> None:
         record = self._records.current
         for tap in taps:
             with unwatched():
@@ -409,7 +409,7 @@ class TapHooks:
         if taps and self._expected.ends_after(record.fired):
             raise StopForward
 
-    def _store(self, record: PassRecord, tap: Tap, tensor: torch.Tensor) -> None:
+    def _store(self, record: PassRecord, tap: CapturePoint, tensor: torch.Tensor) -> None:
         """Put a captured tensor into the record of its pass."""
         record.values[tap.name] = self._keep(tap, tensor)
 
@@ -436,7 +436,7 @@ class Copies:
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """As `Keep`; autograd adds to gradients, which are copied in any case."""
         copy = tensor.detach().clone()
         if not tap.is_gradient:

@@ -17,9 +17,9 @@ from torch import nn
 
 from featx.base.nested_tensors import Path, elements
 from featx.errors import LayerError
-from featx.layers.operations import Watch, unwatched
+from featx.layers.operations import OperationRecorder, unwatched
 from featx.layers.selection import last_linear
-from featx.layers.trace import Tap, Trace
+from featx.layers.trace import CapturePoint, Trace
 from featx.models.base import LibraryEmbedding
 
 _ROUNDING = 1e-6
@@ -63,7 +63,9 @@ def with_evidence(
         )
     several = not found.operation and len(trace.by_module.get(found.module, ())) > 1
     number = found.number if several else None
-    tap = Tap("embedding", found.module, found.capture, number, found.path, found.operation)
+    tap = CapturePoint(
+        "embedding", found.module, found.capture, number, found.path, found.operation
+    )
     return replace(trace, library_embedding=(tap, "none" if found.is_vector else "flatten"))
 
 
@@ -154,7 +156,7 @@ class _Comparison:
                 module.register_forward_hook(self._output_hook(name)),
             ]
         if self._watched:
-            watch = Watch(self._module, self._operation)
+            watch = OperationRecorder(self._module, self._operation)
             self._handles += watch.attach()
             self.watch = watch
         return self

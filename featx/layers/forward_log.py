@@ -17,7 +17,7 @@ from featx.errors import ModelError
 from featx.layers.call_hooks import OpenCall, every_call
 
 
-def watch(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:
+def log_forward(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:
     """Run one pass and tell of every call as a hook sees it, when it ends.
 
     A line holds the name, the class, the shapes that go in and come out, the dtype, and ms, with

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from featx.base.nested_tensors import Path
 from featx.config import CAPTURES, PRESETS
 from featx.errors import LayerError, nearest
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 
 
 def split_capture(request: str) -> tuple[str, str]:
@@ -43,7 +43,7 @@ def with_capture(name: str, capture: str) -> str:
 
 def parse_tap(
     request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
-) -> Tap:
+) -> CapturePoint:
     """The tap of one exact name, with its @call and its way into a nested output.
 
     Args:
@@ -65,7 +65,7 @@ def parse_tap(
         for step in re.findall(r"\[\d+\]|\.\w+", found.group(2))
     )
     call = int(found.group(1)) if found.group(1) else None
-    return Tap(with_capture(name, capture), module, capture, call, path)
+    return CapturePoint(with_capture(name, capture), module, capture, call, path)
 
 
 def parse_operation(request: str) -> tuple[str, str, Path] | None:

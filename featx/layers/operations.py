@@ -54,7 +54,7 @@ def of_module(target: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]
     return checked
 
 
-class Watch(TorchFunctionMode):
+class OperationRecorder(TorchFunctionMode):
     """Tells every operation of a model's own forwards, while it is entered and `attach`ed.
 
     PyTorch shows a mode the operations of the thread that entered it; forward passes in other
@@ -77,7 +77,7 @@ class Watch(TorchFunctionMode):
         self._counts: dict[tuple[str, str], int] = {}
         self._thread: int | None = None
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> OperationRecorder:
         self._thread = threading.get_ident()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -11,10 +11,10 @@ import torch
 
 from featx.errors import LayerError, RunError
 from featx.layers.reductions import VIEWS, Reduction
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 
 
-class Keeper:
+class OutputCollector:
     """What becomes of the tensors of a pass, while each is as the layer made it.
 
     Args:
@@ -37,15 +37,17 @@ class Keeper:
         self._watched: dict[str, tuple[torch.Tensor, int]] = {}
         self._largest: dict[str, torch.Tensor] = {}
 
-    def replica(self) -> Keeper:
+    def replica(self) -> OutputCollector:
         """Another one that expects the same, for passes of another thread."""
-        replica = Keeper(self._dtype, self._copied)
+        replica = OutputCollector(self._dtype, self._copied)
         replica.compiled = self.compiled
         replica._reductions, replica._row_shapes = self._reductions, self._row_shapes
         replica._views = self._views
         return replica
 
-    def expect(self, tap: Tap, row_shape: tuple[int, ...], kind: str, reduction: Reduction) -> None:
+    def expect(
+        self, tap: CapturePoint, row_shape: tuple[int, ...], kind: str, reduction: Reduction
+    ) -> None:
         """What a tap gives, and how it is reduced.
 
         Args:
@@ -59,7 +61,7 @@ class Keeper:
         if kind in VIEWS:
             self._views.add(tap.name)
 
-    def keep(self, tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Reduce and cast.
 
         Raises:
@@ -110,7 +112,7 @@ class Keeper:
         finally:
             self._dtype = stored
 
-    def faint_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
+    def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
         """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds.
 
         Their largest value is above 0 and below 6.1e-5, the smallest number that float16 holds with
@@ -123,7 +125,7 @@ class Keeper:
         }
 
 
-def check_storable(tap: Tap, tensor: torch.Tensor) -> None:
+def check_storable(tap: CapturePoint, tensor: torch.Tensor) -> None:
     """Refuse what a store of real numbers cannot keep.
 
     Raises:

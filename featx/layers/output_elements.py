@@ -9,7 +9,7 @@ import torch
 
 from featx.base.nested_tensors import Path, elements, shapes_of
 from featx.errors import LayerError
-from featx.layers.trace import Tap, element_name
+from featx.layers.trace import CapturePoint, element_name
 
 
 def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
@@ -40,7 +40,7 @@ def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path
     )
 
 
-def path_to(value: Any, tap: Tap) -> Path:
+def path_to(value: Any, tap: CapturePoint) -> Path:
     """The way to the tensor of a nested value that a tap means.
 
     Raises:
@@ -49,7 +49,7 @@ def path_to(value: Any, tap: Tap) -> Path:
     return pick_path(tap.name, shapes_of(value), tap.path)
 
 
-def pick(value: Any, tap: Tap) -> torch.Tensor:
+def pick(value: Any, tap: CapturePoint) -> torch.Tensor:
     """The tensor of a nested value that a tap means; raises as `path_to`."""
     if isinstance(value, torch.Tensor) and tap.path == ():
         return value

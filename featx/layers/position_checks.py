@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from featx.errors import ReduceError
-from featx.layers.capture_hooks import TapHooks
-from featx.layers.trace import Tap
+from featx.layers.capture_hooks import CaptureHooks
+from featx.layers.trace import CapturePoint
 
 ToMap = Callable[[torch.Tensor], torch.Tensor]
 """A layer's tensor (B, ...) -> (B, C, rows, columns)."""
@@ -27,7 +27,7 @@ _BALANCING_ROUNDS = 20
 
 
 def check_positions(
-    module: nn.Module, maps: Sequence[tuple[Tap, ToMap]], image: torch.Tensor
+    module: nn.Module, maps: Sequence[tuple[CapturePoint, ToMap]], image: torch.Tensor
 ) -> None:
     """Raise unless the positions of every map lie as the image does.
 
@@ -41,7 +41,7 @@ def check_positions(
     """
     for tap, to_map in maps:
         forward = replace(tap, capture=tap.capture.removeprefix("grad_"))
-        with torch.no_grad(), TapHooks(module, [forward], _clone) as hooks:
+        with torch.no_grad(), CaptureHooks(module, [forward], _clone) as hooks:
             first = to_map(hooks.forward(image.clone())[tap.name].float())
             apart, cells = _cells(first.shape[2], first.shape[3])
             changes = [_noticed(hooks, tap, to_map, image, first, cell) for cell in cells]
@@ -73,8 +73,8 @@ def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[i
 
 
 def _noticed(
-    hooks: TapHooks,
-    tap: Tap,
+    hooks: CaptureHooks,
+    tap: CapturePoint,
     to_map: ToMap,
     image: torch.Tensor,
     first: torch.Tensor,
@@ -129,5 +129,5 @@ def _are_near(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
     )
 
 
-def _clone(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+def _clone(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()

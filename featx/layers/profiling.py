@@ -19,7 +19,7 @@ from torch import nn
 from featx.base.devices import synchronise
 from featx.base.nested_tensors import Path, elements
 from featx.layers.call_hooks import OpenCall, every_call
-from featx.layers.operations import Watch, unwatched
+from featx.layers.operations import OperationRecorder, unwatched
 
 CallKey = tuple[str, int]
 """A module's first dotted name, and which of its calls, from 1: as in a Trace."""
@@ -139,7 +139,7 @@ def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Pat
         with unwatched():
             found[name] = {path: summarise(t) for path, t in elements(result).items()}
 
-    watch = Watch(module, seen)
+    watch = OperationRecorder(module, seen)
     with contextlib.ExitStack() as handles:
         for handle in watch.attach():
             handles.callback(handle.remove)

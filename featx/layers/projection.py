@@ -10,7 +10,7 @@ from featx.base.devices import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
 from featx.layers.reductions import Reduction, channel_axis, reduction
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +113,7 @@ class ProjectedReduce:
 
 StoredReduce = ReduceConfig | ProjectedReduce
 
-ChosenLayers = list[tuple[Tap, StoredReduce]]
+ChosenLayers = list[tuple[CapturePoint, StoredReduce]]
 """What is captured of the model, and the reduction that makes a stored row of it."""
 """What is stored of a layer, statistics read where they are needed."""
 

@@ -23,14 +23,14 @@ from featx.layers.layer_names import (
 )
 from featx.layers.output_elements import pick_path
 from featx.layers.stages import find_stages
-from featx.layers.trace import Call, Tap, Trace, element_name
+from featx.layers.trace import Call, CapturePoint, Trace, element_name
 
 
 @dataclass
 class Selection:
     """What `select` found: taps with their reductions, and what presets and globs left out."""
 
-    chosen: list[tuple[Tap, ReduceConfig]]
+    chosen: list[tuple[CapturePoint, ReduceConfig]]
     left_out: list[str]
 
 
@@ -67,7 +67,7 @@ def _taps(
     classifier: str | None,
     stages: Sequence[str] | None,
     left_out: list[str],
-) -> Iterator[Tap]:
+) -> Iterator[CapturePoint]:
     name, capture = split_capture(request)
     if name in PRESETS:
         if trace.names.get(name) in trace.by_module:
@@ -100,7 +100,7 @@ def _taps(
         yield named_tap(request, trace)
 
 
-def named_tap(request: str, trace: Trace) -> Tap:
+def named_tap(request: str, trace: Trace) -> CapturePoint:
     """The tap of one exact name, a module's or an operation's, checked against the trace.
 
     Raises:
@@ -137,7 +137,7 @@ def named_tap(request: str, trace: Trace) -> Tap:
     return tap
 
 
-def _operation_tap(request: str, trace: Trace) -> Tap | None:
+def _operation_tap(request: str, trace: Trace) -> CapturePoint | None:
     """The tap of an operation; None where the name means a module, or an element of its output."""
     parsed = parse_operation(request)
     if parsed is None:
@@ -153,7 +153,7 @@ def _operation_tap(request: str, trace: Trace) -> Tap | None:
     check_operation_capture(request, capture)
     _check_element(request, operation.outputs, path, trace.batch_size)
     named = with_capture(name + element_name(path), capture)
-    return Tap(named, operation.module, capture, None, path, name)
+    return CapturePoint(named, operation.module, capture, None, path, name)
 
 
 def _no_attention(call: Call, trace: Trace) -> LayerError:
@@ -185,7 +185,7 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
     )
 
 
-def embedding_tap(trace: Trace, classifier: str | None) -> Tap:
+def embedding_tap(trace: Trace, classifier: str | None) -> CapturePoint:
     """The vector before the classifier: the library's own, or what goes into the classifier.
 
     Args:
@@ -219,7 +219,7 @@ def embedding_tap(trace: Trace, classifier: str | None) -> Tap:
             "times in one forward pass. Name a layer: job=layers lists them."
         )
     _check_element(f"the input of {classifier}", calls[0].inputs, (), trace.batch_size)
-    return Tap("embedding", classifier, "input")
+    return CapturePoint("embedding", classifier, "input")
 
 
 def last_linear(trace: Trace) -> str | None:
@@ -228,7 +228,9 @@ def last_linear(trace: Trace) -> str | None:
     return leaves[-1].module if leaves and leaves[-1].is_linear else None
 
 
-def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str]) -> Iterator[Tap]:
+def _every_tap(
+    trace: Trace, leaves_only: bool, capture: str, left_out: list[str]
+) -> Iterator[CapturePoint]:
     for call in trace.calls:
         if not call.module or (leaves_only and not call.is_leaf and capture != "attention"):
             continue
@@ -245,10 +247,10 @@ def _every_tap(trace: Trace, leaves_only: bool, capture: str, left_out: list[str
                 left_out.append(f"{name} {shape} (the batch is not in front)")
             else:
                 number = None if stem == call.module else call.number
-                yield Tap(name, call.module, capture, number, () if single else path)
+                yield CapturePoint(name, call.module, capture, number, () if single else path)
 
 
-def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[Tap]:
+def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[CapturePoint]:
     pattern = re.compile(glob_to_regex(glob))
     matches = [name for name in trace.names if name and pattern.fullmatch(name)]
     fired = [name for name in matches if trace.names[name] in trace.by_module]
@@ -286,7 +288,7 @@ def _check_element(
         )
 
 
-def _embedding_reduce(tap: Tap, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
+def _embedding_reduce(tap: CapturePoint, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
     """An embedding is a vector: a map in front of a convolutional classifier is averaged."""
     if tap.name != "embedding" or reduce.name != "none":
         return reduce

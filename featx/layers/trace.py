@@ -18,7 +18,7 @@ def element_name(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Tap:
+class CapturePoint:
     """One tensor of the forward pass.
 
     Attributes:
@@ -127,7 +127,7 @@ class Trace:
     names: Mapping[str, str]
     batch_size: int
     operations: Sequence[Operation] = ()
-    library_embedding: tuple[Tap, str] | None = None
+    library_embedding: tuple[CapturePoint, str] | None = None
     undecided: str | None = None
     by_module: dict[str, list[Call]] = field(init=False, default_factory=dict)
     by_operation: dict[str, Operation] = field(init=False, default_factory=dict)
@@ -138,7 +138,7 @@ class Trace:
         for operation in self.operations:
             self.by_operation[operation.name] = operation
 
-    def operations_up_to(self, taps: Sequence[Tap]) -> list[str]:
+    def operations_up_to(self, taps: Sequence[CapturePoint]) -> list[str]:
         """The operations of all modules that have one tapped, up to the last that is tapped.
 
         A pass that does others would give the same names to other things.

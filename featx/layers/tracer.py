@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from featx.base.nested_tensors import shapes_of
 from featx.base.process_setting import ProcessSetting
 from featx.layers.attention import WeightShapes
-from featx.layers.operations import Watch
+from featx.layers.operations import OperationRecorder
 from featx.layers.trace import Call, Operation, Trace
 
 
@@ -35,7 +35,7 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
     counter = FlopCounterMode(display=False)
     calls = _Calls(len(x), lambda: float(counter.get_total_flops()))
     operations = _Operations(calls.found)
-    watch = Watch(module, operations.add)
+    watch = OperationRecorder(module, operations.add)
     handles = []
     try:
         handles += watch.attach()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
     from featx.layers.projection import ChosenLayers
     from featx.layers.selection import Selection
-    from featx.layers.trace import Tap
+    from featx.layers.trace import CapturePoint
     from featx.models.base import Backbone
 
 
@@ -32,4 +32,6 @@ class EngineSpec:
 
     build: Callable[[Config, Backbone, torch.device, str], Engine]
     select: Callable[[Config, Engine], Selection]
-    bind_reductions: Callable[[Sequence[tuple[Tap, ReduceConfig]], Config, Backbone], ChosenLayers]
+    bind_reductions: Callable[
+        [Sequence[tuple[CapturePoint, ReduceConfig]], Config, Backbone], ChosenLayers
+    ]

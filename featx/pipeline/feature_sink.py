@@ -159,6 +159,6 @@ def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
     failures = failures_of(prepared, engine, batch, values)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    faint = Counter({name: int(rows[ok].sum()) for name, rows in engine.faint_rows().items()})
+    faint = Counter({name: int(rows[ok].sum()) for name, rows in engine.underflow_rows().items()})
     features = {name: stored_bits(value[: batch.count]) for name, value in values.items()}
     return Rows(features, failures, faint, batch.checksums)

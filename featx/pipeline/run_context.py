@@ -156,7 +156,7 @@ def build_run_context(
         decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
         images, read_s, decode_s = _probe_images(source, listing, decoding)
         engine.trial_images = images
-        engine.bind(chosen)
+        engine.attach_captures(chosen)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
         resolver = AutoSettings(config, engine, images, len(listing), begun)
         resolver.resolve()

@@ -23,7 +23,7 @@ from featx.types import LayerSpec, Listing, ResumeState, Source
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
     from featx.layers.projection import ChosenLayers, StoredReduce
-    from featx.layers.trace import Tap
+    from featx.layers.trace import CapturePoint
 
 PART_SECONDS = 60.0
 """At most about this much work a part, within PART_BYTES: what a kill can cost."""
@@ -224,7 +224,7 @@ def _unfinished(
 
 
 def _refuse_another_layer(
-    out: Path, stored: Manifest, tap: Tap, reduce: StoredReduce, config: Config
+    out: Path, stored: Manifest, tap: CapturePoint, reduce: StoredReduce, config: Config
 ) -> None:
     """A finished layer that is not computed again must be what is asked for, all the same."""
     before = stored.layers[tap.name]

@@ -60,7 +60,7 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     from featx.config import ModelConfig, ReduceConfig
     from featx.engine.engine import Compute, Engine
     from featx.layers.selection import select
-    from featx.layers.trace import Tap
+    from featx.layers.trace import CapturePoint
     from featx.models import build_backbone
 
     backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
@@ -70,11 +70,11 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
         if reduce == "avg":  # of maps and tokens only: a vector has no average
             shapes = {call.module: call.outputs for call in engine.trace().calls}
             found = [pair for pair in found if len(next(iter(shapes[pair[0].module].values()))) > 2]
-        engine.bind(found)
+        engine.attach_captures(found)
         keeper, bytes_seen = engine._keeper, 0
         keep = keeper.keep
 
-        def copy_first(tap: Tap, tensor: torch.Tensor) -> torch.Tensor:
+        def copy_first(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
             nonlocal bytes_seen
             bytes_seen += tensor.nbytes
             return keep(tap, tensor.clone())
@@ -83,7 +83,7 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
         for _ in range(arguments.runs):
             for way, figures in seconds.items():
                 keeper.keep = keep if way == "where needed" else copy_first
-                engine.settle(Compute("fp32", False, False, len(images)))
+                engine.configure_compute(Compute("fp32", False, False, len(images)))
                 engine.run(images)
                 begun = time.perf_counter()
                 bytes_seen = 0

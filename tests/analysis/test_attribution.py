@@ -89,8 +89,8 @@ def attributed(
     backbone = backbone_of(module, x.shape[2], prefix)
     with Attributor(backbone, torch.device("cpu"), dtype, target, options) as attributor:
         chosen = attributor.select(attributor.trace()).chosen
-        attributor.bind(chosen)
-        attributor.settle(Compute(precision, False, precision != "fp32", len(x)))
+        attributor.attach_captures(chosen)
+        attributor.configure_compute(Compute(precision, False, precision != "fp32", len(x)))
         values = attributor.run(x, labels)
         specs = {spec.name: spec for spec in attributor.specs(chosen)}
         for name, value in values.items():

@@ -60,7 +60,7 @@ class Compiled:
         self._compiled_s = compiled_s
         self._value = value
 
-    def settle(self, compute: Compute) -> None:
+    def configure_compute(self, compute: Compute) -> None:
         self.compute = compute
 
     def run(self, images: torch.Tensor) -> dict[str, torch.Tensor]:

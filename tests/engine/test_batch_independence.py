@@ -213,7 +213,9 @@ def test_a_reader_that_noise_does_not_show_keeps_a_convolution_from_being_folded
         plain = engine.run(IMAGES)["block"]
         found = engine.formats(IMAGES)
         assert not found.fold
-        engine.settle(Compute("fp32", False, False, 16, fold=True))  # folds what it may: nothing
+        engine.configure_compute(
+            Compute("fp32", False, False, 16, fold=True)
+        )  # folds what it may: nothing
         torch.testing.assert_close(engine.run(IMAGES)["block"], plain)
     with bound(backbone_of(Net()), "block", images=IMAGES) as engine:
         assert engine.formats(IMAGES).fold
@@ -311,12 +313,12 @@ def test_timed_passes_compare_rows_at_the_precision_of_the_run() -> None:
     images = (IMAGES.float() * torch.linspace(0.1, 1, 16)[:, None, None, None]).byte()
     with bound(backbone_of(HalfScale()), "block", images=images) as engine:
         engine.seconds_per_image(images)
-        engine.settle(Compute("bf16", False, False, 16))
+        engine.configure_compute(Compute("bf16", False, False, 16))
         with pytest.raises(ModelError, match="block: the row of one image changes"):
             engine.seconds_per_image(images)
     with bound(backbone_of(Net()), "block", images=images) as engine:
         for precision in ("fp32", "bf16", "fp16"):
-            engine.settle(Compute(precision, False, True, 16))
+            engine.configure_compute(Compute(precision, False, True, 16))
             engine.seconds_per_image(images)
 
 
@@ -378,7 +380,7 @@ def test_the_proofs_make_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.channels_last, found.fold) == (True, True)
         assert sizes == [3, 16, 16]
         assert found.values is not None
-        engine.settle(Compute("fp32", False, True, 16, fold=True))
+        engine.configure_compute(Compute("fp32", False, True, 16, fold=True))
         torch.testing.assert_close(found.values["block"], engine.run(IMAGES)["block"])
 
 

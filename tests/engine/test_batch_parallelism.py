@@ -229,7 +229,7 @@ def test_replicas_on_cuda_give_the_bits_of_one(model: str, precision: str) -> No
     backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
     layer = "avgpool" if model == "resnet50" else "encoder"
     with bound(backbone, layer, device=CUDA) as engine:
-        engine.settle(Compute(precision, False, False, 64))
+        engine.configure_compute(Compute(precision, False, False, 64))
         x = torch.randint(256, (64, 3, 224, 224), dtype=torch.uint8)
         assert _on_device(engine, lambda size: x[:size]).replicas == beside.CUDA_STREAMS
         assert all(replicas_agree(engine, x, 2) for _ in range(10))

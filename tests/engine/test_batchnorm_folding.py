@@ -230,7 +230,7 @@ def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
         x = engine._noise(3)
         values = []
         for fold in (False, True):
-            engine.settle(Compute("fp32", False, False, 3, fold))
+            engine.configure_compute(Compute("fp32", False, False, 3, fold))
             values.append(engine.run(x)["1"])
         assert not torch.equal(*values)
         assert engine.formats(NONE).fold
@@ -257,10 +257,10 @@ def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_las
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     with bound(backbone_of(module, side=16), "relu") as engine:
         plain = engine.run(images)["relu"]
-        engine.settle(Compute("fp32", compiled, channels_last, 4, fold=True))
+        engine.configure_compute(Compute("fp32", compiled, channels_last, 4, fold=True))
         assert "forward" in module.bn.__dict__
         assert torch.allclose(engine.run(images)["relu"], plain, atol=1e-5)
-        engine.settle(Compute("fp32", False, False, 4))
+        engine.configure_compute(Compute("fp32", False, False, 4))
         assert torch.equal(engine.run(images)["relu"], plain)
     assert state_sha256(module) == before
 

@@ -17,7 +17,7 @@ from featx.config import ModelConfig
 from featx.engine.engine import Compute
 from featx.engine.row_checks import finite_rows, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.models import build_backbone
 from featx.models.base import state_sha256
 
@@ -62,7 +62,7 @@ RESIDUAL_LAYERS = ("conv1", "bn", "conv2", "relu@1", "relu@2", "pool", "fc")
 def test_overwritten_tensors_are_kept_bit_for_bit(reduce: str, channels_last: bool) -> None:
     module, x = Residual(), noise()
     with bound(backbone_of(module), *[(name, reduce) for name in RESIDUAL_LAYERS]) as engine:
-        engine.settle(Compute("fp32", False, channels_last, 4))
+        engine.configure_compute(Compute("fp32", False, channels_last, 4))
         engine.run(noise(seed=4))
         values = engine.run(x)
     if channels_last:
@@ -138,7 +138,7 @@ def test_an_overwriting_that_only_pictures_show_is_found() -> None:
 def test_an_overwriting_in_channels_last_only_is_found() -> None:
     module = Turned()
     with bound(backbone_of(module), "conv", "norm") as engine:
-        engine.settle(Compute("fp32", False, True, 4))
+        engine.configure_compute(Compute("fp32", False, True, 4))
         got = engine.run(noise())["conv"]
     expected = hooked(module, "conv", noise().contiguous(memory_format=torch.channels_last))
     assert torch.equal(got, expected)
@@ -208,7 +208,7 @@ def test_shapes_and_dtypes(dtype: str) -> None:
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_row_does_not_depend_on_the_padding_or_on_failed_neighbours(channels_last: bool) -> None:
     with bound(backbone_of(Residual()), "conv2", "fc") as engine:
-        engine.settle(Compute("fp32", False, channels_last, 4))
+        engine.configure_compute(Compute("fp32", False, channels_last, 4))
         x = noise()
         full = engine.run(x)
         padded = x.clone()
@@ -223,7 +223,7 @@ def test_other_batch_sizes_give_the_same_rows() -> None:
     rows = {}
     for size in (1, 2, 8):
         with bound(backbone_of(Residual()), "conv2", "fc") as engine:
-            engine.settle(Compute("fp32", False, True, size))
+            engine.configure_compute(Compute("fp32", False, True, size))
             parts = [engine.run(x[i : i + size]) for i in range(0, 8, size)]
         rows[size] = {k: torch.cat([p[k] for p in parts]).flatten(1) for k in parts[0]}
     for size in (1, 2):
@@ -236,7 +236,7 @@ def test_other_batch_sizes_give_the_same_rows() -> None:
 def test_half_precisions_run_on_the_cpu(precision: str) -> None:
     with bound(backbone_of(Residual()), "bn", "conv2", "fc") as engine:
         exact = engine.run(noise())
-        engine.settle(Compute(precision, False, True, 4))
+        engine.configure_compute(Compute(precision, False, True, 4))
         half = engine.run(noise())
         specs = {spec.name: spec for spec in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
     assert row_cosines(half, exact) > 0.99
@@ -249,7 +249,7 @@ def test_overwritten_tensors_in_half_precision_stored_as_they_are() -> None:
     """fp16 stored as float16 needs no cast, and so no copy comes about by chance."""
     module = Residual()
     with bound(backbone_of(module), "conv2", dtype="float16") as engine:
-        engine.settle(Compute("fp16", False, False, 4))
+        engine.configure_compute(Compute("fp16", False, False, 4))
         got = engine.run(noise())["conv2"]
     with torch.autocast("cpu", torch.float16):
         expected = hooked(module, "conv2", noise())
@@ -269,7 +269,7 @@ def test_a_view_inside_keeps_the_model_out_of_channels_last() -> None:
     module = Viewed()
     with bound(backbone_of(module), "conv", "fc") as engine:
         assert not engine.formats(noise()).channels_last
-        engine.settle(FP32)
+        engine.configure_compute(FP32)
         got = engine.run(noise())["fc"]
     assert torch.equal(got, hooked(module, "fc", noise()))
     with bound(backbone_of(Residual()), "fc") as engine:
@@ -347,7 +347,7 @@ def test_the_model_is_frozen_and_left_as_it_was() -> None:
     with bound(backbone, "bn", "fc") as engine:
         for channels_last in (True, False):
             for precision in ("bf16", "fp32"):
-                engine.settle(Compute(precision, False, channels_last, 4))
+                engine.configure_compute(Compute(precision, False, channels_last, 4))
                 engine.run(noise())
         with pytest.raises(ModelError, match="channels"):
             engine.run(torch.zeros(2, 5, 8, 8))
@@ -488,7 +488,7 @@ def test_taps_are_told_apart_by_call_and_element() -> None:
     with bound(backbone_of(Pairs()), "two@2[1]", "two@1[0]", "two@1[1]", "two@2[0]") as engine:
         values = engine.run(x)
         first, _ = engine.chosen[0]  # type: ignore[attr-defined]
-    assert first == Tap("two@2[1]", "two", "output", 2, (1,))
+    assert first == CapturePoint("two@2[1]", "two", "output", 2, (1,))
     assert torch.equal(values["two@1[0]"], x + 1)
     assert torch.equal(values["two@1[1]"], x * 2)
     assert torch.equal(values["two@2[0]"], (x + 1 - x * 2) + 1)
@@ -499,7 +499,7 @@ def test_taps_are_told_apart_by_call_and_element() -> None:
 def test_compiled_values_are_the_eager_ones() -> None:
     with bound(backbone_of(Residual()), "bn", "conv2", ("relu@2", "flatten"), "fc") as engine:
         eager = engine.run(noise())
-        engine.settle(Compute("fp32", True, False, 4))
+        engine.configure_compute(Compute("fp32", True, False, 4))
         compiled = engine.run(noise())
         engine.run(noise(seed=5))
     for name, value in eager.items():
@@ -510,7 +510,7 @@ def test_compiled_values_are_the_eager_ones() -> None:
 def test_an_overwriting_that_only_pictures_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
     with bound(backbone_of(Clamped()), "layer", "clamp") as engine:
-        engine.settle(Compute("fp32", True, False, 4))
+        engine.configure_compute(Compute("fp32", True, False, 4))
         values = engine.run(x)
     assert torch.equal(values["layer"], x)
     assert values["clamp"].max() == 6

@@ -174,7 +174,9 @@ def num_casts(engine: Engine, module: nn.Module, x: torch.Tensor) -> int:
 
 
 def settled(engine: Engine, precision: str = "bf16", **choices: Any) -> Engine:
-    engine.settle(Compute(precision, False, **{"channels_last": False, "batch_size": 4, **choices}))
+    engine.configure_compute(
+        Compute(precision, False, **{"channels_last": False, "batch_size": 4, **choices})
+    )
     return engine
 
 
@@ -316,7 +318,7 @@ def test_a_choice_is_proven_once_and_again_for_other_layers(
         for precision in ("bf16", "fp32", "bf16"):
             settled(engine, precision)
         assert len(proofs) == 1
-        engine.bind(engine.chosen)  # type: ignore[attr-defined]
+        engine.attach_captures(engine.chosen)  # type: ignore[attr-defined]
         settled(engine)
         assert len(proofs) == 2
 
@@ -405,7 +407,7 @@ def test_a_compiled_pass_reads_the_weights_that_were_cast() -> None:
     module = Encoder()
     with bound(backbone_of(module), "mlp") as engine:
         eager = settled(engine).run(noise())
-        engine.settle(Compute("bf16", True, False, 4))
+        engine.configure_compute(Compute("bf16", True, False, 4))
         assert module.mlp.weight.dtype == BF16
         assert row_cosines(engine.run(noise()), eager) > 0.999
         assert torch.equal(settled(engine).run(noise())["mlp"], eager["mlp"])
@@ -416,7 +418,7 @@ def test_gradients_are_those_of_float32_weights() -> None:
     backbone = backbone_of(module)
     with Engine(backbone, torch.device("cpu"), "float32", target="logsumexp") as engine:
         chosen = select([("1:grad_output", ReduceConfig())], engine.trace(), None, None).chosen
-        engine.bind(chosen)
+        engine.attach_captures(chosen)
         settled(engine)
         assert {p.dtype for p in module.parameters()} == {torch.float32}
 

@@ -71,8 +71,8 @@ def run(
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     with Engine(backbone_of(module, SIDE), CPU, "float32") as engine:
         pairs = [(request, ReduceConfig()) for request in requests]
-        engine.bind(select(pairs, engine.trace(requests), None, None).chosen)
-        engine.settle(FP32)
+        engine.attach_captures(select(pairs, engine.trace(requests), None, None).chosen)
+        engine.configure_compute(FP32)
         return engine.run(x), engine.unfused
 
 

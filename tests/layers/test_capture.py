@@ -15,8 +15,8 @@ from torch import nn
 
 import featx
 from featx.errors import LayerError
-from featx.layers.capture_hooks import TapHooks
-from featx.layers.operations import Watch
+from featx.layers.capture_hooks import CaptureHooks
+from featx.layers.operations import OperationRecorder
 
 
 class Scaled(nn.Module):
@@ -176,9 +176,9 @@ def test_hooks_that_cannot_be_attached_leave_none(
         raise RuntimeError("no hooks here")
 
     monkeypatch.setattr(model.attend, "register_forward_hook", refuse)
-    hooks = TapHooks(model, [])
+    hooks = CaptureHooks(model, [])
     with pytest.raises(RuntimeError, match="no hooks"):
-        Watch(model, lambda *_: None).attach()
+        OperationRecorder(model, lambda *_: None).attach()
     with pytest.raises(RuntimeError, match="no hooks"), featx.capture(model, ["act", "attend[0]"]):
         pass
     with pytest.raises(RuntimeError, match="no hooks"), featx.capture(model, ["act", "add"]):

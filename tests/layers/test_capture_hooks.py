@@ -11,8 +11,8 @@ from torch import nn
 import featx
 from featx.base.nested_tensors import elements
 from featx.errors import LayerError, RunError
-from featx.layers.capture_hooks import Expected, StopForward, TapHooks
-from featx.layers.trace import Tap
+from featx.layers.capture_hooks import CaptureHooks, Expected, StopForward
+from featx.layers.trace import CapturePoint
 from featx.layers.tracer import trace
 from featx.models.base import state_sha256
 
@@ -85,8 +85,8 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def taps(*names: str) -> list[Tap]:
-    return [Tap(name, name) for name in names]
+def taps(*names: str) -> list[CapturePoint]:
+    return [CapturePoint(name, name) for name in names]
 
 
 def test_capture_keeps_what_the_layer_gave_although_it_is_overwritten(x: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ def test_the_users_own_hooks_stay(x: torch.Tensor) -> None:
 def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: torch.Tensor) -> None:
     model = Chain().eval()
     expected = Expected(["steps.1", "steps.3"], stop=True)
-    with TapHooks(model, taps("steps.3", "steps.1"), expected=expected) as hooks:
+    with CaptureHooks(model, taps("steps.3", "steps.1"), expected=expected) as hooks:
         values = hooks.forward(x)
     # steps.3 ran, but its caller never saw it return.
     assert model.calls == [1, 1, 1, 0, 0]
@@ -258,7 +258,7 @@ def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: tor
 
 def test_hooks_are_gone_after_an_early_stop(x: torch.Tensor) -> None:
     model = Chain().eval()
-    with TapHooks(model, taps("steps.0"), expected=Expected(["steps.0"], stop=True)) as hooks:
+    with CaptureHooks(model, taps("steps.0"), expected=Expected(["steps.0"], stop=True)) as hooks:
         with pytest.raises(StopForward):
             model(x)
         assert list(hooks.forward(x)) == ["steps.0"]
@@ -283,7 +283,7 @@ def test_a_model_that_catches_every_exception_still_stops(x: torch.Tensor) -> No
             return self.second(x)
 
     model = Stubborn().eval()
-    with TapHooks(model, taps("first"), expected=Expected(["first"], stop=True)) as hooks:
+    with CaptureHooks(model, taps("first"), expected=Expected(["first"], stop=True)) as hooks:
         values = hooks.forward(x)
     assert model.seen == 0
     assert torch.equal(values["first"], model.first(x))
@@ -307,7 +307,7 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
     model = Moody()
     x = torch.ones(2, 3, 4, 4)
     expected = Expected(["a", "c", "b"], stop=stop)
-    with TapHooks(model, taps("a", "b", "c"), expected=expected) as hooks:
+    with CaptureHooks(model, taps("a", "b", "c"), expected=expected) as hooks:
         assert set(hooks.forward(x)) == {"a", "b", "c"}
         with pytest.raises(RunError, match=r"fired, expected \['a', 'c', 'b'\]"):
             hooks.forward(20 * x)
@@ -318,8 +318,8 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
 
 def test_input_taps_see_the_input_before_the_layer_writes_to_it(x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)).eval()
-    tap = Tap("embedding", "1", "input")
-    with torch.no_grad(), TapHooks(model, [tap], lambda tap, t: t.clone()) as hooks:
+    tap = CapturePoint("embedding", "1", "input")
+    with torch.no_grad(), CaptureHooks(model, [tap], lambda tap, t: t.clone()) as hooks:
         values = hooks.forward(x)
         assert torch.equal(values["embedding"], model[0](x))
         assert overwritten(model, [tap], x) == {"embedding"}
@@ -338,7 +338,7 @@ def test_keyword_inputs_are_seen(x: torch.Tensor) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(value=x)
 
-    with TapHooks(Keywords(), [Tap("in", "inner", "input")]) as hooks:
+    with CaptureHooks(Keywords(), [CapturePoint("in", "inner", "input")]) as hooks:
         assert torch.equal(hooks.forward(x)["in"], x)
 
 

@@ -80,10 +80,12 @@ def test_every_engine_of_a_process_is_compiled() -> None:
     for channels in range(3, 6):
         module = nn.Sequential(nn.Conv2d(3, channels, 1))
         with Engine(backbone_of(module), CPU, "float32") as engine:
-            engine.bind(select([("0", ReduceConfig())], engine.trace(), None, None).chosen)
-            engine.settle(FP32)
+            engine.attach_captures(
+                select([("0", ReduceConfig())], engine.trace(), None, None).chosen
+            )
+            engine.configure_compute(FP32)
             engine.run(noise())
-            engine.settle(Compute("fp32", True, False, 4))
+            engine.configure_compute(Compute("fp32", True, False, 4))
             with torch._dynamo.config.patch(recompile_limit=1):
                 engine.run(noise())  # fullgraph raises where it would be run uncompiled
 
@@ -114,11 +116,11 @@ def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
     make, side, layers = CASES[case]
     with Engine(backbone_of(make(), side), CPU, "float32") as engine:
         requests = [(layer, ReduceConfig(reduce)) for layer in layers]
-        engine.bind(select(requests, engine.trace(layers), None, None).chosen)
+        engine.attach_captures(select(requests, engine.trace(layers), None, None).chosen)
         x = noise(4, side)
-        engine.settle(FP32)
+        engine.configure_compute(FP32)
         eager = {name: value.clone() for name, value in engine.run(x).items()}
-        engine.settle(Compute("fp32", True, False, 4))
+        engine.configure_compute(Compute("fp32", True, False, 4))
         engine.run(noise(4, side, seed=9))
         compiled = engine.run(x)
     assert list(compiled) == list(eager)
@@ -130,8 +132,8 @@ def test_a_write_that_only_pictures_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
     with Engine(backbone_of(Clamped()), CPU, "float32") as engine:
         requests = [("layer", ReduceConfig()), ("clamp", ReduceConfig())]
-        engine.bind(select(requests, engine.trace(), None, None).chosen)
-        engine.settle(Compute("fp32", True, False, 4))
+        engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
+        engine.configure_compute(Compute("fp32", True, False, 4))
         values = engine.run(x)
     assert torch.equal(values["layer"], x)
     assert values["clamp"].max() == 6
@@ -149,8 +151,8 @@ def test_taps_in_another_order_are_an_error_when_compiled() -> None:
     module = Counted()
     with Engine(backbone_of(module), CPU, "float32") as engine:
         requests = [("a", ReduceConfig()), ("b", ReduceConfig())]
-        engine.bind(select(requests, engine.trace(), None, None).chosen)
-        engine.settle(Compute("fp32", True, False, 4))
+        engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
+        engine.configure_compute(Compute("fp32", True, False, 4))
         engine.run(noise())
         module.swap = True
         with pytest.raises((RunError, torch._dynamo.exc.Unsupported), match=r"expected|RunError"):
@@ -189,8 +191,10 @@ def test_a_backbone_with_a_part_that_was_compiled_before() -> None:
         traced = engine.trace()
         inner = "1._orig_mod.norm"
         names = ["0"] + ([inner] if inner in traced.by_module else [])
-        engine.bind(select([(name, ReduceConfig()) for name in names], traced, None, None).chosen)
-        engine.settle(FP32)
+        engine.attach_captures(
+            select([(name, ReduceConfig()) for name in names], traced, None, None).chosen
+        )
+        engine.configure_compute(FP32)
         values = engine.run(x)
     for name, value in zip(names, expected, strict=False):
         assert torch.equal(values[name], value)

@@ -13,7 +13,7 @@ from featx.config import ReduceConfig
 from featx.engine.engine import Compute, Engine
 from featx.errors import LayerError
 from featx.layers.selection import select
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone, LibraryEmbedding
 from featx.models.timm import embedding_of
 
@@ -65,13 +65,13 @@ def timm_backbone(vector: str = "pooled") -> Backbone:
     return backbone
 
 
-def embedding(backbone: Backbone, x: torch.Tensor) -> tuple[Tap, torch.Tensor]:
+def embedding(backbone: Backbone, x: torch.Tensor) -> tuple[CapturePoint, torch.Tensor]:
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         traced = engine.trace(["embedding"])
         requests = [("embedding", ReduceConfig())]
         chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
-        engine.bind(chosen)
-        engine.settle(Compute("fp32", False, False, len(x)))
+        engine.attach_captures(chosen)
+        engine.configure_compute(Compute("fp32", False, False, len(x)))
         return chosen[0][0], engine.run(x)["embedding"]
 
 

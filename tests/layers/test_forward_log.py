@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from featx.errors import ModelError
-from featx.layers.forward_log import watch
+from featx.layers.forward_log import log_forward
 
 
 class Block(nn.Module):
@@ -27,7 +27,7 @@ class Block(nn.Module):
 def watched(module: nn.Module, x: torch.Tensor) -> list[str]:
     lines: list[str] = []
     with torch.no_grad():
-        watch(module, x, lines.append)
+        log_forward(module, x, lines.append)
     return lines
 
 
@@ -72,7 +72,7 @@ def test_a_pass_that_fails_has_told_every_line_before() -> None:
         r"failed in 0\.fc \(Linear\), inside 0, \(the model\): RuntimeError: .*test_forward_log"
     )
     with pytest.raises(ModelError, match=message):
-        watch(model, torch.ones(2, 3, 8, 8), told.append)
+        log_forward(model, torch.ones(2, 3, 8, 8), told.append)
     assert plain(told) == [*PASS[:5], "  0.fc Linear 2x4 -> RuntimeError"]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
@@ -86,7 +86,7 @@ def test_lines_come_while_the_pass_goes_on() -> None:
             seen.append(len(told))
             return x
 
-    watch(nn.Sequential(nn.ReLU(), Look(), nn.ReLU(), Look()), torch.ones(1, 3), told.append)
+    log_forward(nn.Sequential(nn.ReLU(), Look(), nn.ReLU(), Look()), torch.ones(1, 3), told.append)
     assert seen == [2, 4]  # the model's begin, and the layers before
 
 

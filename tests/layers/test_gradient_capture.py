@@ -77,8 +77,8 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     with Engine(backbone, torch.device("cpu"), "float32", target) as engine:
         requests = [(layer, ReduceConfig(reduce)) for layer in layers]
-        engine.bind(select(requests, engine.trace(), None, None).chosen)
-        engine.settle(Compute("fp32", False, False, len(x)))
+        engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
+        engine.configure_compute(Compute("fp32", False, False, len(x)))
         return engine.run(x, labels)
 
 

@@ -18,12 +18,12 @@ import featx
 from featx.config import ReduceConfig
 from featx.engine.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError, RunError
-from featx.layers.capture_hooks import TapHooks
+from featx.layers.capture_hooks import CaptureHooks
 from featx.layers.layer_names import parse_operation
-from featx.layers.operations import Watch, plain_name
+from featx.layers.operations import OperationRecorder, plain_name
 from featx.layers.profiling import measure_operations
 from featx.layers.selection import select
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.layers.tracer import trace
 
 
@@ -186,7 +186,7 @@ OPERATIONS = ("add", "flatten")
 def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) -> None:
     module, x = Residual(), noise()
     with bound(backbone_of(module), "add", "conv2", "flatten") as engine:
-        engine.settle(Compute("fp32", False, channels_last, 4))
+        engine.configure_compute(Compute("fp32", False, channels_last, 4))
         engine.run(noise(seed=4))
         values = engine.run(x)
     if channels_last:
@@ -199,7 +199,7 @@ def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) 
 
 
 def test_overwritten_covers_operations() -> None:
-    taps = [Tap(name, "", operation=name) for name in OPERATIONS]
+    taps = [CapturePoint(name, "", operation=name) for name in OPERATIONS]
     assert overwritten(Residual().eval(), taps, noise()) == {"add"}
 
 
@@ -318,8 +318,8 @@ def test_gradients_at_operations_are_autograds() -> None:
     backbone = backbone_of(module)
     with Engine(backbone, CPU, "float32", target=2) as engine:
         asked = [("add:grad_output", ReduceConfig()), ("flatten:grad_output", ReduceConfig())]
-        engine.bind(select(asked, engine.trace(), None, None).chosen)
-        engine.settle(FP32)
+        engine.attach_captures(select(asked, engine.trace(), None, None).chosen)
+        engine.configure_compute(FP32)
         got = engine.run(x)
     out = hooked(module, "conv2", x) + x
     out.requires_grad_()
@@ -448,7 +448,7 @@ def test_a_model_that_catches_what_a_layer_raises_keeps_its_names() -> None:
 
 def test_nothing_is_watched_where_no_operation_is_asked_for() -> None:
     module = Plain()
-    with TapHooks(module, [Tap("fc", "fc")]), featx.capture(module, ["act"]):
+    with CaptureHooks(module, [CapturePoint("fc", "fc")]), featx.capture(module, ["act"]):
         assert num_hooks(module) == 3
         assert torch._C._len_torch_function_stack() == 0
 
@@ -463,7 +463,7 @@ def test_what_modules_of_torch_do_inside_is_theirs() -> None:
     module = nn.Sequential(nn.Flatten(2), nn.TransformerEncoderLayer(64, 2, 8, 0.0), Norm(64))
     assert names_of(module, noise()) == ["2.layer_norm"]
     seen: list[str] = []
-    watch = Watch(module, lambda name, *_: seen.append(name))
+    watch = OperationRecorder(module, lambda name, *_: seen.append(name))
     with watch:
         module(noise())
     assert seen == []  # nobody said whose forward runs

@@ -109,7 +109,7 @@ def test_gradients_are_checked_by_the_tensor_they_belong_to() -> None:
         requests = [("0.tokens:grad_output", ReduceConfig("grid"))]
         chosen = select(requests, trace(module, noise(2, 16)), None, None).chosen
         with pytest.raises(ReduceError, match="cannot be shown to lie as the image does"):
-            engine.bind(chosen)
+            engine.attach_captures(chosen)
 
 
 def test_a_register_token_is_no_class_token() -> None:

@@ -375,8 +375,8 @@ def test_the_embedding_is_timms_pre_logits(name: str) -> None:
 def embedding(library: str, name: str, x: torch.Tensor) -> torch.Tensor:
     backbone, _ = traced(library, name)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        engine.bind(preset(library, name, "embedding").chosen)
-        engine.settle(Compute("fp32", False, False, len(x)))
+        engine.attach_captures(preset(library, name, "embedding").chosen)
+        engine.configure_compute(Compute("fp32", False, False, len(x)))
         return engine.run(x)["embedding"]
 
 

@@ -207,7 +207,7 @@ def test_a_bug_in_any_pass_is_one_message(layer: str) -> None:
         try:
             with bound(backbone_of(module, 32), layer, images=images) as engine:
                 engine.formats(images)
-                engine.settle(Compute("bf16", False, False, 4))
+                engine.configure_compute(Compute("bf16", False, False, 4))
                 engine.specs(engine.chosen)  # type: ignore[attr-defined]
                 engine.seconds_per_image(images)
                 engine.run(images)

@@ -50,8 +50,10 @@ def embedding(backbone: Backbone, x: torch.Tensor) -> torch.Tensor:
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         traced = engine.trace(["embedding"])
         requests = [("embedding", ReduceConfig())]
-        engine.bind(select(requests, traced, backbone.classifier, backbone.stages).chosen)
-        engine.settle(Compute("fp32", False, False, len(x)))
+        engine.attach_captures(
+            select(requests, traced, backbone.classifier, backbone.stages).chosen
+        )
+        engine.configure_compute(Compute("fp32", False, False, len(x)))
         return engine.run(x)["embedding"]
 
 

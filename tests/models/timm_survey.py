@@ -25,7 +25,7 @@ from featx.config import ReduceConfig
 from featx.engine.engine import Compute, Engine
 from featx.errors import FeatxError, LayerError, ReduceError
 from featx.layers.selection import select
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone
 from featx.models.timm import wrap
 
@@ -187,7 +187,7 @@ def survey(member: Member) -> Row:
     backbone = _backbone(member)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         stages, grid = _survey_stages(member, engine, x)
-        backbone.module.requires_grad_(False)  # as before the first `settle`
+        backbone.module.requires_grad_(False)  # as before the first `configure_compute`
         return Row(member, _survey_embedding(engine, x), stages, grid)
 
 
@@ -213,10 +213,12 @@ def randomise_constants(module: torch.nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
 
 
-def _run(engine: Engine, chosen: list[Any], x: torch.Tensor) -> list[tuple[Tap, torch.Tensor]]:
+def _run(
+    engine: Engine, chosen: list[Any], x: torch.Tensor
+) -> list[tuple[CapturePoint, torch.Tensor]]:
     """The taps, each with the rows that a run stores."""
-    engine.bind(chosen)
-    engine.settle(Compute("fp32", False, False, len(x)))
+    engine.attach_captures(chosen)
+    engine.configure_compute(Compute("fp32", False, False, len(x)))
     values = engine.run(x)
     engine.without_hooks()
     return [(tap, values[tap.name]) for tap, _ in chosen]
@@ -270,7 +272,7 @@ def _survey_stages(member: Member, engine: Engine, x: torch.Tensor) -> tuple[str
 
 def _survey_grids(
     engine: Engine,
-    found: list[tuple[Tap, torch.Tensor]],
+    found: list[tuple[CapturePoint, torch.Tensor]],
     features: list[torch.Tensor] | None,
     x: torch.Tensor,
 ) -> str:

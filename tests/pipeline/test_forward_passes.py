@@ -161,7 +161,7 @@ def test_memory_that_is_gone_in_the_middle_of_a_run_is_said(ahead: bool) -> None
 def test_a_compiled_pass_is_not_compiled_again_in_another_thread() -> None:
     with bound(backbone_of(Residual()), "fc") as engine:
         engine.run(noise())  # as a run does, which times the eager model first
-        engine.settle(Compute("fp32", True, False, 4))
+        engine.configure_compute(Compute("fp32", True, False, 4))
         expected = digests_of(engine, noise())
         with torch.compiler.set_stance("fail_on_recompile"), ThreadPoolExecutor(1) as thread:
             assert thread.submit(digests_of, engine, noise()).result() == expected
@@ -248,7 +248,7 @@ def test_replicas_cast_no_weights() -> None:
             assert leave.wait(10)
 
     with bound(backbone, "fc") as engine:
-        engine.settle(Compute("bf16", False, False, 4))
+        engine.configure_compute(Compute("bf16", False, False, 4))
         handle = backbone.module.fc.register_forward_pre_hook(hold)
         with engine.replicas(2) as replicas, ThreadPoolExecutor(1) as other:
             alone = counted(replicas[0])
@@ -327,7 +327,7 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
                 backbone.stages,
             )  # fmt: skip
             engine.bind(found.chosen)
-            engine.settle(FP32)
+            engine.configure_compute(FP32)
             side = backbone.preprocess.crop[0]
             inputs = [noise(2, side, seed) for seed in range(6)]
             expected = [digests_of(engine, x) for x in inputs]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import MadeRun, make_added, make_run
-from object_server import MemoryServer, Watch, upload
+from object_server import MemoryServer, OperationRecorder, upload
 
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
 from featx.storage import durability, s3_client, s3_file
@@ -111,7 +111,7 @@ def finished(places: Iterator[ObjectPath]) -> ObjectPath:
 
 
 def test_a_store_is_written_found_again_and_read(
-    places: Iterator[ObjectPath], tmp_path: Path, watch: Watch
+    places: Iterator[ObjectPath], tmp_path: Path, watch: OperationRecorder
 ) -> None:
     root = next(places)
     finish(RUN, root)

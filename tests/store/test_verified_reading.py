@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 from made_store import MadeRun, make_run
-from object_server import Watch, upload
+from object_server import OperationRecorder, upload
 
 import featx
 from featx.errors import ConfigError, StoreError
@@ -189,7 +189,7 @@ def test_torch_datasets_compare_what_they_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_objects_are_compared_without_more_requests(
-    tmp_path: Path, codec: str, bucket: str, watch: Watch
+    tmp_path: Path, codec: str, bucket: str, watch: OperationRecorder
 ) -> None:
     run = made(codec)
     root = run.finish(tmp_path / "s", packed=True)

@@ -39,7 +39,7 @@ from featx.layers.projection import StoredReduce
 from featx.layers.reductions import has_known_positions
 from featx.layers.selection import Selection, named_tap
 from featx.layers.stages import find_stages
-from featx.layers.trace import Tap, Trace
+from featx.layers.trace import CapturePoint, Trace
 from featx.models.base import Backbone
 from featx.types import LayerSpec
 
@@ -89,8 +89,8 @@ class Attributor(Engine):
             options = replace(options, window=window, stride=stride)
         self._captum = captum_version() if set(BY_CAPTUM) & set(options.methods) else ""
         self._options = options
-        self._layer: Tap | None = None
-        self._maps: Tap | None = None
+        self._layer: CapturePoint | None = None
+        self._maps: CapturePoint | None = None
         self._to_map: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
 
     @property
@@ -117,16 +117,16 @@ class Attributor(Engine):
         of_no_class = self._target in ("entropy", "logsumexp")
         numbers = ("score",) if of_no_class else NUMBERS
         about = f"number (target {self._target})"
-        taps += [Tap(name, "", about, dtype="float32") for name in numbers]
+        taps += [CapturePoint(name, "", about, dtype="float32") for name in numbers]
         return Selection([(tap, ReduceConfig()) for tap in taps], [])
 
-    def _tap(self, method: str) -> Tap:
+    def _tap(self, method: str) -> CapturePoint:
         """The attribute `capture` of a method says everything that changes its values."""
         settings = [f"target {self._target}"]
         settings += [f"{key} {value}" for key, value in self._options.settings(method).items()]
         settings += [f"captum {self._captum}"] if method in BY_CAPTUM else []
         layer = self._layer.name if self._layer and method in OF_A_LAYER else ""
-        return Tap(method, layer, f"attribution ({', '.join(settings)})")
+        return CapturePoint(method, layer, f"attribution ({', '.join(settings)})")
 
     def _last_stage(self, traced: Trace) -> str:
         """The last stage; of a transformer with a class token the one before.
@@ -146,7 +146,7 @@ class Attributor(Engine):
         tokens = len(shapes) == 1 and len(shapes[0]) == 3 and self.backbone.num_prefix_tokens
         return stages[-2] if tokens and len(stages) > 1 else stages[-1]
 
-    def bind(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> None:
+    def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
         """Fix what is computed, and prove that a row depends on its own picture only.
 
         Raises:
@@ -170,7 +170,7 @@ class Attributor(Engine):
         with self._cheaply():
             if self._layer is not None:
                 self._to_map = self._map_of_layer(x)
-            self.settle(Compute("fp32", False, False, len(x)))
+            self.configure_compute(Compute("fp32", False, False, len(x)))
             values = self._pass(x)
             buffers = Buffers(self._module)
             again = self._pass(self._regrouped(x)[-1])
@@ -183,7 +183,7 @@ class Attributor(Engine):
         for name in set(self._options.methods) & set(values):
             check_row(name, values[name][0], again[name][-1], rounding)
 
-    def settle(self, compute: Compute, cast_once: bool = True) -> None:
+    def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
         """Fix how attributions are computed; may be called again with another choice."""
         self._take(compute, cast_once)
         self._forward = self._attributions
@@ -203,7 +203,7 @@ class Attributor(Engine):
         # Some methods take hundreds of passes, and the size of a part need not be known exactly.
         return super().seconds_per_image(images[:2], repeats=1)
 
-    def specs(self, chosen: Sequence[tuple[Tap, StoredReduce]]) -> list[LayerSpec]:
+    def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
         """What a row of each dataset looks like."""
         with self._cheaply():
             values = self._pass(self._noise(3))
@@ -321,7 +321,10 @@ class Attributor(Engine):
         return to_map
 
     def _check_positions_of(
-        self, tap: Tap, row_shape: tuple[int, ...], to_map: Callable[[torch.Tensor], torch.Tensor]
+        self,
+        tap: CapturePoint,
+        row_shape: tuple[int, ...],
+        to_map: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Where the shape leaves it open, positions lie as the image does; else ReduceError."""
         if not has_known_positions(tap.name, row_shape, self.backbone.preprocess.crop):
@@ -358,7 +361,7 @@ class Attributor(Engine):
         return to_map(kept[0]).float().cpu()
 
 
-def _module_tap(key: str, layer: str, traced: Trace) -> Tap:
+def _module_tap(key: str, layer: str, traced: Trace) -> CapturePoint:
     """The tap of what a module gives.
 
     Raises:

@@ -12,7 +12,7 @@ from torch import nn
 from featx.errors import LayerError, ReduceError
 from featx.layers import reductions
 from featx.layers.output_elements import path_to, pick, with_element
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone
 
 
@@ -27,7 +27,7 @@ def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor
 
 
 @contextlib.contextmanager
-def kept_output(module: nn.Module, tap: Tap | None) -> Iterator[list[torch.Tensor]]:
+def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
     """Keep what a layer gives in the passes of the block, where its gradient can be asked for.
 
     The model goes on with a copy: an in-place activation may follow. Where nothing before the layer

@@ -14,7 +14,7 @@ from featx.config import GRADIENTS, PROJECTIONS, ReduceConfig
 from featx.config.run_config import Config
 from featx.errors import ConfigError, ReduceError, StoreMismatchError
 from featx.layers.projection import ProjectedReduce, Projection
-from featx.layers.trace import Tap
+from featx.layers.trace import CapturePoint
 from featx.models.base import Backbone
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def with_statistics(
-    chosen: Sequence[tuple[Tap, ReduceConfig]], config: Config, backbone: Backbone
+    chosen: Sequence[tuple[CapturePoint, ReduceConfig]], config: Config, backbone: Backbone
 ) -> ChosenLayers:
     """What is stored of each layer, with the statistics that pca and whiten need.
 
@@ -39,7 +39,7 @@ def with_statistics(
 
 
 def _projected(
-    tap: Tap, reduce: ReduceConfig, config: Config, backbone: Backbone
+    tap: CapturePoint, reduce: ReduceConfig, config: Config, backbone: Backbone
 ) -> ProjectedReduce:
     assert reduce.stats is not None, "the config was checked"
     statistics = Statistics(reduce.stats)
@@ -90,7 +90,7 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
 def _refuse_another_tensor(
     path: Path,
     about: dict[str, Any],
-    tap: Tap,
+    tap: CapturePoint,
     config: Config,
     backbone: Backbone,
 ) -> None:

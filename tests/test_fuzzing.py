@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from featx.images.decode import ImagePolicy
-from featx.images.decode_settings import Decoding
+from featx.images.decode_settings import DecodeSettings
 from featx.images.loader import Loader
 from featx.images.preprocess import Preprocess
 from featx.types import ImageFault, Listing, Part, Status
@@ -98,7 +98,7 @@ def load(source: Mixed, reference: bool) -> tuple[torch.Tensor, dict[int, Status
     """(N, 3, H, W) and the faults of the rows, after checks of every batch."""
     policy = ImagePolicy("apply", (255, 255, 255), 10**7)
     count = len(source.images)
-    decoding = Decoding(PREPROCESS, policy, reference)
+    decoding = DecodeSettings(PREPROCESS, policy, reference)
     with Loader(source, source.listing(), decoding, batch_size=16) as loader:
         batches = [batch for _, batch in loader.batches([Part(0, 0, count)])]
     for batch in batches:

@@ -45,7 +45,7 @@ class _Own(threading.local):
     task: _Task | None = None
 
 
-class Threads:
+class ReplaceableThreadPool:
     """A pool that outlives a call that never returns; a context manager.
 
     Where a call stays longer than `limit_s` in its section `watched`, its thread is left behind, a
@@ -71,7 +71,7 @@ class Threads:
         self._own = _Own()
         self._closing = threading.Event()
 
-    def __enter__(self) -> Threads:
+    def __enter__(self) -> ReplaceableThreadPool:
         for _ in range(self._count):
             self._start(self._serve)
         if self._limit_s is not None:

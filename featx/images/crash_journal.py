@@ -33,7 +33,7 @@ _NUM_SLOTS = 512
 _LENGTH = struct.Struct("<H")
 
 
-class Notes:
+class InFlightJournal:
     """What the threads of one process are decoding right now.
 
     Args:
@@ -128,7 +128,7 @@ def folder_of_notes(folder: Path) -> Path:
     return cache / "featx" / "notes" / hashlib.sha256(str(folder).encode()).hexdigest()[:32]
 
 
-class Suspects:
+class CrashList:
     """The images of one run that are decoded each in a process of its own.
 
     Args:
@@ -162,10 +162,10 @@ class Suspects:
                 Disk(self._folder).replace(self._folder / _REMEMBERED, text.encode())
 
     @contextlib.contextmanager
-    def notes(self) -> Iterator[Notes | None]:
+    def notes(self) -> Iterator[InFlightJournal | None]:
         """A file for notes, as long as the block runs; None where there can be none."""
         try:
-            notes = None if self._folder is None else Notes(self._folder / _name())
+            notes = None if self._folder is None else InFlightJournal(self._folder / _name())
         except OSError:  # a folder that cannot be written to is told of where rows are written
             notes = None
         if self._folder is not None:

@@ -94,7 +94,7 @@ class ImagePolicy:
 
 
 @dataclass(frozen=True)
-class Coded:
+class EncodedJpeg:
     """A JPEG that libjpeg takes without a word, for another device to decode.
 
     Attributes:
@@ -173,7 +173,7 @@ def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> 
     return version_of("pillow_heif") if begun is not None or named else None
 
 
-def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> Coded | None:
+def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
     """A JPEG in colour that another device may decode, None for everything else.
 
     All of it is read, at an eighth of its size: that takes a third of the time, and says whether
@@ -271,7 +271,7 @@ def _far_larger(size: tuple[int, int], at_least: int) -> bool:
     return min(size) >= 4 * at_least
 
 
-def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> Coded | None:
+def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
     image = _open(data)
     width, height = size = image.size
     if image.format != "JPEG" or image.mode != "RGB" or min(size) < 8:
@@ -283,7 +283,7 @@ def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> Coded | None:
     eighth = _sound_jpeg(data, image.size) if policy.jpeg == SIMPLEJPEG else np.array(image)
     if eighth is None or eighth.shape != (-(-height // 8), -(-width // 8), 3):
         return None
-    return Coded(data, size, turn, eighth)
+    return EncodedJpeg(data, size, turn, eighth)
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:

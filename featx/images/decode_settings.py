@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from featx.config.run_config import Config
 from featx.errors import ConfigError, require
-from featx.images.crash_journal import Suspects
+from featx.images.crash_journal import CrashList
 from featx.images.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder
 from featx.images.preprocess import Preprocess
 from featx.types import Listing, ResumeState
@@ -17,7 +17,7 @@ SHARES = 16
 
 
 @dataclass(frozen=True)
-class Decoding:
+class DecodeSettings:
     """How bytes become the images of a run.
 
     Attributes:
@@ -37,7 +37,7 @@ class Decoding:
     policy: ImagePolicy
     reference: bool = False
     timeout_s: float | None = None
-    suspects: Suspects = field(default_factory=lambda: Suspects(None))
+    suspects: CrashList = field(default_factory=lambda: CrashList(None))
     device_share: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,9 +49,9 @@ class Decoding:
         config: Config,
         preprocess: Preprocess,
         listing: Listing,
-        suspects: Suspects,
+        suspects: CrashList,
         begun: ResumeState | None = None,
-    ) -> Decoding:
+    ) -> DecodeSettings:
         """What a config asks for, with the decoders that the run was begun with.
 
         Raises:

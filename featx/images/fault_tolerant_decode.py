@@ -18,12 +18,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from featx.base.machine import num_cpus
-from featx.base.thread_pool import Threads
+from featx.base.thread_pool import ReplaceableThreadPool
 from featx.errors import RunError
-from featx.images.crash_journal import Suspects
-from featx.images.decode import Coded, ImagePolicy, coded_jpeg, decode, decode_pixels
+from featx.images.crash_journal import CrashList
+from featx.images.decode import EncodedJpeg, ImagePolicy, coded_jpeg, decode, decode_pixels
 from featx.images.decoder_warnings import DecoderWarnings, decoder_warnings_redirected
-from featx.images.subprocess_decode import decode_alone
+from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, RegionSource, Source, Status
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def read_image(source: Source, key: bytes) -> bytes:
     raise AssertionError("unreachable")
 
 
-class GuardedDecoder:
+class FaultTolerantDecoder:
     """Reads and decodes the pictures of a data set; a context manager that owns its threads.
 
     Args:
@@ -77,7 +77,7 @@ class GuardedDecoder:
         policy: ImagePolicy,
         at_least: int | None,
         timeout_s: float | None,
-        suspects: Suspects,
+        suspects: CrashList,
         name: str,
     ) -> None:
         self.warnings = DecoderWarnings()
@@ -90,10 +90,10 @@ class GuardedDecoder:
         self._name = name
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> GuardedDecoder:
+    def __enter__(self) -> FaultTolerantDecoder:
         self._stack.enter_context(decoder_warnings_redirected)
         self._notes = self._stack.enter_context(self._suspects.notes())
-        threads = Threads(num_cpus(), self._timeout_s, self._name)
+        threads = ReplaceableThreadPool(num_cpus(), self._timeout_s, self._name)
         self._threads = self._stack.enter_context(threads)
         return self
 
@@ -104,7 +104,7 @@ class GuardedDecoder:
         """Call `work`, which reads and decodes, in one of the threads."""
         return self._threads.submit(work, *args)
 
-    def settle_suspects(self, keys: Iterable[bytes]) -> None:
+    def retry_suspects(self, keys: Iterable[bytes]) -> None:
         """Decode what a process was decoding when it died, each in a process of its own.
 
         Args:
@@ -154,7 +154,7 @@ class GuardedDecoder:
         with self._noted(picture):
             return decode_pixels(data, self._policy, self._at_least)
 
-    def coded(self, key: bytes, data: bytes) -> Coded | None:
+    def coded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
         """The picture of a row for another device, as `coded_jpeg` has it; else as `image`."""
         picture = self.picture_of(key)
         if self._at_least is None or self._to_be_alone(picture):
@@ -175,7 +175,7 @@ class GuardedDecoder:
     def _decoded_alone(self, picture: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
         try:
-            return decode_alone(data, self._policy, self._at_least, self._timeout_s)
+            return decode_in_subprocess(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:
             if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
                 self._suspects.remember(picture)

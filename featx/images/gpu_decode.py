@@ -1,6 +1,6 @@
 """JPEGs decoded, resized and cropped on the device that computes; on CUDA by nvJPEG.
 
-What comes here has been read by libjpeg at an eighth of its size (`Coded`), so its bytes are sound,
+What comes here has been read by libjpeg at an eighth of its size (`EncodedJpeg`), so its bytes are sound,
 and what the device makes of it is compared with that. A picture that comes out otherwise, such as
 one whose colours are kept in an unusual way, is decoded on the CPU. So a device's decoder never
 decides whether a row fails, and never makes a row of a picture that it has misunderstood.
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from featx.base.devices import OwnStream
 from featx.errors import ConfigError, RunError
-from featx.images.decode import Coded
+from featx.images.decode import EncodedJpeg
 from featx.images.preprocess import Preprocess
 
 MAX_PIXELS = 1 << 26
@@ -62,7 +62,7 @@ class DeviceDecoder:
         """What is done in the block runs beside the model, and has been done when it ends."""
         return self._stream.at_work()
 
-    def crops(self, pictures: Sequence[Coded]) -> list[torch.Tensor | None]:
+    def crops(self, pictures: Sequence[EncodedJpeg]) -> list[torch.Tensor | None]:
         """What `Preprocess.crop_uint8` makes of each picture.
 
         A picture's crop does not depend on what is decoded with it.
@@ -85,7 +85,7 @@ class DeviceDecoder:
                 ) from error
         return [found.get(i) for i in range(len(pictures))]
 
-    def _cropped(self, pictures: dict[int, Coded]) -> dict[int, torch.Tensor]:
+    def _cropped(self, pictures: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> crop, of those that are right; pictures of one size are cropped together."""
         same: dict[tuple[tuple[int, int], int], list[tuple[int, torch.Tensor]]] = {}
         for i, pixels in self._decoded(pictures).items():
@@ -103,7 +103,7 @@ class DeviceDecoder:
         verdicts = torch.cat(right).tolist() if right else []
         return {i: crops[i] for i, is_right in zip(crops, verdicts, strict=True) if is_right}
 
-    def _decoded(self, pictures: dict[int, Coded]) -> dict[int, torch.Tensor]:
+    def _decoded(self, pictures: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> (3, H, W) uint8, of those that the device's decoder takes."""
         try:
             coded = [
@@ -126,7 +126,7 @@ class DeviceDecoder:
         first, second = dict(halves[:middle]), dict(halves[middle:])
         return self._decoded(first) | self._decoded(second)
 
-    def _agrees(self, images: torch.Tensor, pictures: Sequence[Coded]) -> torch.Tensor:
+    def _agrees(self, images: torch.Tensor, pictures: Sequence[EncodedJpeg]) -> torch.Tensor:
         """(N,) bool: which of (N, 3, H, W) uint8 are the pictures that libjpeg sees."""
         eighths = torch.stack([torch.from_numpy(picture.eighth) for picture in pictures])
         blocks = F.avg_pool2d(images.float(), 8)
@@ -179,7 +179,7 @@ def turned(images: torch.Tensor, orientation: int) -> torch.Tensor:
     return images.flip(mirrored) if mirrored else images
 
 
-def _few_at_a_time(pictures: Sequence[Coded]) -> Iterator[list[int]]:
+def _few_at_a_time(pictures: Sequence[EncodedJpeg]) -> Iterator[list[int]]:
     """The numbers of some pictures in their order, of at most MAX_PIXELS together."""
     some: list[int] = []
     pixels = 0

@@ -12,9 +12,9 @@ import torch
 from featx.base.devices import cpu_threads
 from featx.base.machine import num_cpus
 from featx.errors import ConfigError
-from featx.images.decode import Coded, coded_jpeg, decode_pixels
-from featx.images.decode_settings import SHARES, Decoding
-from featx.images.fault_tolerant_decode import GuardedDecoder
+from featx.images.decode import EncodedJpeg, coded_jpeg, decode_pixels
+from featx.images.decode_settings import SHARES, DecodeSettings
+from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.gpu_decode import DeviceDecoder
 from featx.types import ImageFault, Listing, RegionSource, Source
 
@@ -39,8 +39,8 @@ def check_device(decode: str, source: Source, device: torch.device) -> None:
 
 
 def with_share(
-    decode: str, source: Source, listing: Listing, decoding: Decoding, device: torch.device
-) -> tuple[Decoding, dict[str, str]]:
+    decode: str, source: Source, listing: Listing, decoding: DecodeSettings, device: torch.device
+) -> tuple[DecodeSettings, dict[str, str]]:
     """The decoding of a run, with a share for the device where it is asked for and has none yet.
 
     Returns:
@@ -53,7 +53,7 @@ def with_share(
 
 
 def decode_share(
-    source: Source, listing: Listing, decoding: Decoding, device: torch.device
+    source: Source, listing: Listing, decoding: DecodeSettings, device: torch.device
 ) -> tuple[int, str]:
     """Sixteenths of the pictures that the device is to decode, 1 to SHARES, and a line on why.
 
@@ -106,11 +106,11 @@ def balanced(here: float, checking: float, there: float) -> int:
     return min(SHARES, max(1, round(share * SHARES)))
 
 
-def _some_coded(source: Source, listing: Listing, decoding: Decoding) -> list[Coded]:
+def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> list[EncodedJpeg]:
     """Of some pictures those that a device may decode; none can hold this up or end it."""
     rows = np.unique(np.linspace(0, len(listing) - 1, TRIED_PICTURES).astype(int))
     keys = [bytes(key) for key in listing.keys[rows]]
-    with GuardedDecoder(
+    with FaultTolerantDecoder(
         source,
         decoding.policy,
         decoding.preprocess.resize,
@@ -119,7 +119,7 @@ def _some_coded(source: Source, listing: Listing, decoding: Decoding) -> list[Co
         "featx-share",
     ) as decoder:
 
-        def coded(key: bytes) -> Coded | None:
+        def coded(key: bytes) -> EncodedJpeg | None:
             with contextlib.suppress(ImageFault):  # its own turn says what is wrong
                 return decoder.coded(key, decoder.read(key))
             return None

@@ -22,11 +22,11 @@ import torch
 from PIL import Image
 from torch.profiler import record_function
 
-from featx.base.thread_pool import Threads
+from featx.base.thread_pool import ReplaceableThreadPool
 from featx.errors import RunError
-from featx.images.decode import Coded
-from featx.images.decode_settings import Decoding
-from featx.images.fault_tolerant_decode import GuardedDecoder
+from featx.images.decode import EncodedJpeg
+from featx.images.decode_settings import DecodeSettings
+from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.gpu_decode import DeviceDecoder
 from featx.images.preprocess import cut_out
 from featx.types import (
@@ -88,7 +88,7 @@ class Loader:
         self,
         source: Source,
         listing: Listing,
-        decoding: Decoding,
+        decoding: DecodeSettings,
         batch_size: int,
         device: torch.device | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class Loader:
         self._listing = listing
         self._decoding = decoding
         self._regions = source if isinstance(source, RegionSource) else None
-        self._decoder = GuardedDecoder(
+        self._decoder = FaultTolerantDecoder(
             source,
             decoding.policy,
             None if decoding.reference else decoding.preprocess.resize,
@@ -111,7 +111,7 @@ class Loader:
         self._device_decoder: DeviceDecoder | None = None
         if decoding.device_share is not None and device is not None:
             self._device_decoder = DeviceDecoder(decoding.preprocess, device)
-        self._device_thread = Threads(1, None, "featx-on-device")
+        self._device_thread = ReplaceableThreadPool(1, None, "featx-on-device")
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Loader:
@@ -161,7 +161,7 @@ class Loader:
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        waiting: deque[tuple[torch.Tensor, Future[Coded | Failure | None]]] = deque()
+        waiting: deque[tuple[torch.Tensor, Future[EncodedJpeg | Failure | None]]] = deque()
         for row in rows:
             place = torch.zeros((3, *self._decoding.preprocess.crop), dtype=self._dtype)
             waiting.append((place, self._decoder.submit(self._fill, row, place)))
@@ -170,13 +170,13 @@ class Loader:
         while waiting:
             yield _unless_failed(*waiting.popleft())
 
-    def settle_suspects(self) -> None:
+    def retry_suspects(self) -> None:
         """Decode what a run was decoding when it died, image by image in a process of its own.
 
         Raises:
             RunError: the images' disk fails, and goes on failing.
         """
-        self._decoder.settle_suspects(self._listing.keys)
+        self._decoder.retry_suspects(self._listing.keys)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -205,12 +205,14 @@ class Loader:
     def _is_for_device(self, row: int) -> bool:
         return self._regions is None and self._decoding.is_for_device(self._listing.keys[row])
 
-    def _on_to_device(self, batch: Batch, taken: list[Future[Coded | Failure | None]]) -> Batch:
+    def _on_to_device(
+        self, batch: Batch, taken: list[Future[EncodedJpeg | Failure | None]]
+    ) -> Batch:
         """Decode what is left to the device, and put the whole batch there."""
         device = self._device_decoder
         assert device is not None, "it is begun with one"
         results = [future.result() for future in taken]
-        coded = {i: result for i, result in enumerate(results) if isinstance(result, Coded)}
+        coded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
         begun = time.perf_counter()
         with device.own_stream(), record_function("decode on the device"):
             crops = dict(zip(coded, device.crops(list(coded.values())), strict=True))
@@ -242,7 +244,7 @@ class Loader:
         checksum: npt.NDArray[np.uint64] | None = None,
         for_device: bool = False,
         data: bytes | None = None,
-    ) -> Coded | Failure | None:
+    ) -> EncodedJpeg | Failure | None:
         """Put one image in its place, or say why there is none.
 
         Args:
@@ -334,7 +336,7 @@ class Loader:
         return self._decoder.pixels(key, data)
 
 
-def _filled(batch: Batch, futures: list[Future[Coded | Failure | None]]) -> Batch:
+def _filled(batch: Batch, futures: list[Future[EncodedJpeg | Failure | None]]) -> Batch:
     """The batch, when all its images are in their places."""
     results = [future.result() for future in futures]
     batch.failures = [result for result in results if isinstance(result, Failure)]
@@ -342,6 +344,6 @@ def _filled(batch: Batch, futures: list[Future[Coded | Failure | None]]) -> Batc
 
 
 def _unless_failed(
-    image: torch.Tensor, result: Future[Coded | Failure | None]
+    image: torch.Tensor, result: Future[EncodedJpeg | Failure | None]
 ) -> torch.Tensor | None:
     return image if result.result() is None else None

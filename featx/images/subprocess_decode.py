@@ -30,7 +30,7 @@ _SPARE_S = 60
 """After its limit and this, a child ends by itself, should nobody be left to end it."""
 
 
-def decode_alone(
+def decode_in_subprocess(
     data: bytes, policy: ImagePolicy, at_least: int | None, limit_s: float | None
 ) -> npt.NDArray[np.uint8]:
     """Decode an image whole in a child process; the same pixels as `decode_pixels`.

@@ -17,7 +17,7 @@ from featx.config import DataConfig
 from featx.config.layer_requests import captures
 from featx.config.run_config import Config
 from featx.errors import DataError, MissingExtraError, ModelError
-from featx.images.crash_journal import Suspects
+from featx.images.crash_journal import CrashList
 from featx.layers.trace import Trace
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.run_target import list_images
@@ -102,12 +102,12 @@ def _first_picture(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
     """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
-    from featx.images.decode_settings import Decoding
+    from featx.images.decode_settings import DecodeSettings
     from featx.images.loader import Loader
 
-    decoding = Decoding.of_run(config, backbone.preprocess, listing, Suspects(None))
+    decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, CrashList(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:
-        loader.settle_suspects()
+        loader.retry_suspects()
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])
             if len(images):

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from featx.base.thread_pool import Threads
+from featx.base.thread_pool import ReplaceableThreadPool
 from featx.errors import RunError
 from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Part
@@ -113,7 +113,7 @@ class ParallelPasses:
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for engine in engines:
             self._free.put(engine)
-        self._pool = Threads(self._count, None, "featx-model", _LEAVE_S)
+        self._pool = ReplaceableThreadPool(self._count, None, "featx-model", _LEAVE_S)
         self._waiting: deque[tuple[Part, Batch, Future[Any]]] = deque()
 
     def __enter__(self) -> ParallelPasses:

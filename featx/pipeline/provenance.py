@@ -15,7 +15,7 @@ from featx.types import LayerSpec, Listing, StoreHeader
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
-    from featx.images.decode_settings import Decoding
+    from featx.images.decode_settings import DecodeSettings
     from featx.models.base import Backbone
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
@@ -24,7 +24,7 @@ _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 def fingerprint(
     config: Config,
     engine: Engine,
-    decoding: Decoding,
+    decoding: DecodeSettings,
     specs: list[LayerSpec],
     listing: Listing,
     part_rows: int,
@@ -59,7 +59,7 @@ def fingerprint(
     }
 
 
-def _of_device_decoder(decoding: Decoding) -> dict[str, Any]:
+def _of_device_decoder(decoding: DecodeSettings) -> dict[str, Any]:
     """What is said where a device decodes: of how many pictures, and with what."""
     if decoding.device_share is None:
         return {}

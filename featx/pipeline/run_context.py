@@ -15,7 +15,7 @@ import numpy as np
 from featx.base.allocator import keep_freed_memory
 from featx.base.machine import num_cpus, resident_memory
 from featx.config.run_config import Config
-from featx.images.crash_journal import Suspects
+from featx.images.crash_journal import CrashList
 from featx.images.decode import ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from featx.engine.batch_parallelism import BatchParallelism
     from featx.engine.engine import Engine
-    from featx.images.decode_settings import Decoding
+    from featx.images.decode_settings import DecodeSettings
     from featx.images.loader import Loader
     from featx.pipeline.trial import TrialSpeed
 
@@ -52,7 +52,7 @@ class RunContext:
     config: Config
     source: Source
     listing: Listing
-    decoding: Decoding
+    decoding: DecodeSettings
     engine: Engine
     engine_spec: EngineSpec
     specs: list[LayerSpec]
@@ -121,7 +121,7 @@ def build_run_context(
     Raises:
         FeatxError: whatever is wrong with the config, before anything is written.
     """
-    suspects = Suspects(None if purpose is None else purpose.folder)
+    suspects = CrashList(None if purpose is None else purpose.folder)
     purpose = StoreTarget(config) if purpose is None else purpose
     source, listing = purpose.list_images()
     ImagePolicy.from_config(config.data)  # a colour that is none is told without a model
@@ -132,7 +132,7 @@ def build_run_context(
     from featx.base.devices import choose_devices, cpu_threads
     from featx.engine import batch_parallelism
     from featx.engine.auto_settings import AutoSettings
-    from featx.images.decode_settings import Decoding
+    from featx.images.decode_settings import DecodeSettings
     from featx.images.gpu_decode_share import check_device, with_share
     from featx.images.preprocess import check_reference
     from featx.pipeline.trial import TrialSpeed
@@ -153,7 +153,7 @@ def build_run_context(
         begun = purpose.begun({tap.name for tap, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
         stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, begun)))
-        decoding = Decoding.of_run(config, backbone.preprocess, listing, suspects, begun)
+        decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, suspects, begun)
         images, read_s, decode_s = _probe_images(source, listing, decoding)
         engine.trial_images = images
         engine.attach_captures(chosen)
@@ -191,7 +191,7 @@ def build_run_context(
 
 
 def _probe_images(
-    source: Source, listing: Listing, decoding: Decoding
+    source: Source, listing: Listing, decoding: DecodeSettings
 ) -> tuple[torch.Tensor, float, float]:
     """Some images from all over the data set, to try and time the backbone on.
 
@@ -205,7 +205,7 @@ def _probe_images(
 
     rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
-        loader.settle_suspects()
+        loader.retry_suspects()
         loader.load(rows[:1].tolist())  # imports what decodes, which is not to be timed
         read, decode = loader.times.read, loader.times.decode
         images = loader.load(rows.tolist())

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from featx.base.thread_pool import Threads
+from featx.base.thread_pool import ReplaceableThreadPool
 
 NAME = "featx-test"
 
@@ -34,7 +34,7 @@ def test_calls_are_made_and_their_errors_are_raised() -> None:
     def divide(a: int, b: int) -> float:
         return a / b
 
-    with Threads(3, None, NAME) as threads:
+    with ReplaceableThreadPool(3, None, NAME) as threads:
         futures = [threads.submit(divide, i, 4) for i in range(100)]
         assert [future.result() for future in futures] == [i / 4 for i in range(100)]
         with pytest.raises(ZeroDivisionError):
@@ -56,7 +56,7 @@ def test_a_call_that_hangs_is_made_again_elsewhere_and_the_others_go_on() -> Non
             late.append(number)
         return number, threads.again
 
-    with Threads(2, 0.2, NAME) as threads:
+    with ReplaceableThreadPool(2, 0.2, NAME) as threads:
         futures = [threads.submit(work, number) for number in range(50)]
         results = [future.result(10) for future in futures]
         assert results == [(number, number == 3) for number in range(50)]
@@ -75,7 +75,7 @@ def test_as_many_threads_as_before_when_all_were_given_up() -> None:
                 wake.wait(20)
         return threads.again
 
-    with Threads(3, 0.1, NAME) as threads:
+    with ReplaceableThreadPool(3, 0.1, NAME) as threads:
         assert [f.result(10) for f in [threads.submit(work) for _ in range(3)]] == [True] * 3
         waits = [threads.submit(barrier.wait, 10) for _ in range(3)]
         assert sorted(future.result(10) for future in waits) == [0, 1, 2]
@@ -91,7 +91,7 @@ def test_only_the_watched_section_counts() -> None:
         time.sleep(0.4)
         return threads.again
 
-    with Threads(1, 0.1, NAME) as threads:
+    with ReplaceableThreadPool(1, 0.1, NAME) as threads:
         assert threads.submit(work).result(10) is False
 
 
@@ -101,13 +101,13 @@ def test_no_limit_waits() -> None:
             time.sleep(0.3)
         return threads.again
 
-    with Threads(1, None, NAME) as threads:
+    with ReplaceableThreadPool(1, None, NAME) as threads:
         assert threads.submit(work).result(10) is False
 
 
 def test_what_was_not_begun_is_dropped_at_the_end() -> None:
     release = threading.Event()
-    with Threads(1, None, NAME) as threads:
+    with ReplaceableThreadPool(1, None, NAME) as threads:
         first = threads.submit(release.wait, 10)
         rest = [threads.submit(time.sleep, 0) for _ in range(10)]
         while not first.running():
@@ -122,7 +122,7 @@ def test_what_was_not_begun_is_dropped_at_the_end() -> None:
 def test_the_end_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("featx.base.thread_pool._LEAVE_S", 0.2)
     release = threading.Event()
-    with Threads(1, None, NAME) as threads:
+    with ReplaceableThreadPool(1, None, NAME) as threads:
         threads.submit(release.wait, 20)
         time.sleep(0.05)
         begun = time.monotonic()

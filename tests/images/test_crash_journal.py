@@ -16,7 +16,7 @@ from conftest import with_path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from featx.images.crash_journal import Notes, Suspects, noted_keys
+from featx.images.crash_journal import CrashList, InFlightJournal, noted_keys
 
 
 def files(folder: Path) -> list[str]:
@@ -24,7 +24,7 @@ def files(folder: Path) -> list[str]:
 
 
 def left_behind(folder: Path) -> set[bytes]:
-    with Suspects(folder).left_behind() as keys:
+    with CrashList(folder).left_behind() as keys:
         return keys
 
 
@@ -54,7 +54,7 @@ def test_what_was_being_decoded_is_known_after_a_crash(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "store"
     keys = {b"cat/a b.jpg", "häm\udcff.png".encode("utf-8", "surrogateescape"), b"k" * 1022}
     crashed(folder, *keys)
-    with pytest.raises(ZeroDivisionError), Suspects(folder).left_behind():
+    with pytest.raises(ZeroDivisionError), CrashList(folder).left_behind():
         raise ZeroDivisionError  # it is not known yet what they are
     assert left_behind(folder) == keys
     assert files(folder) == []
@@ -62,7 +62,7 @@ def test_what_was_being_decoded_is_known_after_a_crash(tmp_path: Path) -> None:
 
 
 def test_the_notes_of_the_living_are_left_alone(tmp_path: Path) -> None:
-    with Suspects(tmp_path).notes() as notes:
+    with CrashList(tmp_path).notes() as notes:
         assert notes is not None
         with notes.noted(b"a"):
             assert noted_keys(next(tmp_path.iterdir())) == {b"a"}
@@ -72,7 +72,7 @@ def test_the_notes_of_the_living_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_folders_that_were_made_for_the_notes_go_with_them(tmp_path: Path) -> None:
-    suspects = Suspects(tmp_path / "runs" / "store")
+    suspects = CrashList(tmp_path / "runs" / "store")
     with suspects.notes():
         assert (tmp_path / "runs" / "store").is_dir()
     assert files(tmp_path) == []
@@ -83,14 +83,14 @@ def test_folders_that_were_made_for_the_notes_go_with_them(tmp_path: Path) -> No
 
 def test_a_folder_that_cannot_be_had_is_no_reason_to_stop(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    suspects = Suspects(tmp_path / "file" / "store")
+    suspects = CrashList(tmp_path / "file" / "store")
     with suspects.notes() as notes:
         assert notes is None
     suspects.remember(b"a")
     assert b"a" in suspects
-    with Suspects(None).notes() as notes:
+    with CrashList(None).notes() as notes:
         assert notes is None
-    with Suspects(None).left_behind() as keys:
+    with CrashList(None).left_behind() as keys:
         assert keys == set()
 
 
@@ -100,11 +100,11 @@ def test_a_full_disk_takes_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with Suspects(tmp_path).notes():
+    with CrashList(tmp_path).notes():
         [path] = tmp_path.iterdir()
         assert path.stat().st_blocks * 512 >= path.stat().st_size
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with Suspects(tmp_path / "new").notes() as notes:
+    with CrashList(tmp_path / "new").notes() as notes:
         assert notes is None
     assert files(tmp_path) == []
 
@@ -113,7 +113,7 @@ def test_more_threads_than_slots_and_keys_longer_than_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("featx.images.crash_journal._NUM_SLOTS", 3)
-    notes = Notes(tmp_path / "notes")
+    notes = InFlightJournal(tmp_path / "notes")
     barrier = threading.Barrier(6)
 
     def decode(number: int) -> int:
@@ -140,22 +140,22 @@ def test_any_bytes_can_be_read_as_notes(
 
 
 def test_what_is_dangerous_is_remembered(tmp_path: Path) -> None:
-    suspects = Suspects(tmp_path)
+    suspects = CrashList(tmp_path)
     keys = [b"a.gif", b"\xff/\xfe.gif", "ü.gif".encode()]
     for key in [*keys, *keys]:
         suspects.remember(key)
-    again = Suspects(tmp_path)
+    again = CrashList(tmp_path)
     assert all(key in again for key in keys)
     assert b"b.gif" not in again
     assert files(tmp_path) == [".suspects"]
     for damage in (b"", b"{", b"[1]", b"3", b"\xff"):
         (tmp_path / ".suspects").write_bytes(damage)
-        assert keys[0] not in Suspects(tmp_path)
+        assert keys[0] not in CrashList(tmp_path)
 
 
 def test_notes_are_the_threads_own(tmp_path: Path) -> None:
     """Many threads, many images: at every moment each is noted once, in the end none."""
-    notes = Notes(tmp_path / "notes")
+    notes = InFlightJournal(tmp_path / "notes")
     keys = [b"%05d" % number for number in range(60)]
 
     def decode(key: bytes) -> bool:

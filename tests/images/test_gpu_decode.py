@@ -28,12 +28,12 @@ from featx.images import gpu_decode_share as sharing
 from featx.images.decode import (
     MAX_CODED_PIXELS,
     SIMPLEJPEG,
-    Coded,
+    EncodedJpeg,
     ImagePolicy,
     coded_jpeg,
     decode_pixels,
 )
-from featx.images.decode_settings import SHARES, Decoding
+from featx.images.decode_settings import SHARES, DecodeSettings
 from featx.images.gpu_decode import DeviceDecoder, turned
 from featx.images.gpu_decode_share import balanced, check_device, decode_share
 from featx.images.loader import Loader
@@ -65,7 +65,7 @@ def picture(seed: int, orientation: int = 1, **options: Any) -> bytes:
     return jpeg(make_picture(120 + 3 * seed, 140 - 2 * seed, seed), orientation, **options)
 
 
-def coded(data: bytes) -> Coded:
+def coded(data: bytes) -> EncodedJpeg:
     found = coded_jpeg(data, POLICY, 72)
     assert found is not None
     return found
@@ -99,7 +99,7 @@ class Pictures:
 
 def loaded(pictures: list[bytes], share: int | None, batch_size: int = 4) -> list[Batch]:
     source = Pictures(pictures)
-    decoding = Decoding(PREPROCESS, POLICY, device_share=share)
+    decoding = DecodeSettings(PREPROCESS, POLICY, device_share=share)
     with Loader(source, source.listing(), decoding, batch_size, CPU) as loader:
         return [batch for _, batch in loader.batches([Part(0, 0, len(pictures))])]
 
@@ -329,7 +329,7 @@ def test_odd_pictures_of_the_shared_data_have_the_verdicts_of_the_cpu(shared_dat
 
 def test_a_loader_that_is_left_early_ends_at_once() -> None:
     source = Pictures([picture(seed % 4) for seed in range(200)])
-    decoding = Decoding(PREPROCESS, POLICY, device_share=SHARES)
+    decoding = DecodeSettings(PREPROCESS, POLICY, device_share=SHARES)
     begun = time.monotonic()
     with Loader(source, source.listing(), decoding, 4, CPU) as loader:
         next(loader.batches([Part(0, 0, 200)]))
@@ -341,7 +341,7 @@ def test_a_loader_that_is_left_early_ends_at_once() -> None:
 def test_the_key_decides_who_decodes(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = [picture(seed % 4) for seed in range(128)]
     keys = Pictures(pictures).listing().keys
-    decoding = Decoding(PREPROCESS, POLICY, device_share=share)
+    decoding = DecodeSettings(PREPROCESS, POLICY, device_share=share)
     expected = sum(decoding.is_for_device(key) for key in keys)
     decoded: list[int] = []
 
@@ -367,7 +367,7 @@ def test_both_are_done_together() -> None:
 
 def test_the_share_is_measured_on_pictures_of_the_data_set() -> None:
     source = Pictures(odd_pictures())
-    decoding = Decoding(PREPROCESS, POLICY)
+    decoding = DecodeSettings(PREPROCESS, POLICY)
     share, why = decode_share(source, source.listing(), decoding, CPU)
     assert 1 <= share <= SHARES
     assert f"{share} of 16 JPEGs on cpu" in why
@@ -398,7 +398,7 @@ def test_a_transform_of_the_library_alone_is_refused() -> None:
     source = Pictures([picture(0)])
     config: Any = types.SimpleNamespace(decode="gpu", data=None)
     with pytest.raises(ConfigError, match=r"decode=gpu: the transform .* Use decode=fast"):
-        Decoding.of_run(config, preprocess, source.listing(), None)  # type: ignore[arg-type]
+        DecodeSettings.of_run(config, preprocess, source.listing(), None)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -451,7 +451,7 @@ def test_a_run_keeps_its_share(cpu_as_gpu: dict[str, Any], monkeypatch: pytest.M
 def test_nvjpeg_gives_the_crops_of_the_cpu() -> None:
     pictures = odd_pictures()
     source = Pictures(pictures)
-    decoding = Decoding(PREPROCESS, POLICY, device_share=SHARES)
+    decoding = DecodeSettings(PREPROCESS, POLICY, device_share=SHARES)
     with Loader(source, source.listing(), decoding, 8, torch.device("cuda", 0)) as loader:
         there = [batch for _, batch in loader.batches([Part(0, 0, len(pictures))])]
     here = loaded(pictures, None, batch_size=8)

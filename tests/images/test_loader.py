@@ -24,7 +24,7 @@ from featx.errors import RunError
 from featx.images import fault_tolerant_decode
 from featx.images import loader as loader_module
 from featx.images.decode import ImagePolicy, decode
-from featx.images.decode_settings import Decoding
+from featx.images.decode_settings import DecodeSettings
 from featx.images.loader import PREFETCH_BATCHES, Loader
 from featx.images.preprocess import Preprocess
 from featx.sources.base import FolderSource
@@ -81,7 +81,7 @@ def make_loader(
     preprocess: Preprocess = PREPROCESS,
     policy: ImagePolicy = POLICY,
 ) -> Loader:
-    decoding = Decoding(preprocess, policy, reference or not preprocess.has_fast_path)
+    decoding = DecodeSettings(preprocess, policy, reference or not preprocess.has_fast_path)
     return Loader(source, source.listing(), decoding, batch_size)
 
 
@@ -332,7 +332,7 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
 
         monkeypatch.setattr(fault_tolerant_decode, "decode_alone", never)
     source = MemorySource(GOOD)
-    decoding = Decoding(PREPROCESS, POLICY, reference, timeout_s=1)
+    decoding = DecodeSettings(PREPROCESS, POLICY, reference, timeout_s=1)
     with Loader(source, source.listing(), decoding, batch_size=4) as loader:
         batches = list(loader.batches(parts_of(23, 8)))
         wake.set()
@@ -425,9 +425,9 @@ def test_out_of_memory_stops_the_run_and_is_no_row() -> None:
 def test_no_transform_is_followed_on_uint8_that_cannot_be() -> None:
     """Its pixels would be others, and nobody would see it."""
     preprocess = Preprocess(to_tensor, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
-    assert Decoding(preprocess, POLICY, reference=True).reference
+    assert DecodeSettings(preprocess, POLICY, reference=True).reference
     with pytest.raises(AssertionError):
-        Decoding(preprocess, POLICY)
+        DecodeSettings(preprocess, POLICY)
 
 
 def test_a_bug_in_a_source_is_not_taken_for_a_bad_image() -> None:

@@ -15,7 +15,7 @@ from conftest import make_picture
 
 from featx.errors import RunError
 from featx.images.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
-from featx.images.subprocess_decode import decode_alone
+from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (10, 20, 30), 10**7, SIMPLEJPEG)
@@ -38,14 +38,14 @@ def encoded(kind: str) -> bytes:
 
 def fault_of(data: bytes, limit_s: float = 60) -> ImageFault:
     with pytest.raises(ImageFault) as caught:
-        decode_alone(data, POLICY, None, limit_s)
+        decode_in_subprocess(data, POLICY, None, limit_s)
     return caught.value
 
 
 @pytest.mark.parametrize(("kind", "at_least"), [("JPEG", 32), ("PNG", None)])
 def test_the_same_pixels(kind: str, at_least: int | None) -> None:
     data = encoded(kind)
-    found = decode_alone(data, POLICY, at_least, 60)
+    found = decode_in_subprocess(data, POLICY, at_least, 60)
     assert np.array_equal(found, decode_pixels(data, POLICY, at_least))
     assert found.flags.writeable
 
@@ -82,13 +82,13 @@ def test_a_hang_is_a_fault_after_its_limit() -> None:
 @pytest.mark.usefixtures("broken")
 def test_what_was_slow_elsewhere_is_a_picture_here() -> None:
     plain = decode_pixels(gif(PICTURE), POLICY, None)
-    assert np.array_equal(decode_alone(gif(PICTURE, SLOW), POLICY, None, 60), plain)
+    assert np.array_equal(decode_in_subprocess(gif(PICTURE, SLOW), POLICY, None, 60), plain)
 
 
 @pytest.mark.usefixtures("broken")
 def test_a_child_that_is_killed_says_nothing_of_the_image() -> None:
     with pytest.raises(MemoryError, match="was killed"):
-        decode_alone(gif(PICTURE, KILL), POLICY, None, 60)
+        decode_in_subprocess(gif(PICTURE, KILL), POLICY, None, 60)
 
 
 def test_a_child_that_cannot_start_stops_the_run(
@@ -97,4 +97,4 @@ def test_a_child_that_cannot_start_stops_the_run(
     (tmp_path / "PIL.py").write_text("raise ImportError('no Pillow today')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(RunError, match="no Pillow today"):
-        decode_alone(encoded("PNG"), POLICY, None, 60)
+        decode_in_subprocess(encoded("PNG"), POLICY, None, 60)

@@ -49,9 +49,9 @@ class StubOrder:
 
 def go_wrong(what: str, root: Path) -> None:
     if what == "crash":
-        from featx.images.crash_journal import Suspects
+        from featx.images.crash_journal import CrashList
 
-        with Suspects(root).notes() as notes:
+        with CrashList(root).notes() as notes:
             assert notes is not None
             with notes.noted(b"cat/0000.jpg"):
                 os.kill(os.getpid(), signal.SIGSEGV)

@@ -15,7 +15,7 @@ from tiny_model import extract, run_job
 
 from featx.errors import ConfigError, DataError
 from featx.images import fault_tolerant_decode
-from featx.images.crash_journal import Suspects
+from featx.images.crash_journal import CrashList
 from featx.sources.base import FolderSource
 from featx.sources.boxes import BoxedSource
 from featx.store.reader import FeatureStore
@@ -178,11 +178,11 @@ def test_a_suspect_is_the_picture_and_not_its_boxes(
         raise ImageFault(Status.CRASHES_DECODER, "it crashes", "SIGSEGV")
 
     @contextlib.contextmanager
-    def left_behind(self: Suspects) -> Iterator[set[bytes]]:
+    def left_behind(self: CrashList) -> Iterator[set[bytes]]:
         yield {b"cat/000.png"}
 
     monkeypatch.setattr(fault_tolerant_decode, "decode_alone", refused)
-    monkeypatch.setattr(Suspects, "left_behind", left_behind)
+    monkeypatch.setattr(CrashList, "left_behind", left_behind)
     store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
     assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}
     assert len(store.failures) == 3

@@ -12,9 +12,9 @@ from PIL import Image
 from featx.config import DataConfig
 from featx.errors import FeatxError
 from featx.export.source_images import data_of_store
-from featx.images.crash_journal import Suspects
+from featx.images.crash_journal import CrashList
 from featx.images.decode import ImagePolicy
-from featx.images.fault_tolerant_decode import GuardedDecoder
+from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.preprocess import cut_out
 from featx.sources import open_source
 from featx.store.reader import FeatureStore
@@ -71,16 +71,16 @@ class Thumbnails:
         try:
             config = data_of_store(self._store, self._data)
             self._source = open_source(config)
-            decoder = GuardedDecoder(
+            decoder = FaultTolerantDecoder(
                 self._source,
                 ImagePolicy.from_config(config),
                 PIXELS // 2,
                 config.timeout_s,
-                Suspects(None),
+                CrashList(None),
                 "featx-thumbnail",
             )
             self._decoder = self._stack.enter_context(decoder)
-            decoder.settle_suspects(self._store.key_bytes)
+            decoder.retry_suspects(self._store.key_bytes)
         except FeatxError as error:
             self.why_none = str(error)
         return self

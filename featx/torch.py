@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler, Subset
 from featx.errors import StoreError
 from featx.store.chunk_check import Verify
 from featx.store.layer_array import LayerArray
-from featx.store.reader import FeatureStore, refuse_lost_rows
+from featx.store.reader import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 256 << 10
 """Bytes of a block where the sampler is not told how many rows.
@@ -100,7 +100,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         read = self._features[rows] if self._blocks is None else self._blocks.read(rows)
         if self.store.attrs.get("fingerprint") != self._fingerprint:
             raise StoreError(f"another run has changed {self.store.root}; open it again.")
-        refuse_lost_rows(self.store, self.layer, rows, read)
+        check_rows_present(self.store, self.layer, rows, read)
         return read
 
 

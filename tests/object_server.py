@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from featx.storage import s3_client
-from featx.storage.s3_path import ObjectPath, place_of
+from featx.storage.s3_path import S3Path, parse_path
 from featx.store import layout
 from featx.store.reader import FeatureStore
 
@@ -71,10 +71,10 @@ def _wait_for(url: str, running: subprocess.Popen[bytes]) -> None:
     raise AssertionError("moto's server does not answer")
 
 
-def place(text: str) -> ObjectPath:
+def place(text: str) -> S3Path:
     """A place in a bucket."""
-    found = place_of(text)
-    assert isinstance(found, ObjectPath)
+    found = parse_path(text)
+    assert isinstance(found, S3Path)
     return found
 
 
@@ -93,7 +93,7 @@ def rows_of(store: FeatureStore) -> dict[str, Any]:
     }
 
 
-def upload(folder: Path, where: str) -> ObjectPath:
+def upload(folder: Path, where: str) -> S3Path:
     """Copy a folder's files, as a user would copy a store to a bucket."""
     root = place(where)
     for path in sorted(folder.rglob("*")):

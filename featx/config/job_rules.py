@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from featx.errors import ConfigError
-from featx.storage.s3_path import is_url, place_of
+from featx.storage.s3_path import is_url, parse_path
 
 if TYPE_CHECKING:
     from featx.config.run_config import Config
@@ -233,7 +233,7 @@ def check_places(config: Config) -> None:
     """Raise a ConfigError where out or store in an object store meets what needs a disk."""
     for key in ("out", "store"):
         if (place := getattr(config, key)) is not None and is_url(place):
-            place_of(place)
+            parse_path(place)
     folder = config.executor.folder
     if folder is not None and is_url(folder):
         raise ConfigError(

@@ -37,7 +37,7 @@ from featx.config import (
 from featx.config.job_rules import check_combinations, check_places, default_of
 from featx.config.layer_requests import layer_requests
 from featx.errors import ConfigError, StoreError
-from featx.storage.s3_path import is_url, place_of
+from featx.storage.s3_path import is_url, parse_path
 from featx.types import ITEM_BYTES
 
 MAX_SEED = 2**32 - 1
@@ -230,7 +230,7 @@ class Config:
         Raises:
             StoreError: neither was given, and there is nothing at the default of `out`.
         """
-        place = place_of(self.store or self.out).absolute()
+        place = parse_path(self.store or self.out).absolute()
         if self.store is None and self._has_default_out and not place.exists():
             raise StoreError(
                 f"job={self.job.name} reads a store: say which with store=DIR, its folder or "

@@ -22,7 +22,7 @@ from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import File, Format
 from featx.export.selection import Selection
-from featx.storage.local_folder import TEMPORARY, Disk, exclusive_lock
+from featx.storage.local_folder import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import layout
 from featx.store.layer_selection import matching_layers
 from featx.store.reader import FeatureStore
@@ -70,7 +70,7 @@ def run_export(config: Config) -> dict[str, Any]:
     if not len(rows):
         raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
     layers = matching_layers(store, config.layer)
-    disk = Disk(out)
+    disk = AtomicFolder(out)
     with CountProgress("B") as progress:
         chosen = Selection(store, layers, rows, progress.step)
         module = importlib.import_module(f"featx.export.{name}")
@@ -80,7 +80,7 @@ def run_export(config: Config) -> dict[str, Any]:
             return _write_all(disk, written, progress)
 
 
-def _write_all(disk: Disk, written: Format, progress: CountProgress) -> dict[str, Any]:
+def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> dict[str, Any]:
     """Write what is missing; the caller holds the folder."""
     begun = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()
@@ -127,7 +127,7 @@ def _refuse_other_folders(out: Path) -> None:
             )
 
 
-def _clear(disk: Disk, overwrite: bool) -> None:
+def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete leftovers, and with overwrite the files of the export that is there."""
     for leftover in list(disk.root.rglob(f"{TEMPORARY}*")):
         disk.remove(leftover)
@@ -167,7 +167,7 @@ class _Record:
 
     def __init__(
         self,
-        disk: Disk,
+        disk: AtomicFolder,
         chosen: Selection,
         identity: dict[str, Any],
         files: list[File],
@@ -254,7 +254,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _write(disk: Disk, file: File) -> None:
+def _write(disk: AtomicFolder, file: File) -> None:
     path = disk.root / file.name
     if not path.parent.is_dir():
         disk.make_folder(path.parent)
@@ -267,7 +267,7 @@ def _write(disk: Disk, file: File) -> None:
         file.write(stream)
 
 
-def _check_room(disk: Disk, needed: float) -> None:
+def _check_room(disk: AtomicFolder, needed: float) -> None:
     """Raise RunError where the disk has no room for what is missing, as far as that is known."""
     free = disk.free_bytes()
     if free < needed:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore, refuse_lost_rows
+from featx.store.reader import FeatureStore, check_rows_present
 from featx.types import Status
 
 BLOCK_BYTES = 32 << 20
@@ -165,7 +165,7 @@ class Selection:
         asked: Any = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
         values = np.ascontiguousarray(self.store[layer][asked])
         ok = self.status[start:stop] == Status.OK
-        refuse_lost_rows(self.store, layer, rows[ok], values[ok] if not ok.all() else values)
+        check_rows_present(self.store, layer, rows[ok], values[ok] if not ok.all() else values)
         return values
 
     @cached_property

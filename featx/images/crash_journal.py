@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx.base import supervisor
-from featx.storage.local_folder import Disk
-from featx.storage.s3_path import ObjectPath
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_path import S3Path
 
 _NOTES = ".decoding-"
 _REMEMBERED = ".suspects"
@@ -121,7 +121,7 @@ def was_decoding(folder: Path, pid: int) -> bool:
 def folder_of_notes(folder: Path) -> Path:
     """Where the processes of a run note and remember: its folder or, for an object store, which
     cannot be mapped into memory, one of this user's on this machine."""
-    if not isinstance(folder, ObjectPath):
+    if not isinstance(folder, S3Path):
         return folder
     base = os.environ.get("XDG_CACHE_HOME")
     cache = Path(base) if base else Path.home() / ".cache"
@@ -159,7 +159,7 @@ class CrashList:
             if self._folder is not None and self._folder.is_dir():
                 names = sorted(key.decode("utf-8", "surrogateescape") for key in self._keys)
                 text = json.dumps(names, indent=0) + "\n"
-                Disk(self._folder).replace(self._folder / _REMEMBERED, text.encode())
+                AtomicFolder(self._folder).replace(self._folder / _REMEMBERED, text.encode())
 
     @contextlib.contextmanager
     def notes(self) -> Iterator[InFlightJournal | None]:
@@ -186,7 +186,7 @@ class CrashList:
         yield set().union(*found.values())
         for path in found:
             assert self._folder is not None
-            Disk(self._folder).remove(path)
+            AtomicFolder(self._folder).remove(path)
 
 
 def _name() -> str:

@@ -19,7 +19,7 @@ from featx.pipeline.extraction import run_extraction, store_exit_code
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_end
-from featx.storage.s3_path import place_of
+from featx.storage.s3_path import parse_path
 from featx.store import layout
 from featx.store.reader import FeatureStore
 from featx.store.session import StoreSession
@@ -47,7 +47,7 @@ def _using(config: Config, summary: dict[str, Any]) -> str:
         'store["score"][0]      # the number that it explains; names of all datasets: list(store)',
     ]
     if config.attribute.per_class:
-        lines.append(f"# the sheets: {place_of(config.out) / layout.PICTURES}/*.png")
+        lines.append(f"# the sheets: {parse_path(config.out) / layout.PICTURES}/*.png")
     return "\n".join(lines)
 
 

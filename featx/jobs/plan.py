@@ -14,8 +14,8 @@ from featx.base.text import facts, size_text, time_text
 from featx.config.run_config import Config
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_summary import describe_run
-from featx.storage.local_folder import Disk
-from featx.storage.s3_path import is_url, place_of
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_path import is_url, parse_path
 from featx.store.leftovers import leftover_bytes
 from featx.store.pack import packed_size_bound
 from featx.types import Part
@@ -52,7 +52,7 @@ def _plan(config: Config, prepared: RunContext) -> dict[str, Any]:
         "part_rows": prepared.part_rows,
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound(2 * stored),
-        "disk_free": None if is_url(config.out) else _free_bytes(place_of(config.out)),
+        "disk_free": None if is_url(config.out) else _free_bytes(parse_path(config.out)),
         "memory": prepared.engine.weight_bytes + 3 * part + 6 * batch,
         "images_per_second_model": 1 / prepared.trial.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
@@ -62,7 +62,7 @@ def _plan(config: Config, prepared: RunContext) -> dict[str, Any]:
 
 def _free_bytes(root: Path) -> int:
     """Room for a store, with what the run frees when it deletes the leftovers of a killed one."""
-    return Disk(root).free_bytes() + leftover_bytes(root)
+    return AtomicFolder(root).free_bytes() + leftover_bytes(root)
 
 
 def _seconds_per_image_read(prepared: RunContext) -> float | None:

@@ -15,8 +15,8 @@ from featx.config.run_config import Config
 from featx.errors import ConfigError
 from featx.pipeline.row_failures import exit_code
 from featx.pipeline.run_summary import trial_rows
-from featx.storage.local_folder import Disk
-from featx.storage.s3_path import place_of
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_path import parse_path
 
 if TYPE_CHECKING:
     from featx.analysis.prediction import Predictions
@@ -32,10 +32,10 @@ def run(config: Config, config_yaml: str) -> int:
     assert config.store is not None, "the config was checked"
     if not isinstance(config.layer, str | None):
         raise ConfigError(f"layer={config.layer}: job=predict uses the head of one layer.")
-    head = head_of_store(place_of(config.store), config.layer)
+    head = head_of_store(parse_path(config.store), config.layer)
     log_message(f"head        {head}")
     found = run_prediction(config, head)
-    disk = Disk(Path(config.out).expanduser())
+    disk = AtomicFolder(Path(config.out).expanduser())
     disk.make_folder(disk.root)
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, predictions_csv(found))

@@ -9,7 +9,7 @@ from featx.base.console import log_message, print_result
 from featx.base.text import facts, table
 from featx.config.run_config import Config
 from featx.errors import counted
-from featx.storage.s3_path import place_of
+from featx.storage.s3_path import parse_path
 from featx.store import layout
 
 
@@ -28,7 +28,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _text(config: Config, result: dict[str, Any]) -> str:
     """The tables after the run, and what to do next."""
-    store = place_of(result["store"])
+    store = parse_path(result["store"])
     folder = store if store.is_dir() else store.parent
     best, method = result["layer"], result["method"]
     low, high = result["interval"]

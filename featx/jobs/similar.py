@@ -20,7 +20,7 @@ from featx.base.progress import CountProgress
 from featx.base.text import facts, table
 from featx.config.run_config import Config
 from featx.errors import ConfigError, counted
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.layer_selection import matching_layers
 from featx.store.reader import FeatureStore
 
@@ -239,9 +239,9 @@ def _one_layer(store: FeatureStore, config: Config) -> str:
     return names[0]
 
 
-def _disk(store: FeatureStore, config: Config) -> Disk:
+def _disk(store: FeatureStore, config: Config) -> AtomicFolder:
     """Where the results go, made if it is not there."""
-    disk = Disk(config.out_beside(store.root, "similar"))
+    disk = AtomicFolder(config.out_beside(store.root, "similar"))
     disk.make_folder(disk.root)
     return disk
 

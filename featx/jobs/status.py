@@ -8,7 +8,7 @@ from featx.base.console import print_result
 from featx.base.text import facts, time_text
 from featx.config.run_config import Config
 from featx.errors import StoreError, counted
-from featx.store.heartbeat import Sign
+from featx.store.heartbeat import HeartbeatRecord
 from featx.store.status import StoreStatus, store_status
 
 
@@ -44,7 +44,7 @@ def _text(status: StoreStatus) -> str:
     return facts(rows)
 
 
-def _worker_text(sign: Sign) -> str:
+def _worker_text(sign: HeartbeatRecord) -> str:
     values = sign.values
     state = "alive" if sign.alive else "silent"
     text = f"{values['what']}  pid {values['pid']} on {values['host']}  {state}"

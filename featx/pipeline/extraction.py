@@ -37,7 +37,7 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_run
 from featx.pipeline.run_target import StoreTarget
-from featx.storage.s3_path import is_url, place_of
+from featx.storage.s3_path import is_url, parse_path
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat
 from featx.store.pack import pack_in_child, packed_size_bound
@@ -70,7 +70,7 @@ def run_extraction(
         FeatxError: the config or the store does not fit, or the run failed on its way.
         Interrupted: a signal asked for the end; what was whole is committed.
     """
-    mark = OverwriteMark(place_of(config.out) / layout.OVERWRITING, config, source is None)
+    mark = OverwriteMark(parse_path(config.out) / layout.OVERWRITING, config, source is None)
 
     def run(config: Config) -> dict[str, Any]:
         return _run(config, config_yaml, engine_spec, mark, known_rows_only, observe, source)
@@ -88,7 +88,7 @@ def _run(
     source: Source | None,
 ) -> dict[str, Any]:
     """As `run_extraction`, and overwrite=true deletes what is there."""
-    out = place_of(config.out)
+    out = parse_path(config.out)
     _check(config, out, writes_images=observe is not None)
     with contextlib.ExitStack() as stack:
         purpose = StoreTarget(config, known_rows_only, source)
@@ -167,7 +167,7 @@ def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     """0, or that of more failed rows than max_failures allows, which it then says."""
-    failures = place_of(config.out) / layout.FAILURES_CSV
+    failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(
         config,
         summary["rows"],

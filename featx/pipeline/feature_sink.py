@@ -16,7 +16,7 @@ from featx.errors import RunError
 from featx.pipeline.row_failures import failures_of
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
-from featx.storage.s3_folder import disk_at
+from featx.storage.s3_folder import open_folder
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
@@ -134,7 +134,7 @@ class StorePartTask:
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> FeatureSink:
         """What computes the parts and commits each."""
-        disk, manifest = disk_at(root), Manifest.from_json(self.manifest, root)
+        disk, manifest = open_folder(root), Manifest.from_json(self.manifest, root)
 
         def publish(builder: PartBuilder) -> Sequence[Failure]:
             return publish_part(disk, builder, manifest, prepared.listing)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
     from featx.images.loader import Loader
     from featx.pipeline.profiler_trace import Timeline
-    from featx.storage.local_folder import Disk
+    from featx.storage.local_folder import AtomicFolder
 
 
 class BatchSink(Protocol):
@@ -69,7 +69,7 @@ class BatchSink(Protocol):
 def run_parts(
     prepared: RunContext,
     work: BatchSink,
-    disk: Disk | None = None,
+    disk: AtomicFolder | None = None,
     observer: RunObserver | None = None,
     progress: Progress | SilentProgress | None = None,
 ) -> RunMetrics:
@@ -230,7 +230,7 @@ class _Commits:
 
 
 def _timeline(
-    prepared: RunContext, disk: Disk | None
+    prepared: RunContext, disk: AtomicFolder | None
 ) -> contextlib.AbstractContextManager[Timeline | None]:
     """What records the run, with profile=true."""
     if disk is None or not prepared.config.profile:

@@ -20,7 +20,7 @@ from featx.base.console import log_message
 from featx.config import JobConfig, LogConfig
 from featx.config.run_config import Config, in_this_process
 from featx.errors import StoreMismatchError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.manifest import DamagedManifestError
 
 T = TypeVar("T")
@@ -40,12 +40,12 @@ class OverwriteMark:
         self.path = path
         self._request = _digest(config) if config.overwrite and is_known else None
 
-    def write(self, disk: Disk) -> None:
+    def write(self, disk: AtomicFolder) -> None:
         """Say that this command has begun the folder anew; nothing unless it has overwrite=true."""
         if self._request is not None:
             disk.replace(self.path, self._request)
 
-    def remove(self, disk: Disk) -> None:
+    def remove(self, disk: AtomicFolder) -> None:
         """Say that what was begun is finished."""
         disk.remove(self.path)
 

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from featx.base.console import log_message
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 
 TRACE = layout.TRACE
@@ -33,7 +33,7 @@ class Timeline:
         device: that computes.
     """
 
-    def __init__(self, disk: Disk, device: torch.device) -> None:
+    def __init__(self, disk: AtomicFolder, device: torch.device) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it talks of GPUs that are not there
         self._disk = disk
         activities = [ProfilerActivity.CPU]

@@ -11,7 +11,7 @@ from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.provenance import layer_line
 from featx.sources import open_source, with_boxes
-from featx.storage.s3_path import place_of
+from featx.storage.s3_path import parse_path
 from featx.store import layout
 from featx.store.compatibility import growth_refused, refuse_difference
 from featx.store.layout import PART_BYTES
@@ -84,7 +84,7 @@ class StoreTarget:
     def __init__(
         self, config: Config, known_rows_only: bool = False, source: Source | None = None
     ) -> None:
-        self.folder: Path | None = place_of(config.out)
+        self.folder: Path | None = parse_path(config.out)
         check_out(self.folder)
         self.dtype = config.dtype
         self.settings = {"dtype": config.dtype, "codec": config.codec}
@@ -155,7 +155,7 @@ def list_images(
     listing = source.listing()
     listing = listing if config.data.limit is None else listing.head(config.data.limit)
     if stored is not None:
-        root = place_of(config.out)
+        root = parse_path(config.out)
         before = _stored_listing(root, stored, listing)
         if before is not None:
             listing = in_stored_order(root, before, listing)
@@ -209,7 +209,7 @@ def _unfinished(
     A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
     than it must.
     """
-    out = place_of(config.out)
+    out = parse_path(config.out)
     if stored is None or len(listing) > stored.num_rows:
         return chosen
     unfinished = {name for run, _ in missing_parts(out, stored) for name in run.names}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from featx.errors import DataError
 from featx.sources.base import state_of_files
-from featx.sources.row_keys import place_of, rows_of
+from featx.sources.row_keys import row_of_key, rows_of
 from featx.types import ImageFault, Status
 
 KEPT_BYTES = 512 << 20
@@ -80,7 +80,7 @@ class ImageColumn:
             ImageFault: there are none, or the file is damaged here.
             OSError: the file cannot be read now.
         """
-        row = int(self._rows[place_of(self._keys, key)])
+        row = int(self._rows[row_of_key(self._keys, key)])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         value = self._group(number)[row - int(self._starts[number])]
         if value.type.num_fields and value.is_valid:

@@ -16,7 +16,7 @@ from featx.errors import DataError
 from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, named, of_any_kind
 from featx.sources.pixel_encoding import encode_array, encode_image
-from featx.sources.row_keys import doubles, numbered_keys, place_of, rows_of
+from featx.sources.row_keys import doubles, numbered_keys, row_of_key, rows_of
 from featx.sources.table_columns import check_columns
 from featx.types import (
     IMAGE_STATE,
@@ -112,7 +112,7 @@ class MapSource:
                 self.listing()
         assert self._keys is not None
         assert self._rows is not None
-        row = int(self._rows[place_of(self._keys, key)])
+        row = int(self._rows[row_of_key(self._keys, key)])
         # The user's own code: whatever it raises is this row's, and recorded.
         try:
             with self._lock:

@@ -42,7 +42,7 @@ def sampled_marks(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.in
     return marks
 
 
-def place_of(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
+def row_of_key(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
     """The row of a key.
 
     Args:

@@ -21,7 +21,7 @@ from featx.errors import DataError
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.gzip_window import DAMAGE, GzipWindow
 from featx.sources.labels import Labels, from_names, from_numbers
-from featx.sources.row_keys import place_of, rows_of
+from featx.sources.row_keys import row_of_key, rows_of
 from featx.sources.tar_index import NO_LABEL, TarIndex, index_of
 from featx.sources.tar_shards import Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
@@ -98,7 +98,7 @@ class ShardSource:
         with self._lock:
             if not len(self._keys):
                 self.listing()
-        row = place_of(self._keys, key)
+        row = row_of_key(self._keys, key)
         number, offset, size = (int(column[row]) for column in self._places)
         shard, index = self._shards[number], self._indexes[number]
         if size == _CUT_SIZE:

@@ -1,7 +1,7 @@
 """Every system call by which a store changes, in the one right order.
 
 A file appears under its final name only when it is whole and on the disk: written under a
-temporary name, synced, linked, and the folder synced. After `Disk.publish` returns, the file
+temporary name, synced, linked, and the folder synced. After `AtomicFolder.publish` returns, the file
 survives a crash of the process and of the machine, as far as fsync keeps its word.
 """
 
@@ -29,7 +29,7 @@ TEMPORARY = ".tmp-"
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
-class Disk:
+class AtomicFolder:
     """The folder of one store and all that is ever written to it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Disk:
 
         patiently(path, replace)
 
-    def exchange(self, path: Path, before: bytes, data: bytes) -> bool:
+    def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
         """Put `data` in place of `before`, which under the lock is what `path` holds."""
         self.replace(path, data)
         return True
@@ -107,7 +107,7 @@ class Disk:
         except OSError as error:
             raise failed(path, error) from error
 
-    def jot(self, path: Path, text: str) -> None:
+    def write_best_effort(self, path: Path, text: str) -> None:
         """Put text in place of what `path` holds, for people who look; not synced, and no harm
         where it cannot be done."""
         with contextlib.suppress(OSError):
@@ -117,7 +117,7 @@ class Disk:
                 temporary.replace(path)
 
     def forget(self, path: Path) -> None:
-        """Delete what `jot` wrote, and its folder where nothing else lies in it."""
+        """Delete what `write_best_effort` wrote, and its folder where nothing else lies in it."""
         with contextlib.suppress(OSError):
             path.unlink()
         with contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ class Disk:
                     except Exception:
                         file.raise_failure()  # what the disk did explains all that came after it
                         raise
-                    file.settle()
+                    file.finish()
                 finally:
                     os.close(descriptor)
                 if replace:
@@ -361,7 +361,7 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         _note_holder(descriptor, holder_text)
         try:
             # What a killed holder gave its name may not be durable yet, and is built upon from now.
-            Disk(path.parent).sync_folder(path.parent)
+            AtomicFolder(path.parent).sync_folder(path.parent)
         except OSError as error:
             raise failed(path.parent, error) from error
         yield descriptor

@@ -13,9 +13,9 @@ from featx.storage.durability import write_all
 class ReservedFile(io.RawIOBase):
     """A file object for h5py over space that is already reserved, so no write can run out of it.
 
-    HDF5 sees the logical size; the file on disk is as long as what was reserved until `settle`.
+    HDF5 sees the logical size; the file on disk is as long as what was reserved until `finish`.
     Nor does it see a write that fails, for it crashes on that when it closes the file: the first
-    such error is kept, no more is written, and `settle` raises it.
+    such error is kept, no more is written, and `finish` raises it.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -84,7 +84,7 @@ class ReservedFile(io.RawIOBase):
         if failure is not None:
             raise failure
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Give back what was not used and make the contents durable."""
         self.raise_failure()
         os.ftruncate(self._descriptor, self._size)

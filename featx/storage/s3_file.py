@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client
-from featx.storage.s3_path import ObjectPath
+from featx.storage.s3_path import S3Path
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,7 +41,7 @@ _FILES_AHEAD = 2 * s3_client.CONNECTIONS
 """So many files are fetched ahead of the one that is looked at, at most 2 MiB of each."""
 
 
-class ObjectFile(io.RawIOBase):
+class S3File(io.RawIOBase):
     """An object as it was when it was opened; one that was replaced since is refused.
 
     Args:
@@ -61,7 +61,7 @@ class ObjectFile(io.RawIOBase):
 
     mapped: Bytes | None = None
 
-    def __init__(self, path: ObjectPath, ahead: Iterable[int] = ()) -> None:
+    def __init__(self, path: S3Path, ahead: Iterable[int] = ()) -> None:
         super().__init__()
         self.error: OSError | None = None
         self._path = path
@@ -203,7 +203,7 @@ class ObjectFile(io.RawIOBase):
         return data
 
 
-def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], ObjectFile] | None]:
+def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None]:
     """What opens each of some files that are laid out alike, such as the parts of a run.
 
     h5py lets one thread into HDF5, also while that waits for bytes. So the objects that come next
@@ -212,17 +212,17 @@ def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], ObjectFile] | 
     Yields:
         gives the object, or raises why it cannot be opened; None for a file on a disk.
     """
-    objects = [path for path in paths if isinstance(path, ObjectPath)]
+    objects = [path for path in paths if isinstance(path, S3Path)]
     if len(objects) < len(paths):
         yield from itertools.repeat(None, len(paths))
         return
-    begun: deque[Future[ObjectFile]] = deque()
+    begun: deque[Future[S3File]] = deque()
     used: set[int] = set()
     try:
         for number in range(len(objects)):
             most = number + (_FILES_AHEAD if number else 1)  # the first one shows which blocks
             for path in objects[number + len(begun) : most]:
-                begun.append(s3_client.threads(os.getpid()).submit(ObjectFile, path, used))
+                begun.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
             now = begun.popleft()
             yield now.result
             if now.exception() is None:

@@ -19,9 +19,9 @@ from pathlib import Path
 from featx.errors import ObjectStoreError, StoreError
 from featx.storage import s3_client
 from featx.storage.durability import failed, patiently
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.storage.s3_client import TakenError
-from featx.storage.s3_path import ObjectPath
+from featx.storage.s3_path import S3Path
 
 _ENDLESS = 1 << 60
 
@@ -29,12 +29,12 @@ _NO_ETAG = '"00000000000000000000000000000000"'
 """What no object has: it is the MD5 of nothing that anybody knows."""
 
 
-def disk_at(root: Path) -> Disk:
+def open_folder(root: Path) -> AtomicFolder:
     """What writes to a store, by where it is."""
-    return ObjectDisk(root) if isinstance(root, ObjectPath) else Disk(root)
+    return S3Folder(root) if isinstance(root, S3Path) else AtomicFolder(root)
 
 
-class ObjectDisk(Disk):
+class S3Folder(AtomicFolder):
     """The objects of one store and all that is ever written to them."""
 
     has_locks = False
@@ -62,27 +62,27 @@ class ObjectDisk(Disk):
         """As `replace`: a request leaves no temporary files."""
         self.replace(path, data)
 
-    def exchange(self, path: Path, before: bytes, data: bytes) -> bool:
+    def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
         """Put `data` in place of `before`; False where the object holds something else by now."""
 
-        def exchange() -> bool:
+        def compare_and_swap() -> bool:
             found, entry = s3_client.read(*_of(path))
             if found == data:  # by a request whose answer was lost
                 return True
             return found == before and _created(path, data, IfMatch=entry.etag)
 
-        return patiently(path, exchange)
+        return patiently(path, compare_and_swap)
 
     def append(self, path: Path, text: str) -> None:
         """Nothing: objects do not grow, and failures.csv is written anew when the run ends."""
 
-    def jot(self, path: Path, text: str) -> None:
+    def write_best_effort(self, path: Path, text: str) -> None:
         """Put text in place of what `path` holds; no harm where it cannot be done."""
         with s3_client.without_patience(), contextlib.suppress(OSError):
             _created(path, text.encode())
 
     def forget(self, path: Path) -> None:
-        """Delete what `jot` wrote."""
+        """Delete what `write_best_effort` wrote."""
         with s3_client.without_patience(), contextlib.suppress(OSError):
             s3_client.delete(*_of(path))
 
@@ -168,5 +168,5 @@ def _created(path: Path, data: bytes | memoryview, **condition: str) -> bool:
 
 def _of(path: Path) -> tuple[str, str]:
     """Bucket and key."""
-    assert isinstance(path, ObjectPath), f"{path} is no object"
+    assert isinstance(path, S3Path), f"{path} is no object"
     return path.bucket, path.key

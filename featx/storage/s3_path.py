@@ -25,13 +25,13 @@ def is_url(text: str | os.PathLike[str]) -> bool:
     return _URL.match(str(text)) is not None
 
 
-def place_of(text: str | os.PathLike[str]) -> Path:
+def parse_path(text: str | os.PathLike[str]) -> Path:
     """A store's place as users type it: a path on a disk, or s3://bucket/run.
 
     Raises:
         ConfigError: it is a URL of another kind, or no place in a bucket.
     """
-    if isinstance(text, ObjectPath):
+    if isinstance(text, S3Path):
         return text
     found = _URL.match(os.fspath(text))
     if found is None:
@@ -50,14 +50,14 @@ def place_of(text: str | os.PathLike[str]) -> Path:
             "name, password, '.' or '..'. Credentials belong where AWS' tools look for them: "
             "AWS_* in the environment, ~/.aws, the machine's role."
         )
-    return ObjectPath("s3:", bucket, key)
+    return S3Path("s3:", bucket, key)
 
 
-class ObjectPath(PosixPath):
+class S3Path(PosixPath):
     """A key of a bucket, or all that begin with it and a slash, as a folder.
 
     It answers what readers ask of a path. What would change something goes through the store's
-    `ObjectDisk`; the system's own calls refuse it.
+    `S3Folder`; the system's own calls refuse it.
     """
 
     def __str__(self) -> str:
@@ -79,10 +79,10 @@ class ObjectPath(PosixPath):
         """Of the object in its bucket."""
         return "/".join(self.parts[2:])
 
-    def expanduser(self) -> ObjectPath:
+    def expanduser(self) -> S3Path:
         return self
 
-    def absolute(self) -> ObjectPath:
+    def absolute(self) -> S3Path:
         return self
 
     def is_absolute(self) -> bool:
@@ -92,10 +92,10 @@ class ObjectPath(PosixPath):
         """What the object is. Raises FileNotFoundError where there is none of this name."""
         return s3_client.look(self.bucket, self.key)
 
-    def entries(self) -> Iterator[tuple[ObjectPath, Entry]]:
+    def entries(self) -> Iterator[tuple[S3Path, Entry]]:
         """All objects below this folder."""
         for key, entry in s3_client.names(self.bucket, f"{self.key}/"):
-            yield ObjectPath("s3:", self.bucket, key), entry
+            yield S3Path("s3:", self.bucket, key), entry
 
     def is_file(self) -> bool:
         try:
@@ -114,7 +114,7 @@ class ObjectPath(PosixPath):
         """Size and time of the object; its inode stands for its content."""
         return _as_stat(self.__dict__.pop("_listed", None) or self.entry())
 
-    def glob(self, pattern: str) -> Iterator[ObjectPath]:  # type: ignore[override]
+    def glob(self, pattern: str) -> Iterator[S3Path]:  # type: ignore[override]
         """Objects of this folder by their names, which are asked for once with their sizes."""
         start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
         folder = f"{self.key}/"

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreError
 from featx.storage.local_file import RawFile
-from featx.storage.s3_file import ObjectFile
+from featx.storage.s3_file import S3File
 from featx.store import dtypes, layout
 from featx.store.chunk_cache import process
 from featx.store.chunk_check import ChunkCheck, repair_hint
@@ -53,7 +53,7 @@ class ChunkRows:
         self,
         dataset: h5py.Dataset,
         path: Path,
-        far: ObjectFile | None = None,
+        far: S3File | None = None,
         check: ChunkCheck | None = None,
         first_row: int = 0,
     ) -> None:
@@ -78,7 +78,7 @@ class ChunkRows:
         self._row_shape: tuple[int, ...] = dataset.shape[1:]
         self._num_rows = int(dataset.shape[0])
         self._chunk_rows = int(dataset.chunks[0]) if dataset.chunks else self._num_rows
-        self._file: RawFile | ObjectFile | None = None
+        self._file: RawFile | S3File | None = None
         self._token = object()
         self._check_of_chunks = check
         self.way = "h5py"
@@ -260,7 +260,7 @@ class ChunkRows:
             f"{repair_hint(self._path)}"
         )
 
-    def _checked_file(self) -> RawFile | ObjectFile:
+    def _checked_file(self) -> RawFile | S3File:
         """The file, if it is as long as it was. A local variable must hold it while it is read."""
         file = self._file
         if file is None:
@@ -316,7 +316,7 @@ class ChunkRows:
 
         process().each(compare, due)
 
-    def _locate(self, rows: Rows) -> tuple[RawFile | ObjectFile, Rows]:
+    def _locate(self, rows: Rows) -> tuple[RawFile | S3File, Rows]:
         """The file and the byte at which each row begins; without filters."""
         chunks = rows // self._chunk_rows
         self._index.find(chunks)
@@ -428,7 +428,7 @@ class ChunkRows:
 
         shared.each(fill, list(_runs(chunks[1:] == chunks[:-1])))
 
-    def _decode(self, file: RawFile | ObjectFile, chunk: int) -> Bytes:
+    def _decode(self, file: RawFile | S3File, chunk: int) -> Bytes:
         stored = np.empty(int(self._index.size[chunk]), np.uint8)
         file.pread_into(stored, int(self._index.at[chunk]), self._label)
         try:
@@ -471,7 +471,7 @@ def _empty_beside(source: int, size: int) -> Bytes:
     return raw[start : start + size]
 
 
-def _is_mapped(file: RawFile | ObjectFile) -> TypeGuard[RawFile]:
+def _is_mapped(file: RawFile | S3File) -> TypeGuard[RawFile]:
     return file.mapped is not None
 
 

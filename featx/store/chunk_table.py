@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage.s3_file import ObjectFile
+from featx.storage.s3_file import S3File
 from featx.store import codecs, layout
 from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
 from featx.store.dtypes import NAMES, hdf5_type, name_of, raw_dtype, read_raw
 from featx.store.filter_pipeline import Pipeline
-from featx.store.hdf5_files import WatchedFile, open_for_a_look, open_raw
+from featx.store.hdf5_files import WatchedFile, open_metadata, open_raw
 from featx.store.manifest import num_runs_of
 
 MAGIC = b"featx chunk table 1\n"
@@ -145,7 +145,7 @@ class DamagedFile:
         start: the row of the store that it begins with.
     """
 
-    def __init__(self, raw: ObjectFile | WatchedFile, file: h5py.File | None) -> None:
+    def __init__(self, raw: S3File | WatchedFile, file: h5py.File | None) -> None:
         self._raw = raw
         self._file = file
         self._tables: dict[str, _Rows] = {}
@@ -167,7 +167,7 @@ class DamagedFile:
         with contextlib.ExitStack() as stack:
             file = None
             try:
-                file = stack.enter_context(open_for_a_look(path))
+                file = stack.enter_context(open_metadata(path))
             except (StoreError, *layout.UNREADABLE) as error:
                 if not layout.is_damage(error):
                     raise
@@ -303,7 +303,7 @@ def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
         return bytes(np.ascontiguousarray(read_raw(dataset, 0, shape[0])).view(np.uint8).data)
 
 
-def _find_table(raw: ObjectFile | WatchedFile) -> tuple[dict[str, Any], dict[str, _Rows]] | None:
+def _find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, _Rows]] | None:
     """The header and the datasets of the last whole table in a file."""
     for at in _places_of_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
@@ -328,7 +328,7 @@ def _find_table(raw: ObjectFile | WatchedFile) -> tuple[dict[str, Any], dict[str
     return None
 
 
-def _places_of_magic(raw: ObjectFile | WatchedFile) -> Iterator[int]:
+def _places_of_magic(raw: S3File | WatchedFile) -> Iterator[int]:
     """Where a table may begin, from the end of the file on."""
     stop = raw.seek(0, io.SEEK_END)
     while stop > 0:

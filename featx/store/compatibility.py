@@ -19,7 +19,7 @@ _OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)
 """Settings that may differ between the runs of a store, beside the lines layer.<name>."""
 
 
-def joined(
+def merge_manifest(
     root: Path, before: Manifest, asked: Run, unfinished: Sequence[Run], grow: bool
 ) -> Manifest:
     """The runs of a store once what is asked for has joined them.

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
-from featx.storage.s3_file import ObjectFile
-from featx.storage.s3_path import ObjectPath
+from featx.storage.s3_file import S3File
+from featx.storage.s3_path import S3Path
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint
@@ -52,7 +52,7 @@ class OpenFile:
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
         self.path = path
         self._verify = verify
-        self._far = ObjectFile(path) if isinstance(path, ObjectPath) else None
+        self._far = S3File(path) if isinstance(path, S3Path) else None
         self.file = _open_checked(path, self._far)
         self.known = False
         self.users = 0
@@ -247,8 +247,8 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     HDF5 refuses a file that this process holds open with another locking flag already, be it by
     the user's own h5py.File, so both flags are tried.
     """
-    if isinstance(path, ObjectPath):
-        return _open_far(ObjectFile(path), **options)
+    if isinstance(path, S3Path):
+        return _open_far(S3File(path), **options)
     try:
         file = h5py.File(path, "r", **options)
     except OSError:
@@ -261,7 +261,7 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
     return file
 
 
-def _open_far(raw: ObjectFile, **options: Any) -> h5py.File:
+def _open_far(raw: S3File, **options: Any) -> h5py.File:
     """The same of an object; h5py keeps hold of it.
 
     Raises:
@@ -296,15 +296,13 @@ class WatchedFile(io.FileIO):
             raise
 
 
-def open_raw(path: Path) -> ObjectFile | WatchedFile:
+def open_raw(path: Path) -> S3File | WatchedFile:
     """A file as bytes, on a disk or in an object store."""
-    return ObjectFile(path) if isinstance(path, ObjectPath) else WatchedFile(path)
+    return S3File(path) if isinstance(path, S3Path) else WatchedFile(path)
 
 
 @contextlib.contextmanager
-def open_for_a_look(
-    path: Path, opened: Callable[[], ObjectFile] | None = None
-) -> Iterator[h5py.File]:
+def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Iterator[h5py.File]:
     """A file read through Python, for its metadata: HDF5 holds no handle on the real file.
 
     Args:
@@ -338,7 +336,7 @@ def damage_text(path: Path, error: Exception) -> str:
     return f"it cannot be read ({error})"
 
 
-def _open_checked(path: Path, far: ObjectFile | None) -> h5py.File:
+def _open_checked(path: Path, far: S3File | None) -> h5py.File:
     if far is None:
         with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
             pass

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import StoreLockedError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.types import Part
 
@@ -42,7 +42,7 @@ class Heartbeat:
     """
 
     def __init__(
-        self, disk: Disk, what: str, driver: str | None = None, outlives: bool = False
+        self, disk: AtomicFolder, what: str, driver: str | None = None, outlives: bool = False
     ) -> None:
         self._path = disk.root / layout.WORKERS / sign_name(os.getpid())
         self._disk = disk
@@ -91,11 +91,11 @@ class Heartbeat:
             self._write()
 
     def _write(self) -> None:
-        self._disk.jot(self._path, json.dumps({**self._values, "beat": time.time()}))
+        self._disk.write_best_effort(self._path, json.dumps({**self._values, "beat": time.time()}))
 
 
 @dataclass(frozen=True)
-class Sign:
+class HeartbeatRecord:
     """What a process last wrote of itself.
 
     Attributes:
@@ -116,7 +116,7 @@ class Sign:
         return f"{self.values['what']} (pid {self.values['pid']} on {self.values['host']})"
 
 
-def signs_of_life(root: Path) -> Sequence[Sign]:
+def signs_of_life(root: Path) -> Sequence[HeartbeatRecord]:
     """Every process that wrote to a store of late, as far as its file is still there."""
     found = []
     for path in sorted((root / layout.WORKERS).glob("*.json")):
@@ -125,11 +125,11 @@ def signs_of_life(root: Path) -> Sequence[Sign]:
             age_s = time.time() - path.stat().st_mtime
             here = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
             alive = age_s < SILENT_S and not (here and _is_gone(values["pid"]))
-            found.append(Sign(path, values, age_s, alive))
+            found.append(HeartbeatRecord(path, values, age_s, alive))
     return found
 
 
-def clear_signs(disk: Disk, driver: str | None = None) -> None:
+def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
     """Delete the files of all processes before; only who holds the store may.
 
     Also of those that wrote a moment ago: drivers and their workers hold the lock while they live,
@@ -143,7 +143,7 @@ def clear_signs(disk: Disk, driver: str | None = None) -> None:
             disk.forget(sign.path)
 
 
-def refuse_other_writers(root: Path) -> list[Sign]:
+def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     """Those who write to a store beside the one who holds it.
 
     Raises:
@@ -160,7 +160,7 @@ def refuse_other_writers(root: Path) -> list[Sign]:
     return alive
 
 
-def clear_sign(disk: Disk, name: str) -> None:
+def clear_sign(disk: AtomicFolder, name: str) -> None:
     """Delete the file of a process that has ended, by its `sign_name`."""
     disk.forget(disk.root / layout.WORKERS / name)
 

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.storage.s3_file import fetched_ahead
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
-from featx.store.hdf5_files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, num_runs_of
 from featx.store.part_files import part_names, part_path
 from featx.store.pieces import Pieces, piece_path
@@ -40,7 +40,7 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
     return buffer.getbuffer()
 
 
-def keep_image_states(disk: Disk, path: Path, states: npt.NDArray[np.void]) -> None:
+def keep_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
     """Write the file anew, where it would change."""
     if not np.array_equal(read_image_states(path, len(states)), states):
         disk.replace(path, image_states_file(states))
@@ -55,7 +55,7 @@ def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
     """
     states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
     try:
-        with open_for_a_look(path) as file:
+        with open_metadata(path) as file:
             found = {name: file[name][:num_rows] for name in IMAGE_STATE.names or ()}
         size = min(map(len, found.values()))
         for name, values in found.items():
@@ -110,7 +110,7 @@ def stored_image_checksums(
     packed = root / layout.PACKED
     if packed.exists():
         try:
-            with open_for_a_look(packed) as file:
+            with open_metadata(packed) as file:
                 num_packed = min(num_runs_of(file), len(manifest.runs))
                 of_all = image_checksums_in(file)
         except layout.UNREADABLE as error:
@@ -132,7 +132,7 @@ def stored_image_checksums(
         first = part.start - manifest.runs[number].grid.first_row
         rows = slice(first, first + len(part))
         try:
-            with open_for_a_look(path, opened) as file:
+            with open_metadata(path, opened) as file:
                 found[number][0][rows] = image_checksums_in(file, 0, len(part))
         except layout.UNREADABLE as error:
             damage_text(path, error)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from featx.storage.local_folder import TEMPORARY, Disk
+from featx.storage.local_folder import TEMPORARY, AtomicFolder
 from featx.store import layout
 
 _FOLDERS = (
@@ -22,7 +22,7 @@ _FOLDERS = (
 )
 
 
-def clear_leftovers(disk: Disk) -> None:
+def clear_leftovers(disk: AtomicFolder) -> None:
     """Delete the temporary files of a store; only who holds it may."""
     for path in _leftovers(disk.root):
         disk.remove(path)

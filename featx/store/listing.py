@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from featx.errors import StoreMismatchError, counted
 from featx.store import layout
-from featx.store.hdf5_files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_metadata
 from featx.types import Listing
 
 _COMPARED_ROWS = 1 << 18
@@ -99,7 +99,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
         StoreError: the system cannot read it now.
     """
     try:
-        with open_for_a_look(path) as file:
+        with open_metadata(path) as file:
             keys, labels = file[layout.KEY], file[layout.LABEL]
             num_rows = len(keys)
             if len(labels) != num_rows:
@@ -167,7 +167,7 @@ def listing_in(path: Path, num_rows: int) -> Listing | None:
         StoreError: the system cannot read it now.
     """
     try:
-        with open_for_a_look(path) as file:
+        with open_metadata(path) as file:
             keys, labels = file[layout.KEY][:num_rows], file[layout.LABEL][:num_rows]
             classes = _classes_in(file)
             columns = {
@@ -208,7 +208,7 @@ def _from_parts(root: Path, num_rows: int) -> Listing | None:
     pieces: list[tuple[int, Listing]] = []
     for path in sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)):
         try:
-            with open_for_a_look(path) as file:
+            with open_metadata(path) as file:
                 start, count = int(file.attrs["start"]), len(file[layout.KEY])
         except layout.UNREADABLE as error:
             damage_text(path, error)

@@ -19,7 +19,7 @@ import h5py
 from featx.base.fingerprint import digest
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.hdf5_files import open_for_a_look
+from featx.store.hdf5_files import open_metadata
 from featx.types import ITEM_BYTES, LayerSpec, Part, StoreHeader
 
 _NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec", "layers")
@@ -285,7 +285,7 @@ def _copy_of_manifest(root: Path) -> Manifest | None:
     parts = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
     for path in [root / layout.PACKED, *parts]:
         try:
-            with open_for_a_look(path) as file:
+            with open_metadata(path) as file:
                 found.append(_copy_in(file))
         except (StoreError, *layout.UNREADABLE):
             continue  # one of them is enough

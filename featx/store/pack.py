@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, RunError, StoreError, counted
-from featx.storage.local_folder import Disk, exclusive_lock
+from featx.storage.local_folder import AtomicFolder, exclusive_lock
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks
@@ -99,7 +99,7 @@ def pack_store(root: Path) -> bool:
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
-    disk = Disk(root)
+    disk = AtomicFolder(root)
     with exclusive_lock(root / layout.LOCK) as lock:
         # Workers of a cluster write without this lock; what they are writing now stays.
         refuse_other_writers(root)
@@ -154,7 +154,7 @@ def pack(root: Path) -> None:
             f"{error.filename} went while {root} was about to be packed: another process writes "
             "it, on a file system without locks. The same command goes on."
         ) from error
-    disk = Disk(root)
+    disk = AtomicFolder(root)
     with disk.reserved(root / layout.PACKED, size, replace=True) as file:
         try:
             with h5py.File(file, "w", libver=layout.LIBVER) as packed:
@@ -205,7 +205,7 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
 
 
 def _set_damaged_aside(
-    disk: Disk, pieces: list[_Piece], manifest: Manifest, listing: Listing
+    disk: AtomicFolder, pieces: list[_Piece], manifest: Manifest, listing: Listing
 ) -> str:
     """Move the files that differ from their checksums to quarantine/, and say so.
 

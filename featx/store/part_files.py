@@ -10,13 +10,13 @@ import h5py
 import numpy as np
 
 from featx.errors import RunError, StoreError
-from featx.storage.local_folder import Disk
-from featx.storage.s3_file import ObjectFile, fetched_ahead
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_file import S3File, fetched_ahead
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.dtypes import memory_dtype
 from featx.store.failures import read_failures
-from featx.store.hdf5_files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.manifest import Manifest, Run
 from featx.store.part_builder import PartBuilder
 from featx.types import Failure, LayerSpec, Listing, Part
@@ -33,7 +33,7 @@ def part_names(root: Path) -> set[str]:
 
 
 def publish_part(
-    disk: Disk, builder: PartBuilder, manifest: Manifest, listing: Listing
+    disk: AtomicFolder, builder: PartBuilder, manifest: Manifest, listing: Listing
 ) -> Sequence[Failure]:
     """Make one part durable; from here on no crash takes it away.
 
@@ -86,7 +86,7 @@ def look_at_part(
     path: Path,
     part: Part,
     run: Run,
-    opened: Callable[[], ObjectFile] | None = None,
+    opened: Callable[[], S3File] | None = None,
     compare: bool = False,
 ) -> tuple[str | None, Sequence[Failure]]:
     """Why a file cannot count as a part of a run, or None; and the failures that it tells of.
@@ -102,7 +102,7 @@ def look_at_part(
         compare: all chunks with their checksums too.
     """
     try:
-        with open_for_a_look(path, opened) as file:
+        with open_metadata(path, opened) as file:
             attrs = file.attrs  # once: h5py opens the root group for it every time
             if attrs["fingerprint"] != run.digest:
                 return "it is of another run", ()

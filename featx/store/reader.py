@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import LayerError, StoreError, nearest
-from featx.storage.s3_path import place_of
+from featx.storage.s3_path import parse_path
 from featx.store import layout
 from featx.store.chunk_check import Verify, check_verify
 from featx.store.chunk_reader import ChunkRows
@@ -24,7 +24,7 @@ from featx.store.layer_array import LayerArray
 from featx.types import UNKNOWN_IMAGE, Status
 
 
-def refuse_lost_rows(
+def check_rows_present(
     store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]
 ) -> None:
     """Raise StoreError where rows that were ok have no values any more.
@@ -89,7 +89,7 @@ class FeatureStore:
 
     def __init__(self, path: str | os.PathLike[str], verify: Verify = "chunks") -> None:
         check_verify(verify)
-        self.root = place_of(path).absolute()
+        self.root = parse_path(path).absolute()
         self.verify = verify
         self._handles = Handles(verify)
         self._find()

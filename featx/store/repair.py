@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
-from featx.storage.local_folder import Disk
-from featx.storage.s3_folder import disk_at
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_folder import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile
 from featx.store.dtypes import from_raw, raw_dtype
-from featx.store.hdf5_files import damage_text, open_for_a_look
+from featx.store.hdf5_files import damage_text, open_metadata
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import listing_file, listing_identity, read_listing
 from featx.store.manifest import Manifest, Run, load_manifest, num_runs_of
@@ -51,7 +51,7 @@ def set_damage_aside(report: Report) -> list[Path]:
         StoreLockedError: another process is writing the store.
         RunError: the disk is full or fails; nothing was set aside that is not replaced.
     """
-    root, disk = report.root, disk_at(report.root)
+    root, disk = report.root, open_folder(report.root)
     with disk.locked(root / layout.LOCK):
         if disk.has_locks:
             clear_leftovers(disk)
@@ -94,9 +94,9 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
         StoreError: features.h5 is damaged; nothing has changed then.
         RunError: the disk is full or fails; features.h5 stays.
     """
-    disk, packed = disk_at(root), root / layout.PACKED
+    disk, packed = open_folder(root), root / layout.PACKED
     try:
-        with open_for_a_look(packed) as file:
+        with open_metadata(packed) as file:
             check_chunks(file)
             runs = manifest.runs[: num_runs_of(file)]
     except layout.UNREADABLE as error:
@@ -120,7 +120,7 @@ def is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
     return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 
-def parts_from(disk: Disk, packed: Path, manifest: Manifest, listing: Listing) -> None:
+def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Listing) -> None:
     """The good rows of features.h5 as parts, and as pieces where a part has damaged chunks.
 
     Args:
@@ -169,7 +169,7 @@ class Kept:
 
 
 def keep_good_rows(
-    disk: Disk, path: Path, manifest: Manifest, part: Part, listing: Listing | None
+    disk: AtomicFolder, path: Path, manifest: Manifest, part: Part, listing: Listing | None
 ) -> Kept:
     """Move a damaged part or piece to quarantine; its good rows take its place.
 

@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, StoreLockedError
-from featx.storage.local_folder import TEMPORARY, Disk
-from featx.storage.s3_folder import disk_at
+from featx.storage.local_folder import TEMPORARY, AtomicFolder
+from featx.storage.s3_folder import open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
-from featx.store.compatibility import joined
+from featx.store.compatibility import merge_manifest
 from featx.store.dtypes import nan, raw_dtype, read_raw
 from featx.store.failures import csv_rows, failures_csv, read_failures
-from featx.store.hdf5_files import damage_text, open_for_a_look
-from featx.store.heartbeat import SILENT_S, Sign, clear_signs, refuse_other_writers
+from featx.store.hdf5_files import damage_text, open_metadata
+from featx.store.heartbeat import SILENT_S, HeartbeatRecord, clear_signs, refuse_other_writers
 from featx.store.image_states import image_checksums_in, keep_image_states
 from featx.store.leftovers import clear_leftovers
 from featx.store.listing import compare_listing, listing_file
@@ -61,7 +61,7 @@ class StoreSession:
     def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
         self.root = root
         self.listing = listing
-        self.disk = disk_at(root)
+        self.disk = open_folder(root)
         self._failed: dict[int, Failure] = {}
         self.packed_runs = 0
         self._grow = grow
@@ -93,7 +93,9 @@ class StoreSession:
             if before is not None:
                 self._survey()
                 unfinished = [run for run in before.runs if self._missing_of(run)]
-                self.manifest = joined(self.root, before, self._asked, unfinished, self._grow)
+                self.manifest = merge_manifest(
+                    self.root, before, self._asked, unfinished, self._grow
+                )
             self._begin(before)
             if not self.packed:
                 self.disk.make_folder(self.root / layout.PARTS)
@@ -228,7 +230,7 @@ class StoreSession:
     ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
         """What the file of a part or of a piece holds."""
         try:
-            with open_for_a_look(path) as file:
+            with open_metadata(path) as file:
                 check_chunks(file)
                 rows = {
                     spec.name: read_raw(file[f"{layout.FEATURES}/{spec.name}"], 0, len(part))
@@ -305,7 +307,7 @@ class StoreSession:
     def _missing_of(self, run: Run) -> list[Part]:
         return [part for part in run.parts() if part.index not in self._done]
 
-    def _mind(self, other: Sign, overwrite: bool) -> None:
+    def _mind(self, other: HeartbeatRecord, overwrite: bool) -> None:
         """Another driver is at work too, where there are no locks: safe, but for overwrite=true."""
         if overwrite:
             raise StoreLockedError(
@@ -356,7 +358,7 @@ class StoreSession:
             self.disk.replace(listing, listing_file(self.listing))
         if before is not None and before.runs != self.manifest.runs:
             data = self.manifest.to_json()
-            if not self.disk.exchange(manifest, self._manifest_before, data):
+            if not self.disk.compare_and_swap(manifest, self._manifest_before, data):
                 raise StoreError(
                     f"{manifest} was changed meanwhile: another process adds to this store. Give "
                     "the same command again when it is done."
@@ -413,7 +415,7 @@ class StoreSession:
 
     def _survey_packed(self, path: Path) -> None:
         try:
-            with open_for_a_look(path) as file:
+            with open_metadata(path) as file:
                 num_runs = num_runs_of(file)
                 problem = self._packed_problem(file, num_runs)
                 failures = [] if problem else read_failures(file)
@@ -487,7 +489,7 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
     It is what a command goes by until it holds the store and looks into the files.
     """
     num_packed = 0
-    with contextlib.suppress(*layout.UNREADABLE), open_for_a_look(root / layout.PACKED) as file:
+    with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
         num_packed = num_runs_of(file)
     there, pieces = part_names(root), Pieces.in_store(root)
     lacking = [
@@ -505,7 +507,7 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
     return [(run, parts) for run, parts in lacking if parts]
 
 
-def remove_parts(disk: Disk) -> None:
+def remove_parts(disk: AtomicFolder) -> None:
     """Delete parts and pieces of a store, and their folder where nothing else lies in it."""
     parts = disk.root / layout.PARTS
     for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY}*"):

@@ -12,7 +12,7 @@ from typing import Any
 
 from featx.errors import StoreError, counted
 from featx.store import layout
-from featx.store.heartbeat import Sign, signs_of_life
+from featx.store.heartbeat import HeartbeatRecord, signs_of_life
 from featx.store.manifest import Run, load_manifest
 from featx.store.session import missing_parts
 
@@ -45,7 +45,7 @@ class StoreStatus:
     seconds_left: float | None
     last_commit_age_s: float | None
     failures: int
-    workers: Sequence[Sign]
+    workers: Sequence[HeartbeatRecord]
     stuck: list[str]
 
     @property
@@ -128,7 +128,9 @@ def _num_failures(root: Path) -> int:
         return 0
 
 
-def _stuck(workers: Sequence[Sign], parts_left: int, per_part: float | None) -> list[str]:
+def _stuck(
+    workers: Sequence[HeartbeatRecord], parts_left: int, per_part: float | None
+) -> list[str]:
     """What does not move on by itself."""
     found = []
     alive = [sign for sign in workers if sign.alive]

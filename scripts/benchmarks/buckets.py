@@ -55,13 +55,13 @@ def served(log: Path) -> Iterator[None]:
 def bucket(arguments: argparse.Namespace) -> None:
     """Seconds of a resume that finds all parts: looked at one by one, and fetched ahead."""
     from featx.storage import s3_client, s3_file
-    from featx.storage.s3_path import place_of
+    from featx.storage.s3_path import parse_path
     from featx.store.session import StoreSession
 
     ahead, request = s3_file._FILES_AHEAD, s3_client.request
     run, listing = make_run(arguments.parts * 64, (1280,), part_rows=64)
     with tempfile.TemporaryDirectory() as name, served(Path(name) / "log"):
-        root = place_of(f"s3://{BUCKET}/run")
+        root = parse_path(f"s3://{BUCKET}/run")
         with (session := StoreSession(root, run, listing)).hold():
             write_parts(session)
         for wait_ms in arguments.wait_ms:

@@ -43,7 +43,7 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.types import Failure, Part, Status
 
@@ -338,12 +338,12 @@ class Run:
             found[layer.spec.name] = moments.finish()
         return found
 
-    def tree(self, disk: Disk) -> MomentsTree:
+    def tree(self, disk: AtomicFolder) -> MomentsTree:
         path = disk.root / "stats.h5"
         return MomentsTree(disk, path, self.header, self.grid.num_rows, self.layers)
 
-    def folder(self, root: Path, disk: Disk | None = None) -> MomentsOfParts:
-        parts = MomentsOfParts(self.tree(disk or Disk(root)))
+    def folder(self, root: Path, disk: AtomicFolder | None = None) -> MomentsOfParts:
+        parts = MomentsOfParts(self.tree(disk or AtomicFolder(root)))
         parts.survey()
         return parts
 
@@ -437,7 +437,7 @@ class KilledError(BaseException):
     """The process ends here."""
 
 
-class MortalDisk(Disk):
+class MortalDisk(AtomicFolder):
     """Ends the process before or after its n-th change, as a kill would."""
 
     def __init__(self, root: Path, dies_at: int) -> None:
@@ -525,7 +525,7 @@ def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> No
     told = Lock()
 
     def work(number: int) -> None:
-        tree = run.tree(Disk(tmp_path / "shared"))
+        tree = run.tree(AtomicFolder(tmp_path / "shared"))
         for part in run.parts()[number::3]:
             failures = tree.commit(part, run.failures(part), run.of(part, [4]))
             with told:
@@ -544,7 +544,7 @@ def test_processes_that_commit_at_once_give_the_same_bytes(tmp_path: Path) -> No
 def test_whoever_merges_late_or_commits_again_changes_nothing(tmp_path: Path) -> None:
     run = Run(16, 4, failed=[5])
     expected = sha256(run.whole(tmp_path / "whole"))
-    store, late = run.folder(tmp_path / "shared"), run.tree(Disk(tmp_path / "shared"))
+    store, late = run.folder(tmp_path / "shared"), run.tree(AtomicFolder(tmp_path / "shared"))
     parts = run.parts()
     for part in parts[:3]:
         store.commit(part, run.failures(part), run.of(part, [4]))
@@ -561,7 +561,7 @@ def test_whoever_merges_late_or_commits_again_changes_nothing(tmp_path: Path) ->
 
 def test_what_others_committed_is_found_with_its_failures(tmp_path: Path) -> None:
     run = Run(16, 4, failed=[5, 14])
-    store, other = run.folder(tmp_path), run.tree(Disk(tmp_path))
+    store, other = run.folder(tmp_path), run.tree(AtomicFolder(tmp_path))
     parts = run.parts()
     assert list(store.arrived(parts)) == []
     for part in (parts[0], parts[1], parts[3]):
@@ -890,7 +890,7 @@ def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
 
 def test_nothing_is_written_before_what_is_there_was_looked_for(tmp_path: Path) -> None:
     run = Run(8, 8)
-    store = MomentsOfParts(run.tree(Disk(tmp_path)))
+    store = MomentsOfParts(run.tree(AtomicFolder(tmp_path)))
     with pytest.raises(AssertionError, match="not looked for"):
         run.commit(store, run.grid.part(0))
     with pytest.raises(AssertionError, match="not looked for"):

@@ -21,7 +21,7 @@ import featx
 from featx.errors import ConfigError, RunError, StoreError, StoreLockedError, StoreMismatchError
 from featx.export import selection
 from featx.export.parquet import Parquet
-from featx.storage.local_folder import Disk, exclusive_lock
+from featx.storage.local_folder import AtomicFolder, exclusive_lock
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
-        full.setattr(Disk, "free_bytes", lambda _: 100)
+        full.setattr(AtomicFolder, "free_bytes", lambda _: 100)
         with pytest.raises(RunError, match=r"needs about .* and 100 B are free"):
             export()
     write = Parquet._write

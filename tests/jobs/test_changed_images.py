@@ -538,8 +538,8 @@ def test_a_refresh_cut_off_anywhere_goes_on_to_the_same_store(
 
     with monkeypatch.context() as patch:
         for name in ("publish", "replace", "remove"):
-            method = getattr(session_module.Disk, name)
-            patch.setattr(session_module.Disk, name, counted(method))
+            method = getattr(session_module.AtomicFolder, name)
+            patch.setattr(session_module.AtomicFolder, name, counted(method))
         with pytest.raises(Dies):
             extract(photos, refresh=True, **LENIENT)
     half = open_store("store")

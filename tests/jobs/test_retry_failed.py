@@ -150,8 +150,8 @@ def test_a_retry_cut_off_anywhere_loses_no_row(
 
     with monkeypatch.context() as patch:
         for name in ("publish", "replace", "remove"):
-            method = getattr(session_module.Disk, name)
-            patch.setattr(session_module.Disk, name, counted(method))
+            method = getattr(session_module.AtomicFolder, name)
+            patch.setattr(session_module.AtomicFolder, name, counted(method))
         with pytest.raises(Dies):
             extract(photos, retry_failed=True, **LENIENT)
     half = featx.open("store")

@@ -82,7 +82,7 @@ def main() -> None:
     order.note(f"pid-{os.getpid()}")
     from featx.pipeline.executors.part_worker import rows_text
     from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
-    from featx.storage.local_folder import Disk
+    from featx.storage.local_folder import AtomicFolder
     from featx.store.manifest import read_manifest
     from featx.store.part_files import publish_part
 
@@ -100,7 +100,9 @@ def main() -> None:
                     break
                 time.sleep(order.pause_s)
                 go_wrong(order.fault_at(part.index), order.root)
-                failures = publish_part(Disk(order.root), run.builder(part), manifest, run.listing)
+                failures = publish_part(
+                    AtomicFolder(order.root), run.builder(part), manifest, run.listing
+                )
                 order.note(f"part-{part.index}-by-{os.getpid()}-of-{len(link.held)}")
                 link.done(PartResult(part, failures, {"flat": 1}, 0.1, 0.0))
     except Exception as error:  # noqa: BLE001 - as a worker does

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import featx as package
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -36,7 +36,7 @@ def test_the_same_command_goes_on(featx: Command, photos: Path, tmp_path: Path, 
     expected = package.open(root)
     keys, labels, classes = expected.keys, expected.labels, expected.classes
     features = expected["embedding"][:]
-    Disk(root).remove(sorted((root / "parts").iterdir())[-1])
+    AtomicFolder(root).remove(sorted((root / "parts").iterdir())[-1])
     path = root / "samples.h5"
     with h5py.File(path) as file:
         at = file[name].id.get_offset()
@@ -58,7 +58,7 @@ def test_the_same_command_goes_on(featx: Command, photos: Path, tmp_path: Path, 
 def test_another_data_set_is_not_taken_for_it(featx: Command, photos: Path, tmp_path: Path) -> None:
     arguments = begun(featx, photos)
     root = tmp_path / "run"
-    Disk(root).remove(sorted((root / "parts").iterdir())[-1])
+    AtomicFolder(root).remove(sorted((root / "parts").iterdir())[-1])
     data = bytearray((root / "samples.h5").read_bytes())
     with h5py.File(root / "samples.h5") as file:
         data[file["key"].id.get_offset()] ^= 4

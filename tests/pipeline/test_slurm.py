@@ -30,8 +30,8 @@ from featx.pipeline.executors import slurm
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec
 from featx.pipeline.executors.worker_stats import WorkerStats
 from featx.pipeline.feature_sink import StorePartTask
-from featx.storage.local_folder import Disk
-from featx.storage.s3_folder import ObjectDisk
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_folder import S3Folder
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat, sign_name, signs_of_life
 from featx.store.verification import check_store
@@ -166,7 +166,7 @@ def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job
 def test_statistics_are_left_alone_while_tasks_of_a_dead_driver_live(photos: Path) -> None:
     Path("store").mkdir()
     with (
-        Heartbeat(Disk(Path("store")), "task 9 on cuda", outlives=True),
+        Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives=True),
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
     ):
         spread_jobs.run("stats", photos)
@@ -342,7 +342,7 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
 def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:
     order: Any = SimpleNamespace(root=tmp_path, driver=sign_name(os.getpid()))
     assert not slurm._driver_lives(order)
-    with Heartbeat(Disk(tmp_path), "driver"):
+    with Heartbeat(AtomicFolder(tmp_path), "driver"):
         assert slurm._driver_lives(order)
     assert not slurm._driver_lives(order)
 
@@ -371,7 +371,7 @@ def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) ->
     run = make_run()
     run.write(tmp_path / "store", [0])
     with (
-        Heartbeat(Disk(tmp_path / "store"), "task 9 on cuda", outlives=True),
+        Heartbeat(AtomicFolder(tmp_path / "store"), "task 9 on cuda", outlives=True),
         pytest.raises(StoreLockedError, match=r"written by task 9 on cuda \(pid \d+ on .*job=stat"),
         run.session(tmp_path / "store").hold(),
     ):
@@ -402,7 +402,7 @@ def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket
     run, root = make_run(), place(f"s3://{bucket}/run")
     run.write(root, [0])
     with (
-        Heartbeat(ObjectDisk(root), "task 9 on cuda", outlives=True),
+        Heartbeat(S3Folder(root), "task 9 on cuda", outlives=True),
         pytest.raises(StoreLockedError, match=r"by task 9 on cuda .*goes on without its driver"),
         run.session(root).hold(),
     ):

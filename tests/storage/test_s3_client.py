@@ -13,7 +13,7 @@ from object_server import MemoryServer, place
 
 from featx.errors import ObjectStoreError, StorageError
 from featx.storage import s3_client
-from featx.storage.s3_folder import ObjectDisk
+from featx.storage.s3_folder import S3Folder
 
 botocore = pytest.importorskip("botocore.exceptions")
 
@@ -159,7 +159,7 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
     root = place("s3://bucket/run")
     with (
         pytest.raises(StorageError, match="When the object store accepts it") as told,
-        ObjectDisk(root).locked(root / ".lock"),
+        S3Folder(root).locked(root / ".lock"),
     ):
         raise ObjectStoreError(errno.EAGAIN, "no answer", "s3://bucket/run/parts")
     assert told.value.exit_code == 1

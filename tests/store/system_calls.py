@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 
 SYSTEM_CALLS = ("open", "pwrite", "fsync", "close", "link", "unlink", "replace", "rename",
                 "posix_fallocate", "ftruncate", "mkdir")  # fmt: skip
@@ -116,7 +116,7 @@ class Recording:
             self._patch.setattr(os, name, self._recorded(getattr(os, name), on_success))
         self._patch.setattr(os, "open", self._recorded_open(os.open))
         self._patch.setattr(os, "close", self._recorded_close(os.close))
-        self._patch.setattr(Disk, "append", self._recorded_append(Disk.append))
+        self._patch.setattr(AtomicFolder, "append", self._recorded_append(AtomicFolder.append))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -177,7 +177,7 @@ class Recording:
         return call
 
     def _recorded_append(self, real: Callable[..., None]) -> Callable[..., None]:
-        def call(disk: Disk, path: Path, text: str) -> None:
+        def call(disk: AtomicFolder, path: Path, text: str) -> None:
             size = path.stat().st_size if path.exists() else 0
             real(disk, path, text)
             name = self._name(path)

@@ -12,7 +12,7 @@ import pytest
 import featx
 from featx.errors import StoreError
 from featx.store import layout
-from featx.store.hdf5_files import open_for_a_look, open_hdf5
+from featx.store.hdf5_files import open_hdf5, open_metadata
 from featx.store.verification import check_store
 
 SIGNATURE = b"GCOL"
@@ -53,7 +53,7 @@ def test_no_flipped_byte_of_a_heap_gets_as_far_as_hdf5(file: Path) -> None:
             data = bytearray(pristine)
             data[offset] ^= 1 << offset % 8
             file.write_bytes(data)
-            for opening in (open_hdf5, open_for_a_look):
+            for opening in (open_hdf5, open_metadata):
                 with pytest.raises(StoreError, match="texts of its attributes"), opening(file):
                     pass
     assert check_store(file.parent if file.name == layout.PACKED else file.parents[1]).damages

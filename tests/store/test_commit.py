@@ -20,7 +20,7 @@ from system_calls import Calls, watched
 
 from featx.errors import RunError, StoreError, StoreLockedError
 from featx.storage.durability import write_all
-from featx.storage.local_folder import Disk, exclusive_lock
+from featx.storage.local_folder import AtomicFolder, exclusive_lock
 from featx.storage.reserved_file import ReservedFile
 
 CONTENT = bytes(range(256)) * 40
@@ -29,7 +29,7 @@ CONTENT = bytes(range(256)) * 40
 def test_publish_writes_syncs_links_and_syncs_the_folder_in_this_order(tmp_path: Path) -> None:
     target = tmp_path / "part.h5"
     with watched(Calls(tmp_path)) as calls:
-        assert Disk(tmp_path).publish(target, CONTENT)
+        assert AtomicFolder(tmp_path).publish(target, CONTENT)
     assert target.read_bytes() == CONTENT
     names = [name for name, _ in calls.seen]
     assert names == [
@@ -46,7 +46,7 @@ def test_publish_keeps_what_is_there_and_syncs_its_name(tmp_path: Path) -> None:
     target = tmp_path / "part.h5"
     target.write_bytes(b"first")
     with watched(Calls(tmp_path)) as calls:
-        assert not Disk(tmp_path).publish(target, CONTENT)
+        assert not AtomicFolder(tmp_path).publish(target, CONTENT)
     assert target.read_bytes() == b"first"
     assert ("fsync", str(tmp_path)) in calls.seen
     assert temporary_files(tmp_path) == []
@@ -56,7 +56,7 @@ def test_replace_syncs_before_it_renames(tmp_path: Path) -> None:
     target = tmp_path / "summary.json"
     target.write_bytes(b"old")
     with watched(Calls(tmp_path)) as calls:
-        Disk(tmp_path).replace(target, b"new")
+        AtomicFolder(tmp_path).replace(target, b"new")
     assert target.read_bytes() == b"new"
     names = [name for name, _ in calls.seen]
     assert names.index("fsync") < names.index("close") < names.index("replace")
@@ -76,7 +76,7 @@ def test_publish_whatever_call_fails_leaves_all_or_nothing(
         root = tmp_path / str(fail_at)
         root.mkdir()
         target = root / "part.h5"
-        disk = Disk(root)
+        disk = AtomicFolder(root)
         # An unlink that fails leaves its file behind whatever we do; it has a test of its own.
         with watched(Calls(root, fail_at, error, spare=("unlink",))) as calls:
             try:
@@ -107,7 +107,7 @@ def test_publish_whatever_call_fails_leaves_all_or_nothing(
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_replace_whatever_call_fails_leaves_the_old_or_the_new(tmp_path: Path, error: int) -> None:
     target = tmp_path / "summary.json"
-    disk = Disk(tmp_path)
+    disk = AtomicFolder(tmp_path)
     for fail_at in range(1, 40):
         target.write_bytes(b"old")
         with watched(Calls(tmp_path, fail_at, error, spare=("unlink",))) as calls:
@@ -132,7 +132,7 @@ def test_reserved_whatever_call_fails_leaves_all_or_nothing(
         target = tmp_path / f"{fail_at}.h5"
         with watched(Calls(tmp_path, fail_at, error, spare=("unlink",))) as calls:
             try:
-                with Disk(tmp_path).reserved(target, 1 << 20) as file:
+                with AtomicFolder(tmp_path).reserved(target, 1 << 20) as file:
                     file.write(CONTENT)
             except RunError:
                 failed.append(calls.failed)
@@ -152,7 +152,7 @@ def test_unlink_that_fails_is_an_error_and_the_file_is_whole(tmp_path: Path) -> 
         watched(Calls(tmp_path, fail_at, errno.EIO)) as calls,
         pytest.raises(RunError, match="Input/output error"),
     ):
-        Disk(tmp_path).publish(target, CONTENT)
+        AtomicFolder(tmp_path).publish(target, CONTENT)
     assert calls.failed == "unlink"
     assert target.read_bytes() == CONTENT
 
@@ -164,7 +164,7 @@ def test_an_interrupt_while_writing_leaves_nothing(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "pwrite", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            Disk(tmp_path).publish(tmp_path / "part.h5", CONTENT)
+            AtomicFolder(tmp_path).publish(tmp_path / "part.h5", CONTENT)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -177,8 +177,8 @@ def test_without_hard_links_a_rename_commits_and_never_replaces(
 
     monkeypatch.setattr(os, "link", no_link)
     target = tmp_path / "part.h5"
-    assert Disk(tmp_path).publish(target, CONTENT)
-    assert not Disk(tmp_path).publish(target, b"second")
+    assert AtomicFolder(tmp_path).publish(target, CONTENT)
+    assert not AtomicFolder(tmp_path).publish(target, b"second")
     assert target.read_bytes() == CONTENT
     assert temporary_files(tmp_path) == []
 
@@ -199,14 +199,14 @@ def test_a_write_that_writes_nothing_is_a_full_disk(
 ) -> None:
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(RunError, match="No space left"):
-        Disk(tmp_path).publish(tmp_path / "part.h5", CONTENT)
+        AtomicFolder(tmp_path).publish(tmp_path / "part.h5", CONTENT)
 
 
 def test_new_folders_are_synced_up_to_the_one_that_was_there(tmp_path: Path) -> None:
     """Else a crash could take a whole store whose files are all synced."""
     deep = tmp_path / "runs" / "textiles" / "resnet18"
     with watched(Calls(tmp_path)) as calls:
-        Disk(deep).make_folder(deep)
+        AtomicFolder(deep).make_folder(deep)
     synced = [subject for name, subject in calls.seen if name == "fsync"]
     assert synced == [str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "textiles")]
 
@@ -214,11 +214,11 @@ def test_new_folders_are_synced_up_to_the_one_that_was_there(tmp_path: Path) -> 
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreError, match="cannot create the folder"):
-        Disk(tmp_path).make_folder(tmp_path / "file" / "store")
+        AtomicFolder(tmp_path).make_folder(tmp_path / "file" / "store")
 
 
 def test_set_aside_keeps_the_file_and_other_files_of_that_name(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
+    disk = AtomicFolder(tmp_path)
     for content in (b"one", b"two"):
         (tmp_path / "part.h5").write_bytes(content)
         target = disk.set_aside(tmp_path / "part.h5", tmp_path / "quarantine")
@@ -237,7 +237,7 @@ def test_a_disk_that_fails_while_clearing_up_is_a_run_error(
     def failing(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    disk = Disk(tmp_path)
+    disk = AtomicFolder(tmp_path)
     disk.make_folder(tmp_path / "q")
     monkeypatch.setattr(os, "unlink", failing)
     monkeypatch.setattr(os, "rename", failing)
@@ -259,7 +259,7 @@ class TestReservedFile:
         assert file.seek(1, os.SEEK_CUR) == 6
         assert file.truncate(8) == 8
         assert file.read(100) == b"67"
-        file.settle()
+        file.finish()
         os.close(descriptor)
         assert (tmp_path / "f").read_bytes() == b"01234567"
 
@@ -267,7 +267,7 @@ class TestReservedFile:
         target = tmp_path / "f"
         with (
             pytest.raises(RunError, match="10 bytes were reserved, 12 are needed"),
-            Disk(tmp_path).reserved(target, 10) as file,
+            AtomicFolder(tmp_path).reserved(target, 10) as file,
         ):
             file.write(bytes(12))
         assert list(tmp_path.iterdir()) == []
@@ -276,7 +276,7 @@ class TestReservedFile:
         """A StoreError is an OSError too, and must not be told as a disk that fails."""
         with (
             pytest.raises(StoreError, match=r"^of another run$"),
-            Disk(tmp_path).reserved(tmp_path / "f", 10),
+            AtomicFolder(tmp_path).reserved(tmp_path / "f", 10),
         ):
             raise StoreError("of another run")
         assert list(tmp_path.iterdir()) == []
@@ -382,7 +382,7 @@ def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
     tmp_path: Path, how: str
 ) -> None:
     """Jobs that lock no folder tell the two apart by a lock on the temporary file itself."""
-    path, disk = tmp_path / "report [1].html", Disk(tmp_path)
+    path, disk = tmp_path / "report [1].html", AtomicFolder(tmp_path)
     code = "from pathlib import Path; from featx.storage.local_folder import Disk; "
     code += f"path = Path({str(path)!r}); disk = Disk(path.parent)\n{KILLED[how]}"
     killed_at_sync(code, path.name)

@@ -15,7 +15,7 @@ from object_server import OperationRecorder, upload
 
 from featx.errors import ConfigError, MissingExtraError, ObjectStoreError, StoreError
 from featx.storage import s3_client
-from featx.storage.s3_path import ObjectPath, place_of
+from featx.storage.s3_path import S3Path, parse_path
 from featx.store.reader import FeatureStore
 from featx.store.status import store_status
 from featx.store.verification import check_store
@@ -327,21 +327,21 @@ def test_what_a_server_answers_is_told(
 
 
 def test_places() -> None:
-    place = place_of("s3://bucket/run/")
-    assert isinstance(place, ObjectPath)
+    place = parse_path("s3://bucket/run/")
+    assert isinstance(place, S3Path)
     part = place / "parts" / "part-000001.h5"
     assert (str(part), part.bucket, part.key) == (
         "s3://bucket/run/parts/part-000001.h5", "bucket", "run/parts/part-000001.h5",
     )  # fmt: skip
-    assert place_of(part) is part
-    assert place_of(Path("s3://bucket/run")) == place
+    assert parse_path(part) is part
+    assert parse_path(Path("s3://bucket/run")) == place
     assert pickle.loads(pickle.dumps(part)) == part
-    assert not isinstance(place_of("runs/s3:bucket"), ObjectPath)
+    assert not isinstance(parse_path("runs/s3:bucket"), S3Path)
     with pytest.raises(OSError, match="this needs a disk"):
-        os.stat(part)  # noqa: PTH116 - what a stranger to ObjectPath would do
+        os.stat(part)  # noqa: PTH116 - what a stranger to S3Path would do
     for wrong in ("gs://bucket/run", "s3://bucket", "s3://bucket/", "s3://bucket/../run"):
         with pytest.raises(ConfigError):
-            place_of(wrong)
+            parse_path(wrong)
     with pytest.raises(ConfigError) as refused:
-        place_of("s3://me:password@bucket/run")
+        parse_path("s3://me:password@bucket/run")
     assert "password" not in str(refused.value).replace("user name, password", "")

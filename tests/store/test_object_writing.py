@@ -19,8 +19,8 @@ from object_server import MemoryServer, OperationRecorder, upload
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
 from featx.storage import durability, s3_client, s3_file
 from featx.storage.s3_file import fetched_ahead
-from featx.storage.s3_folder import ObjectDisk
-from featx.storage.s3_path import ObjectPath, place_of
+from featx.storage.s3_folder import S3Folder
+from featx.storage.s3_path import S3Path, parse_path
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat, signs_of_life
 from featx.store.part_files import look_at_parts
@@ -91,19 +91,19 @@ def finish(run: MadeRun, root: Path) -> None:
 
 
 @pytest.fixture
-def places(bucket: str) -> Iterator[ObjectPath]:
+def places(bucket: str) -> Iterator[S3Path]:
     """Ever new places in a bucket."""
 
-    def place(number: int) -> ObjectPath:
-        found = place_of(f"s3://{bucket}/run-{number}")
-        assert isinstance(found, ObjectPath)
+    def place(number: int) -> S3Path:
+        found = parse_path(f"s3://{bucket}/run-{number}")
+        assert isinstance(found, S3Path)
         return found
 
     return (place(number) for number in range(10**6))
 
 
 @pytest.fixture
-def finished(places: Iterator[ObjectPath]) -> ObjectPath:
+def finished(places: Iterator[S3Path]) -> S3Path:
     """A store of RUN that is done."""
     root = next(places)
     finish(RUN, root)
@@ -111,7 +111,7 @@ def finished(places: Iterator[ObjectPath]) -> ObjectPath:
 
 
 def test_a_store_is_written_found_again_and_read(
-    places: Iterator[ObjectPath], tmp_path: Path, watch: OperationRecorder
+    places: Iterator[S3Path], tmp_path: Path, watch: OperationRecorder
 ) -> None:
     root = next(places)
     finish(RUN, root)
@@ -188,7 +188,7 @@ def test_whatever_fails_at_any_request_the_same_command_goes_on(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     for at in range(1, 200):
-        root, request = place_of("s3://memory/run"), MemoryServer()
+        root, request = parse_path("s3://memory/run"), MemoryServer()
         faulty = Faulty(request, at, kind)
         monkeypatch.setattr(s3_client, "request", faulty)
         ended = False
@@ -247,7 +247,7 @@ class Counted:
 def test_a_resume_fetches_parts_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each part has several blocks, and its metadata at both ends.
     run = make_run(256, 4, failed=(9, 200), shapes={"flat": (9000,)}).identified()
-    root, memory = place_of("s3://memory/run"), MemoryServer()
+    root, memory = parse_path("s3://memory/run"), MemoryServer()
     monkeypatch.setattr(s3_client, "request", memory)
     finish(run, root)
     counted = Counted(memory)
@@ -270,7 +270,7 @@ def test_no_more_is_fetched_than_is_soon_looked_at(monkeypatch: pytest.MonkeyPat
         memory("put_object", Bucket="memory", Key=f"run/{number:03d}", Body=b"x" * 100)
     counted = Counted(memory)
     monkeypatch.setattr(s3_client, "request", counted)
-    paths = [place_of(f"s3://memory/run/{number:03d}") for number in range(200)]
+    paths = [parse_path(f"s3://memory/run/{number:03d}") for number in range(200)]
     files = fetched_ahead(paths)
     for number in range(3):
         opened = next(files)
@@ -290,7 +290,7 @@ def test_what_cannot_be_fetched_now_is_no_damage(
     monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
     run = make_run(160, 4, shapes={"flat": (9000,)}).identified()
-    root, memory = place_of("s3://memory/run"), MemoryServer()
+    root, memory = parse_path("s3://memory/run"), MemoryServer()
     monkeypatch.setattr(s3_client, "request", memory)
     finish(run, root)
 
@@ -308,7 +308,7 @@ def test_what_cannot_be_fetched_now_is_no_damage(
     check_store_of(run, root)
 
 
-def test_two_writers_at_once_spoil_nothing(places: Iterator[ObjectPath]) -> None:
+def test_two_writers_at_once_spoil_nothing(places: Iterator[S3Path]) -> None:
     root = next(places)
     with RUN.session(root).hold() as one, RUN.session(root).hold() as other:
         for part in one.missing():
@@ -325,33 +325,33 @@ def test_two_writers_at_once_spoil_nothing(places: Iterator[ObjectPath]) -> None
 
 @pytest.mark.slow
 def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_told(
-    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+    places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    publish = ObjectDisk.publish
+    publish = S3Folder.publish
 
     def late(run: MadeRun) -> Callable[..., bool]:
-        def published(self: ObjectDisk, path: Path, data: bytes) -> bool:
+        def published(self: S3Folder, path: Path, data: bytes) -> bool:
             if path.name == layout.DESCRIPTOR:
-                monkeypatch.setattr(ObjectDisk, "publish", publish)
+                monkeypatch.setattr(S3Folder, "publish", publish)
                 run.write(root)
             return publish(self, path, data)
 
         return published
 
     root = next(places)
-    monkeypatch.setattr(ObjectDisk, "publish", late(RUN))
+    monkeypatch.setattr(S3Folder, "publish", late(RUN))
     finish(RUN, root)
     check_store_of(RUN, root)
     root = next(places)
     other = RUN.changed(precision="bf16")
-    monkeypatch.setattr(ObjectDisk, "publish", late(other))
+    monkeypatch.setattr(S3Folder, "publish", late(other))
     with pytest.raises(StoreError, match="appeared meanwhile"):
         finish(RUN, root)
     check_store_of(other, root)
 
 
 def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replaced_it(
-    finished: ObjectPath, caplog: pytest.LogCaptureFixture
+    finished: S3Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = finished / layout.PARTS / layout.part_name(1)
     data = part.read_bytes()
@@ -374,13 +374,13 @@ def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replac
 
     s3_client.look = replaced_after
     try:
-        ObjectDisk(finished).set_aside(part, finished / layout.QUARANTINE)
+        S3Folder(finished).set_aside(part, finished / layout.QUARANTINE)
     finally:
         s3_client.look = look
     assert part.read_bytes() == data
 
 
-def test_damage_that_verify_finds_is_repaired(finished: ObjectPath) -> None:
+def test_damage_that_verify_finds_is_repaired(finished: S3Path) -> None:
     part = finished / layout.PARTS / layout.part_name(2)
     data = bytearray(part.read_bytes())
     data[data.index(RUN.features["flat"][18].tobytes())] ^= 1
@@ -395,7 +395,7 @@ def test_damage_that_verify_finds_is_repaired(finished: ObjectPath) -> None:
 
 @pytest.mark.parametrize("condition", ["IfNoneMatch", "IfMatch"])
 def test_a_server_that_ignores_a_condition_is_refused(
-    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch, condition: str
+    places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch, condition: str
 ) -> None:
     request = s3_client.request
 
@@ -411,7 +411,7 @@ def test_a_server_that_ignores_a_condition_is_refused(
 
 
 def test_a_server_that_asks_for_patience_is_asked_again(
-    places: Iterator[ObjectPath], monkeypatch: pytest.MonkeyPatch
+    places: Iterator[S3Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from botocore.exceptions import ClientError
 
@@ -440,9 +440,9 @@ def test_a_server_that_asks_for_patience_is_asked_again(
 
 
 def test_overwrite_waits_until_nobody_writes(
-    finished: ObjectPath, caplog: pytest.LogCaptureFixture
+    finished: S3Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Heartbeat(ObjectDisk(finished), "driver"):
+    with Heartbeat(S3Folder(finished), "driver"):
         [sign] = signs_of_life(finished)
         assert sign.alive
         with (
@@ -463,7 +463,7 @@ def test_overwrite_waits_until_nobody_writes(
 
 @pytest.mark.slow
 def test_layers_are_added_by_one_at_a_time(
-    finished: ObjectPath, monkeypatch: pytest.MonkeyPatch
+    finished: S3Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_added(RUN, {"late": (7,)})
     second = make_added(RUN, {"later": (3,)}, seed=2)
@@ -488,7 +488,7 @@ def test_layers_are_added_by_one_at_a_time(
 
 
 def test_a_packed_store_that_was_copied_there_is_gone_on_with(
-    places: Iterator[ObjectPath], tmp_path: Path, bucket: str
+    places: Iterator[S3Path], tmp_path: Path, bucket: str
 ) -> None:
     RUN.write(tmp_path / "run", packed=True)
     root = upload(tmp_path / "run", f"s3://{bucket}/packed")

@@ -20,7 +20,7 @@ from processes import killed_at_sync
 
 from featx.base.fingerprint import digest
 from featx.errors import RunError, StoreError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.leftovers import leftover_bytes
 from featx.store.manifest import Manifest
@@ -328,13 +328,13 @@ def test_many_chunks_of_maps_are_copied_to_their_own_rows(tmp_path: Path, size: 
 def pack_and_watch(root: Path, leftover: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pack; the leftover has to be gone before the free space is looked at."""
     there: list[bool] = []
-    real = Disk.free_bytes
+    real = AtomicFolder.free_bytes
 
-    def watched(self: Disk) -> int:
+    def watched(self: AtomicFolder) -> int:
         there.append(leftover.exists())
         return real(self)
 
-    monkeypatch.setattr(Disk, "free_bytes", watched)
+    monkeypatch.setattr(AtomicFolder, "free_bytes", watched)
     assert leftover_bytes(root) >= leftover.stat().st_size > 0
     assert pack_store(root)
     assert there == [False]

@@ -27,7 +27,7 @@ from system_calls import DiskModel, File, Op, Recording, Tree
 
 from featx.errors import FeatxError, StoreError
 from featx.storage.durability import write_all
-from featx.storage.local_folder import TEMPORARY, Disk
+from featx.storage.local_folder import TEMPORARY, AtomicFolder
 from featx.storage.reserved_file import ReservedFile
 from featx.store.listing import listing_identity
 from featx.store.pack import pack
@@ -489,7 +489,7 @@ def no_sync(*_: Any) -> None:
     pass
 
 
-def written_without_sync(disk: Disk, path: Path, data: bytes | memoryview) -> None:
+def written_without_sync(disk: AtomicFolder, path: Path, data: bytes | memoryview) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     write_all(descriptor, data, 0)
     os.close(descriptor)
@@ -506,8 +506,8 @@ FOUND = (AssertionError, FeatxError, OSError, RuntimeError)
 @pytest.mark.parametrize(
     ("target", "name", "broken"),
     [
-        (Disk, "sync_folder", no_sync),
-        (Disk, "_write_synced", written_without_sync),
+        (AtomicFolder, "sync_folder", no_sync),
+        (AtomicFolder, "_write_synced", written_without_sync),
         pytest.param(ReservedFile, "settle", settled_without_sync, marks=pytest.mark.slow),
     ],
 )
@@ -525,7 +525,7 @@ def test_the_model_finds_what_a_name_given_too_early_falsifies(
 ) -> None:
     """The name comes first, the sync after it: what a crash leaves under the name is half."""
 
-    def hasty(disk: Disk, path: Path, data: bytes | memoryview) -> bool:
+    def hasty(disk: AtomicFolder, path: Path, data: bytes | memoryview) -> bool:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         write_all(descriptor, data, 0)
         os.fsync(descriptor)
@@ -533,6 +533,6 @@ def test_the_model_finds_what_a_name_given_too_early_falsifies(
         disk.sync_folder(path.parent)
         return True
 
-    monkeypatch.setattr(Disk, "publish", hasty)
+    monkeypatch.setattr(AtomicFolder, "publish", hasty)
     with quick_folder() as work, pytest.raises(FOUND):
         lose_power_everywhere(SCENARIOS["a run from nothing"], work, most=4)

@@ -15,7 +15,7 @@ import pytest
 from made_store import MadeRun, dataset_digests, joined, make_added, make_run, temporary_files
 
 from featx.errors import RunError, StoreError, StoreLockedError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.manifest import read_manifest
 from featx.store.reader import FeatureStore
@@ -282,7 +282,7 @@ def interrupted(root: Path, at: int, monkeypatch: pytest.MonkeyPatch) -> bool:
 
     with monkeypatch.context() as patch:
         for name in ("publish", "set_aside"):
-            patch.setattr(Disk, name, dying(getattr(Disk, name)))
+            patch.setattr(AtomicFolder, name, dying(getattr(AtomicFolder, name)))
         try:
             set_damage_aside(check_store(root))
         except KeyboardInterrupt:

@@ -21,7 +21,7 @@ from made_store import (
 )
 
 from featx.errors import StoreError, StoreMismatchError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.listing import in_stored_order, read_listing
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
@@ -65,7 +65,7 @@ def assert_holds(root: Path, *runs: MadeRun) -> None:
 def pack_here(root: Path) -> None:
     """As job=pack does it, without the child process."""
     pack(root)
-    remove_parts(Disk(root))
+    remove_parts(AtomicFolder(root))
 
 
 def feature_digests(path: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from made_store import MadeRun, dataset_digests, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError, StoreLockedError, StoreMismatchError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.listing import listing_identity
 from featx.store.manifest import Run, load_manifest
 from featx.store.pack import pack
@@ -169,7 +169,7 @@ class StoreLife(RuleBasedStateMachine):
         except StoreError:
             return
         if not keep_parts:
-            remove_parts(Disk(self.root))
+            remove_parts(AtomicFolder(self.root))
 
     @precondition(lambda self: self.begun)
     @rule()

@@ -17,7 +17,7 @@ from made_store import MadeRun, make_run
 from tiny_model import run_job
 
 from featx.errors import StoreError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import heartbeat
 from featx.store.heartbeat import Heartbeat, pid_namespace, signs_of_life
 from featx.store.pack import pack
@@ -132,7 +132,7 @@ def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.02)
-    with Heartbeat(Disk(tmp_path), "cpu") as heart:
+    with Heartbeat(AtomicFolder(tmp_path), "cpu") as heart:
         heart.begin(Part(3, 24, 32))
         heart.committed(Part(2, 16, 24))
         deadline = time.monotonic() + 10
@@ -150,7 +150,7 @@ def test_a_heartbeat_tells_what_is_done_and_leaves_nothing_behind(
 
 def test_a_folder_that_cannot_be_written_costs_the_heartbeat_only(tmp_path: Path) -> None:
     (tmp_path / "workers").touch()  # a file where the folder should be
-    with Heartbeat(Disk(tmp_path), "cpu") as heart:
+    with Heartbeat(AtomicFolder(tmp_path), "cpu") as heart:
         heart.begin(Part(0, 0, 8))
     assert signs_of_life(tmp_path) == []
 

@@ -17,7 +17,7 @@ import pytest
 from made_store import MadeRun, edited, joined, make_added, make_grown, make_run
 
 from featx.errors import StoreError
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.pack import pack
 from featx.store.session import remove_parts
@@ -106,7 +106,7 @@ class TestSound:
         sound(tmp_path, 39)
         pack(tmp_path)
         sound(tmp_path, 39)
-        remove_parts(Disk(tmp_path))
+        remove_parts(AtomicFolder(tmp_path))
         sound(tmp_path / "features.h5", 39)
 
     def test_a_packed_file_alone_and_a_moved_store(self, run: MadeRun, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from featx.analysis.probe.labelled_rows import Features
 from featx.base.devices import float64_home
 from featx.errors import StoreError
-from featx.storage.s3_path import ObjectPath
+from featx.storage.s3_path import S3Path
 from featx.store import layout
 
 FORMAT = 1
@@ -131,7 +131,7 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
 @contextlib.contextmanager
 def _on_disk(path: Path) -> Iterator[Path]:
     """A file that safetensors can map: itself, or what an object holds."""
-    if not isinstance(path, ObjectPath):
+    if not isinstance(path, S3Path):
         yield path
         return
     with tempfile.NamedTemporaryFile(prefix="featx-head-") as file:

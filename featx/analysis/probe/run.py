@@ -26,7 +26,7 @@ from featx.base.allocator import keep_freed_memory
 from featx.base.devices import choose_device, exact_cuda
 from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError
-from featx.storage.s3_folder import disk_at
+from featx.storage.s3_folder import open_folder
 from featx.store import layout
 from featx.store.layer_selection import matching_layers
 from featx.store.manifest import load_manifest
@@ -269,7 +269,7 @@ def _result(
 def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) -> None:
     """Heads first, then probe.json, which names them with their checksums."""
     folder = output_folder(store)
-    disk = disk_at(folder)
+    disk = open_folder(folder)
     if heads:
         disk.make_folder(head_path(folder, next(iter(heads))).parent)
     paths: dict[Path, str] = {}

@@ -10,7 +10,7 @@ import torch
 
 from featx.base.devices import float64_home
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore, refuse_lost_rows
+from featx.store.reader import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 128 << 20
 """Of one block of float32 vectors, and of one block of products, at the most."""
@@ -106,7 +106,7 @@ class Vectors:
     def _prepared(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if together else rows]
-        refuse_lost_rows(self._store, self.layer, rows, read)
+        check_rows_present(self._store, self.layer, rows, read)
         vectors = torch.from_numpy(read).to(self.device).to(torch.float32)
         vectors = vectors.reshape(len(rows), self.width)
         if self._centre is not None:

@@ -30,7 +30,7 @@ from featx.analysis.statistics.stats_file import (
 )
 from featx.base.fingerprint import differences, digest
 from featx.errors import StoreError, StoreMismatchError, require
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
 
@@ -66,7 +66,7 @@ class MomentsTree:
 
     def __init__(
         self,
-        disk: Disk,
+        disk: AtomicFolder,
         path: Path,
         header: StoreHeader,
         num_rows: int,

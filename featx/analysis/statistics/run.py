@@ -37,7 +37,7 @@ from featx.pipeline.row_failures import failures_text
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_summary import describe_run
-from featx.storage.local_folder import TEMPORARY, Disk, exclusive_lock
+from featx.storage.local_folder import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
 from featx.store.image_states import keep_image_states
 from featx.store.layout import LOCK, STATS_OVERWRITING, TRACE, WORKERS, Grid
@@ -88,7 +88,7 @@ def _run(
         prepared = stack.enter_context(build_run_context(config, config_yaml, FEATURES, purpose))
         if other is not None:
             _check_against(other, purpose, prepared)
-        disk = Disk(out)
+        disk = AtomicFolder(out)
         disk.make_folder(out)
         lock = stack.enter_context(exclusive_lock(out / LOCK))
         refuse_other_writers(out)
@@ -163,7 +163,7 @@ def _computed(
     return run_distributed(prepared, session, product, config_yaml)
 
 
-def _clear(disk: Disk, overwrite: bool) -> None:
+def _clear(disk: AtomicFolder, overwrite: bool) -> None:
     """Delete what a killed process left half written; with overwrite, all statistics."""
     names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, STATS_OVERWRITING, TRACE)
     for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{WORKERS}/{TEMPORARY}*"):

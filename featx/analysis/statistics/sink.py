@@ -23,7 +23,7 @@ from featx.errors import RunError
 from featx.layers.reductions import positions_last
 from featx.pipeline.row_failures import failures_of
 from featx.pipeline.run_context import RunContext
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat
 from featx.store.listing import read_listing
 from featx.types import UNKNOWN_IMAGE, Batch, Failure, Listing, Part
@@ -167,11 +167,11 @@ class StatsPartTask:
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> StatsSink:
         """What computes the parts and commits each."""
-        commit = tree_of(prepared, self.layers, Disk(root)).commit
+        commit = tree_of(prepared, self.layers, AtomicFolder(root)).commit
         return StatsSink(prepared, self.layers, self.axes, commit, heart)
 
 
-def tree_of(prepared: RunContext, layers: Sequence[StatsLayer], disk: Disk) -> MomentsTree:
+def tree_of(prepared: RunContext, layers: Sequence[StatsLayer], disk: AtomicFolder) -> MomentsTree:
     """The files of the statistics of a run, in the folder of a disk."""
     return MomentsTree(
         disk,

@@ -27,7 +27,7 @@ from featx.analysis.statistics.part_moments import StatsLayer
 from featx.errors import LayerError, StoreError, nearest
 from featx.storage.local_folder import reads_back_differently
 from featx.store import layout
-from featx.store.hdf5_files import check_plain, damage_text, open_for_a_look
+from featx.store.hdf5_files import check_plain, damage_text, open_metadata
 from featx.types import UNKNOWN_IMAGE, Failure, Status
 
 STATS_FORMAT = 1
@@ -66,7 +66,7 @@ def reading(path: Path, compare: bool = True) -> Iterator[h5py.File]:
     if compare:
         _check_seal(path)
     try:
-        with open_for_a_look(path) as file:
+        with open_metadata(path) as file:
             version = file.attrs.get("featx_stats")
             if version is None:
                 raise DamagedError(f"{path} is no file of featx statistics.")

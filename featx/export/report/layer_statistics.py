@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from featx.errors import ReduceError
 from featx.layers.reductions import channel_axis
-from featx.store.reader import FeatureStore, refuse_lost_rows
+from featx.store.reader import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 64 << 20
 """Of float32 values that are read at once."""
@@ -71,7 +71,7 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
     step = max(1, BLOCK_BYTES // (4 * max(1, width)))
     for start in range(0, len(rows), step):
         read = features[rows[start : start + step]]
-        refuse_lost_rows(store, layer, rows[start : start + step], read)
+        check_rows_present(store, layer, rows[start : start + step], read)
         values = read.astype(np.float32, copy=False)
         finite = np.isfinite(values)
         bad = values.size - int(finite.sum())

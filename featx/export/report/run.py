@@ -24,7 +24,7 @@ from featx.export.report.provenance import provenance_of
 from featx.export.report.throughput import speed_of
 from featx.export.report.thumbnails import Thumbnails
 from featx.export.selection import as_utf8
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.layer_selection import matching_layers
 from featx.store.manifest import load_manifest
 from featx.store.reader import FeatureStore
@@ -57,7 +57,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     store = FeatureStore(config.store, verify="rows")
     layers = _in_order(store, matching_layers(store, config.layer))
     path = _file_of(config, store)
-    disk = Disk(path.parent)
+    disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # before the work, so that a wrong name is told at once
     if not store.complete:
         tell(f"{store.root} is not complete; the page says so, and shows what is there")

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from featx.base.console import log_message
 from featx.config import ReduceConfig
 from featx.errors import ReduceError, counted
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store import layout
 from featx.store.reader import FeatureStore
 
@@ -41,7 +41,11 @@ _SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 
 
 def write_projector(
-    disk: Disk, prepared: RunContext, store: FeatureStore, layers: Sequence[str], num_rows: int
+    disk: AtomicFolder,
+    prepared: RunContext,
+    store: FeatureStore,
+    layers: Sequence[str],
+    num_rows: int,
 ) -> None:
     """Write vectors, labels and sprites of some ok rows of a store for the projector.
 

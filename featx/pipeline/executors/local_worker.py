@@ -97,12 +97,12 @@ def main(descriptor: int, parent: int) -> int:
     from featx.pipeline.executors.worker_spec import worker_context
     from featx.pipeline.executors.worker_stats import WorkerStats
     from featx.pipeline.stop_signals import Interrupted
-    from featx.storage.s3_folder import disk_at
+    from featx.storage.s3_folder import open_folder
     from featx.store.heartbeat import Heartbeat
 
     labour, work = WorkerStats(), None
     try:
-        heart = Heartbeat(disk_at(order.root), f"worker on {device}", order.driver)
+        heart = Heartbeat(open_folder(order.root), f"worker on {device}", order.driver)
         with heart, worker_context(order, device) as prepared:
             work = PartWorker(prepared, order, link.done, heart, link.stopping)
             link.tell("ready")

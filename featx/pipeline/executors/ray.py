@@ -34,7 +34,7 @@ from featx.pipeline.executors.worker_stats import (
 )
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.stop_signals import Interrupted, stop_signals
-from featx.storage.s3_folder import disk_at
+from featx.storage.s3_folder import open_folder
 from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
 from featx.types import Part
 
@@ -84,7 +84,7 @@ class Actor:
         """Returns once this process can do parts: the name of its sign of life."""
         with add_worker_context(self._name, lambda: rows_text([])):
             order = self._order.open()
-            heart = Heartbeat(disk_at(order.root), f"actor on {self._device}", order.driver)
+            heart = Heartbeat(open_folder(order.root), f"actor on {self._device}", order.driver)
             self._stack.enter_context(heart)
             prepared = self._stack.enter_context(worker_context(order, self._device))
             self._work = PartWorker(prepared, order, self._done.append, heart)

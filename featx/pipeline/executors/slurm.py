@@ -50,8 +50,8 @@ from featx.pipeline.executors.worker_stats import (
 )
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.stop_signals import Interrupted, stop_signals
-from featx.storage.local_folder import Disk
-from featx.storage.s3_folder import disk_at
+from featx.storage.local_folder import AtomicFolder
+from featx.storage.s3_folder import open_folder
 from featx.store import layout
 from featx.store.heartbeat import Heartbeat, clear_signs, signs_of_life
 from featx.types import Part
@@ -105,7 +105,7 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
     with Heartbeat(session.disk, "driver"):
         array.work()
     clear_signs(session.disk, order.driver)  # of tasks that were killed
-    Disk(folder.parent).remove(folder)
+    AtomicFolder(folder.parent).remove(folder)
     return array.harvest.outcome(array.num_tasks, order)
 
 
@@ -169,7 +169,7 @@ class Task:
                     missing = order.product.missing(order.root, self._parts)
                     if not missing:
                         return TaskResult([], WorkerStats())
-                    heart = Heartbeat(disk_at(order.root), name, order.driver, outlives=True)
+                    heart = Heartbeat(open_folder(order.root), name, order.driver, outlives=True)
                     with heart, worker_context(order, self._device) as prepared:
                         ready_s = time.monotonic() - began
                         work = PartWorker(prepared, order, self._done.append, heart)

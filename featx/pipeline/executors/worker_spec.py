@@ -26,7 +26,7 @@ from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
 from featx.storage import s3_client
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat, sign_name
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
@@ -96,7 +96,7 @@ class Session(Protocol):
     """
 
     root: Path
-    disk: Disk
+    disk: AtomicFolder
     lock: int
 
     @property

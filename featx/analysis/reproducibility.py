@@ -37,7 +37,7 @@ _OF_THE_MODEL = ("model", "weights_sha256", "transform", "decode")
 
 
 @dataclass
-class Recheck:
+class ReproducibilityReport:
     """What came of extracting rows again.
 
     Attributes:
@@ -57,7 +57,9 @@ class Recheck:
         return asdict(self)
 
 
-def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> Recheck:
+def recheck_rows(
+    config: Config, root: Path, manifest: Manifest, count: int
+) -> ReproducibilityReport:
     """Extract random rows of a store again and compare.
 
     Whole batches are computed, as they were: a row's last bits depend on its batch.
@@ -99,7 +101,7 @@ def recheck_rows(config: Config, root: Path, manifest: Manifest, count: int) -> 
                     if found < worst.get(row, np.inf):
                         notes[row] = f"row {row} ({store.keys[row]}): {note}"
                     worst[row] = min(worst.get(row, np.inf), found)
-    return Recheck(
+    return ReproducibilityReport(
         rows=len(worst),
         identical=sum(value == np.inf for value in worst.values()),
         close=sum(MIN_AGREEMENT <= value < np.inf for value in worst.values()),

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from featx.analysis.similarity.duplicates import cosines_to_first, duplicate_groups
 from featx.analysis.similarity.faiss_index import RowIndex
-from featx.analysis.similarity.layer_similarity import ROWS, LayerLikeness, layer_likeness
+from featx.analysis.similarity.layer_similarity import ROWS, LayerSimilarity, layer_similarity
 from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
 from featx.base.console import log_message, print_result
 from featx.base.progress import CountProgress
@@ -199,7 +199,7 @@ def _likeness(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]
             count += len(matching_layers(other, config.layer))
         progress.begin(count)
         n, seed, tell = asked.rows or ROWS, config.seed, progress.step
-        found = layer_likeness(store, other, config.layer, n, seed, config.device, tell)
+        found = layer_similarity(store, other, config.layer, n, seed, config.device, tell)
     summary = {
         "store": str(store.root),
         "other": None if other is None else str(other.root),
@@ -220,7 +220,7 @@ def _likeness(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]
     return summary, "\n\n".join([facts(rows), *_tables(found)])
 
 
-def _tables(found: LayerLikeness) -> list[str]:
+def _tables(found: LayerSimilarity) -> list[str]:
     """A table a measure."""
     shown = []
     for name, values in found.measures.items():

@@ -9,7 +9,7 @@ from typing import Any
 from featx.analysis.engine_specs import engine_spec
 from featx.analysis.reproducibility import (
     ImagesReport,
-    Recheck,
+    ReproducibilityReport,
     check_images,
     config_of_run,
     recheck_rows,
@@ -99,7 +99,7 @@ def _manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _text(report: Report, images: ImagesReport, sample: Recheck | None) -> str:
+def _text(report: Report, images: ImagesReport, sample: ReproducibilityReport | None) -> str:
     """The verdict for people."""
     rows = [
         ("store", str(report.root)),
@@ -146,7 +146,7 @@ def _images_text(images: ImagesReport) -> str:
     return "\n".join(lines)
 
 
-def _verdict(report: Report, images: ImagesReport, sample: Recheck | None) -> str:
+def _verdict(report: Report, images: ImagesReport, sample: ReproducibilityReport | None) -> str:
     if report.damages:
         return (
             "The store is damaged. verify.repair=true sets aside what is bad and extracts those "

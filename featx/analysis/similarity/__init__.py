@@ -14,19 +14,19 @@ from __future__ import annotations
 from featx.analysis.similarity.duplicates import duplicate_groups
 from featx.analysis.similarity.faiss_index import RowIndex
 from featx.analysis.similarity.layer_similarity import (
-    LayerLikeness,
-    layer_likeness,
+    LayerSimilarity,
+    layer_similarity,
     linear_cka,
     rsa,
 )
 from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
 
 __all__ = [
-    "LayerLikeness",
+    "LayerSimilarity",
     "Neighbours",
     "RowIndex",
     "duplicate_groups",
-    "layer_likeness",
+    "layer_similarity",
     "linear_cka",
     "nearest_rows",
     "rsa",

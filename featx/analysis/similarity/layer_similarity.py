@@ -45,7 +45,7 @@ _SAME_RANK = 1e-12
 
 
 @dataclass(frozen=True)
-class LayerLikeness:
+class LayerSimilarity:
     """Layers against layers.
 
     Attributes:
@@ -63,7 +63,7 @@ class LayerLikeness:
     num_common: int
 
 
-def layer_likeness(
+def layer_similarity(
     store: FeatureStore,
     other: FeatureStore | None = None,
     layers: Sequence[str] | str | None = None,
@@ -71,7 +71,7 @@ def layer_likeness(
     seed: int = 0,
     device: str = "auto",
     tell: Callable[[int], None] = lambda layers: None,
-) -> LayerLikeness:
+) -> LayerSimilarity:
     """CKA and RSA between the layers of a store, or between those of two stores.
 
     Args:
@@ -114,7 +114,7 @@ def layer_likeness(
         name: np.array([[_dot(a[i], b[i]) for b in right.values()] for a in left.values()])
         for i, name in enumerate(MEASURES)
     }
-    return LayerLikeness(tuple(left), tuple(right), measures, count, len(rows))
+    return LayerSimilarity(tuple(left), tuple(right), measures, count, len(rows))
 
 
 def linear_cka(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featx.analysis.similarity.layer_similarity import layer_likeness
+from featx.analysis.similarity.layer_similarity import layer_similarity
 from featx.errors import ConfigError
 from featx.store.reader import FeatureStore
 
@@ -39,7 +39,7 @@ def likeness_of(
     if len(layers) < 2:
         return Likeness(layers, [], [], 0, "One layer has nothing to be compared with.")
     try:
-        found = layer_likeness(store, None, layers, min(rows, ROWS), seed, device)
+        found = layer_similarity(store, None, layers, min(rows, ROWS), seed, device)
     except ConfigError as error:
         return Likeness(layers, [], [], 0, str(error))
 

@@ -5,6 +5,7 @@ from featx.analysis.similarity import (
     Neighbours,
     RowIndex,
     duplicate_groups,
+    layer_similarity,
     linear_cka,
     nearest_rows,
     rsa,

@@ -1,7 +1,8 @@
 """The only inference loop: device, precision, early exit, compilation, and what they cost.
 
-The engine never asks which model it runs. It is built in three steps: the trace tells what there
-is, `attach_captures` fixes what is taken and proves it on a second pass, `configure_compute` fixes how it is computed.
+The engine never asks which model it runs. It is built in three steps: a trace lists the layers,
+`attach_captures` fixes which tensors are captured and proves it on a second pass, and
+`configure_compute` fixes how they are computed.
 """
 
 from __future__ import annotations
@@ -109,10 +110,10 @@ class Formats:
 
 
 class Engine:
-    """One backbone on one device, with the taps whose tensors it returns; a context manager.
+    """One backbone on one device, with the tensors that it captures; a context manager.
 
-    What a run needs of it: `run`, `compute`, `specs`, `underflow_rows`, `explain` and the seconds. A
-    subclass that takes other things from the model than its layers' tensors overrides `attach_captures`,
+    A run needs `run`, `compute`, `specs`, `underflow_rows`, `explain` and the seconds. A subclass
+    that computes something else than tensors of layers overrides `attach_captures`,
     `configure_compute` and `specs` (featx.analysis.attribution.attributor).
 
     Attributes:
@@ -419,7 +420,7 @@ class Engine:
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
-        """The backbone as it came, and noise (1, 3, H, W) for it; `configure_compute` begins anew."""
+        """The backbone without hooks and noise (1, 3, H, W); `configure_compute` adds them again."""
         self._stack.close()
         return self._module, self._noise(1)
 

@@ -1,9 +1,9 @@
 """JPEGs decoded, resized and cropped on the device that computes; on CUDA by nvJPEG.
 
-What comes here has been read by libjpeg at an eighth of its size (`EncodedJpeg`), so its bytes are sound,
-and what the device makes of it is compared with that. A picture that comes out otherwise, such as
-one whose colours are kept in an unusual way, is decoded on the CPU. So a device's decoder never
-decides whether a row fails, and never makes a row of a picture that it has misunderstood.
+libjpeg has read each image at an eighth of its size (`EncodedJpeg`), so its bytes are sound, and
+the pixels from the device are compared with that. An image that differs, such as one with an unusual
+colour space, is decoded on the CPU. So a device's decoder never decides whether a row fails, and
+never makes a row of an image that it decodes wrongly.
 """
 
 from __future__ import annotations

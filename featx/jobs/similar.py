@@ -13,8 +13,12 @@ import numpy.typing as npt
 
 from featx.analysis.similarity.duplicates import cosines_to_first, duplicate_groups
 from featx.analysis.similarity.faiss_index import RowIndex
-from featx.analysis.similarity.layer_similarity import ROWS, LayerSimilarity, layer_similarity
 from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
+from featx.analysis.similarity.representation_similarity import (
+    ROWS,
+    LayerSimilarity,
+    layer_similarity,
+)
 from featx.base.console import log_message, print_result
 from featx.base.progress import CountProgress
 from featx.base.text import facts, table

@@ -1,8 +1,8 @@
 """Every system call by which a store changes, in the one right order.
 
 A file appears under its final name only when it is whole and on the disk: written under a
-temporary name, synced, linked, and the folder synced. After `AtomicFolder.publish` returns, the file
-survives a crash of the process and of the machine, as far as fsync keeps its word.
+temporary name, synced, linked, and the folder synced. After `AtomicFolder.publish` returns, the
+file survives a crash of the process and of the machine, if fsync does what it promises.
 """
 
 from __future__ import annotations

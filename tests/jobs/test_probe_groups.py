@@ -138,7 +138,7 @@ def test_a_given_split_that_divides_groups_is_told() -> None:
     run_with(BOXES, {"role": roles}).write(Path("sound"), packed=True)
     found = probe("sound", split="column", split_column="role")
     assert [note for note in found["notes_on_rows"] if "divides" in note] == [
-        "the given split divides 1 groups (image) between validation and training rows, such as "
+        "the given split divides 1 group (image) between validation and training rows, such as "
         "that of 037.jpg#296,0,9,9, with 4 of 84 rows: strengths are chosen too well"
     ]
     run_with(BOXES, {"role": np.roll(roles, 3)}).write(Path("divided"), packed=True)

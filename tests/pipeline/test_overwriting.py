@@ -145,8 +145,8 @@ def test_statistics_are_resumed_as_well(
     featx.stats(**keys)
     commit, done = StatsSession.commit, []
 
-    def commit_and_stop(self: StatsSession, part: Any, failures: Any, moments: Any) -> Any:
-        found = commit(self, part, failures, moments)
+    def commit_and_stop(self: StatsSession, part: Any, *computed: Any) -> Any:
+        found = commit(self, part, *computed)
         done.append(part.index)
         if len(done) == 2:
             raise Interrupted(signal.SIGINT)

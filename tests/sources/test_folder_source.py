@@ -676,7 +676,7 @@ def test_a_file_names_the_classes(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("c.json", '{"n1": "x"}', "has no class for 1 folders of the data set, such as n2"),
+        ("c.json", '{"n1": "x"}', "has no class for 1 folder of the data set, such as n2"),
         ("c.json", '["n1"]', "expected one object"),
         ("c.json", '{"n1": [1], "n2": 2}', "expected one object"),
         ("c.json", "{", "is no JSON"),

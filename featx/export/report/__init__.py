@@ -8,7 +8,7 @@ layer_statistics.py    statistics of each layer over some rows
 embedding_maps.py      PCA and t-SNE of each layer
 nearest_neighbours.py  nearest rows of a few pictures
 probe_results.py       probe.json
-layer_similarity.py    linear CKA between the layers
+representation_similarity.py  linear CKA between the layers
 page.py                all of it through page/template.html into one file
 run.py                 the job from config to file
 """

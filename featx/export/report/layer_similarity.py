@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featx.analysis.similarity.layer_similarity import layer_similarity
+from featx.analysis.similarity.representation_similarity import layer_similarity
 from featx.errors import ConfigError
 from featx.store.reader import FeatureStore
 

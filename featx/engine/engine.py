@@ -420,7 +420,7 @@ class Engine:
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
-        """The backbone without hooks, and noise (1, 3, H, W); `configure_compute` puts them back."""
+        """The backbone without hooks, and noise (1, 3, H, W) for one pass of it."""
         self._stack.close()
         return self._module, self._noise(1)
 

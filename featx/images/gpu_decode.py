@@ -2,8 +2,8 @@
 
 libjpeg has read each image at an eighth of its size (`EncodedJpeg`), so its bytes are sound, and
 the pixels from the device are compared with that. An image that differs, such as one with an
-unusual colour space, is decoded on the CPU. So a device's decoder never decides whether a row fails, and
-never makes a row of an image that it decodes wrongly.
+unusual colour space, is decoded on the CPU. So a device's decoder never decides whether a row
+fails, and never makes a row of an image that it decodes wrongly.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
-"""The options of each part of a run, as dataclass fields with their checks.
+"""The options: one dataclass for each group, with its defaults, checks and documentation.
 
-`Config` in run_config.py holds one of each. Defaults stand here and there and nowhere else.
+In: options from YAML, the command line or Python. Out: a checked `run_config.Config`, which holds
+one dataclass of each group. A default stands here and nowhere else.
+Names for others: those exported here, `run_config.Config`, `schema` (a config from keywords or from
+Hydra), `saved_config` (the config in a store), `layer_requests` and `job_rules`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A store in other formats: one file a format, each of which says only what its files hold.
+"""A store in other forms: seven file formats, the HTML report, TensorBoard.
 
-selection.py      which rows and layers, and their values in blocks
-base.py           Format: what a format has to write; File: one of its files
-run.py            the bookkeeping: what was begun, what is there, progress, refusals
-source_images.py  where the pictures of a store's rows lie
+In: a `FeatureStore` and the options of `export` or `report`. Out: files in a folder of their own.
+Names for others: `run.run_export`, `report.run.run_report`, `tensorboard.events.RunEvents`.
+A format subclasses `base.Format`, which lists its `base.File` objects; `selection.Selection` gives
+it the rows in blocks that fit in memory, and `run` does the bookkeeping.
 """

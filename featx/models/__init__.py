@@ -1,6 +1,9 @@
 """Backbones: a module together with its preprocessing and the identity of its weights.
 
+In: a `ModelConfig` and a seed. Out: a frozen `Backbone` in eval mode, on the CPU.
 `model=NAME` needs no YAML: the packaged names come first, then torchvision's, then timm's.
+Names for others: `build_backbone`, `resolve_library`, `registered_names`, `base.Backbone`,
+`base.LibraryEmbedding`, `batchnorm_folding`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Where images come from: one file per kind of data set, each of which only lists and reads."""
+"""Where images come from: one module for each kind of data set, which lists and reads.
+
+In: a `DataConfig`. Out: a `Source`: its `listing()` gives keys, labels and columns of all rows, its
+`read(key)` the encoded bytes of one image.
+Names for others: `open_source`, `source_of` (an object from Python), `with_boxes`,
+`base.FolderSource`, `key_forms`.
+"""
 
 from __future__ import annotations
 

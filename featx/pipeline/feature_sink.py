@@ -1,4 +1,4 @@
-"""Features of the rows of a run, batch by batch, into the parts of a store."""
+"""Batch sink that stores features: batches become parts of a store."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ class Rows:
     """Features of the n rows of a batch.
 
     Attributes:
-        features: dataset name -> (n, ...) as stored.
-        failures: the rows that failed.
-        faint: layer -> rows that float16 hardly holds.
-        checksums: (n,) of their images.
+        features: Dataset name -> (n, ...) array in the store's dtype (bfloat16 as uint16 bits).
+        failures: Failed rows of the batch.
+        faint: Layer -> number of underflow rows: their largest magnitude is below 6.1e-5, the
+            smallest normal float16.
+        checksums: (n,) checksums of the encoded images, or None if the batch has none.
     """
 
     features: dict[str, Any]
@@ -47,17 +48,18 @@ class Rows:
 
 
 class FeatureSink:
-    """What becomes of the batches of a run whose features are stored.
+    """Batch sink of a run whose features are stored.
 
     Args:
-        prepared: the run.
-        commit: makes a part durable; returns the failures of the part that is there then.
-        heart: is told what part is computed.
-        observer: follows the batches.
+        prepared: Run context.
+        commit: Commits a part; returns the failures of the part that the store holds afterwards,
+            which another process may have committed first.
+        heart: Heartbeat that records the current part.
+        observer: Notified of each batch.
 
     Attributes:
-        faint: layer -> rows that float16 hardly holds.
-        seconds: there are no stages beside those of every run.
+        faint: Layer -> number of underflow rows so far.
+        seconds: Always empty, as features have no stages of their own.
     """
 
     def __init__(
@@ -76,11 +78,11 @@ class FeatureSink:
         self._builder: PartBuilder | None = None
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
-        """The features of a batch."""
+        """Compute the features of a batch."""
         return compute_rows(self._prepared, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
-        """Put the next batch of a part in its place; returns its rows that failed."""
+        """Add the next batch to the current part; return the failures of its rows."""
         if self._builder is None:
             self._builder = PartBuilder(part, self._prepared.specs)
             self._heart.begin(part)
@@ -91,12 +93,13 @@ class FeatureSink:
         return rows.failures
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
-        """The part whose last batch was taken; calling what is returned makes it durable."""
+        """Detach the part whose last batch was taken; return a function that commits it."""
         assert self._builder is not None, "no batch of a part was taken"
         builder, self._builder = self._builder, None
         return functools.partial(self._made_durable, builder)
 
     def _made_durable(self, builder: PartBuilder) -> Sequence[Failure]:
+        """Commit a part; return the failures of the part that the store holds then."""
         there = self._commit(builder)
         self._heart.committed(builder.part)
         return there
@@ -104,13 +107,13 @@ class FeatureSink:
 
 @dataclass(frozen=True)
 class StorePartTask:
-    """What the workers of a spread run are to make: parts of a store.
+    """Part task of workers that compute parts of a store; picklable.
 
     Attributes:
-        dtype: in which the engine gives its values.
-        settings: of the fingerprint, beside those of every run.
-        datasets: the names of what is computed.
-        manifest: featx.json.
+        dtype: Name of the dtype in which the engine returns values.
+        settings: Entries of the fingerprint that only this kind of run has.
+        datasets: Names of the datasets to compute.
+        manifest: Content of featx.json when the run was started.
     """
 
     dtype: str
@@ -119,21 +122,21 @@ class StorePartTask:
     manifest: bytes
 
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Raise RunError where the store is another one since this was ordered."""
+        """Raise RunError if the manifest of the store has changed since the run was started."""
         if read_manifest(root) != Manifest.from_json(self.manifest, root):
             raise RunError(f"{root} was begun anew or went on otherwise since this was ordered.")
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """The rows, as the store has them."""
+        """Read the listing from the store; None if it is not readable or has other rows."""
         return read_listing(root, num_rows, identity)
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        """Those of some parts that nobody has committed yet."""
+        """Select the parts that no process has committed yet."""
         there = part_names(root)
         return [part for part in parts if layout.part_name(part.index) not in there]
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> FeatureSink:
-        """What computes the parts and commits each."""
+        """Create the sink that computes the parts and commits each of them to the store."""
         disk, manifest = open_folder(root), Manifest.from_json(self.manifest, root)
 
         def publish(builder: PartBuilder) -> Sequence[Failure]:
@@ -143,15 +146,15 @@ class StorePartTask:
 
 
 def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
-    """Features of the rows of one batch, padding cut off; non-finite and faint rows found.
+    """Compute the features of one batch, without padding; find non-finite and underflow rows.
 
     Args:
-        prepared: the run.
-        engine: of it, or a replica of that.
-        batch: n rows of it, and padding.
+        prepared: Run context.
+        engine: Engine of the run, or a replica of it.
+        batch: n rows, followed by padding.
 
     Raises:
-        NonFiniteError: a feature is not finite, and nonfinite=error.
+        NonFiniteError: A feature is NaN or infinite, and nonfinite=error.
     """
     from featx.engine.row_checks import stored_bits
 

@@ -1,4 +1,4 @@
-"""The passes of a run: batches computed one after the other, or several at once, in their order."""
+"""Forward passes of a run: one batch at a time, or parallel batches on replicas; order is kept."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 _LEAVE_S = 1.0
-"""A run that is cut short does not wait longer for passes whose values nobody wants."""
+"""Seconds to wait for running forward passes after an abort; their values are discarded."""
 
 
 class Passes:
-    """The passes of a run: one after the other, or several side by side; a context manager.
+    """Forward passes of a run, one at a time or in parallel; a context manager.
 
     Args:
-        prepared: the run.
-        compute: (engine, batch) -> what becomes of it.
+        prepared: Run context.
+        compute: Computes the result of a batch with an engine.
     """
 
     def __init__(self, prepared: RunContext, compute: Callable[[Engine, Batch], Any]) -> None:
@@ -54,7 +54,15 @@ class Passes:
     def each(
         self, batches: Iterable[tuple[Part, Batch]]
     ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
-        """The batches in their order, each with what computes it, or waits for that."""
+        """Iterate over the batches in order.
+
+        Args:
+            batches: Parts with their batches.
+
+        Yields:
+            part, batch, and a function that returns the result of the batch: it computes the batch,
+            or waits for the thread that does.
+        """
         if self._beside is not None:
             yield from self._beside.each(batches)
             return
@@ -62,6 +70,7 @@ class Passes:
             yield part, batch, functools.partial(self._computed, self._engines[0], batch)
 
     def _computed(self, engine: Engine, batch: Batch) -> Any:
+        """Compute a batch on the CUDA stream of the engine, if any; explain a lack of memory."""
         from torch import OutOfMemoryError
 
         try:
@@ -75,30 +84,30 @@ class Passes:
             ) from error
 
     def idle_share(self) -> float:
-        """Of the engines, those that have nothing to compute now; 0 to 1."""
+        """Share of the engines, 0 to 1, that have nothing to compute at this moment."""
         return 1.0 if self._beside is None else self._beside.idle_share
 
     @property
     def model_seconds(self) -> float:
-        """Busy ones of the model so far; the mean of the replicas'."""
+        """Busy seconds of the model so far, as the mean over the replicas."""
         return float(sum(e.model_seconds for e in self._engines)) / len(self._engines)
 
     @property
     def copy_seconds(self) -> float:
-        """Busy ones of copying from the device so far; the mean of the replicas'."""
+        """Busy seconds of copies from the device so far, as the mean over the replicas."""
         return float(sum(e.copy_seconds for e in self._engines)) / len(self._engines)
 
 
 class ParallelPasses:
-    """Computes batches by engines that may be used at the same time; a context manager.
+    """Computes parallel batches on replicas of an engine; a context manager.
 
-    A batch is computed by one engine from end to end, with `threads` threads, so its values do not
-    depend on what is computed beside it.
+    One engine computes a batch from end to end with `threads` threads, so the values of a batch do
+    not depend on the batches that are computed at the same time.
 
     Args:
-        engines: replicas of one engine.
-        threads: that each computes with; None where a device computes.
-        compute: (engine, batch) -> what becomes of it.
+        engines: Replicas of one engine.
+        threads: Number of CPU threads that compute one batch, or None on other devices.
+        compute: Computes the result of a batch with an engine.
     """
 
     def __init__(
@@ -130,17 +139,17 @@ class ParallelPasses:
 
     @property
     def idle_share(self) -> float:
-        """Of the engines, those that have nothing to compute now; 0 to 1."""
+        """Share of the engines, 0 to 1, that have nothing to compute at this moment."""
         at_work = sum(not future.done() for *_, future in self._waiting)
         return max(0.0, 1 - at_work / self._count)
 
     def each(
         self, batches: Iterable[tuple[Part, Batch]]
     ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
-        """The batches in their order, each with what waits for the end of its computation.
+        """Iterate over the batches in order, each with a function that waits for its result.
 
-        One more than there are engines are begun, so that none of them waits while a batch is
-        taken.
+        One batch more than there are engines is submitted, so that no engine is idle while the
+        caller takes a batch.
         """
         for part, batch in batches:
             self._waiting.append((part, batch, self._pool.submit(self._computed, batch)))
@@ -156,8 +165,10 @@ class ParallelPasses:
     def _computed(self, batch: Batch) -> Any:
         import torch
 
+        # OpenMP keeps the number of threads per calling thread, so each pool thread sets its own.
         if self._num_threads not in (None, torch.get_num_threads()):
             torch.set_num_threads(self._num_threads)
+        # A pool thread borrows any free engine; there are as many engines as threads.
         engine = self._free.get()
         try:
             return self._compute(engine, batch)

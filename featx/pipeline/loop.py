@@ -1,4 +1,4 @@
-"""The one loop over the parts of a run: batches in, commits out, and what it took."""
+"""The loop over the parts of a run: load batches, compute them, commit parts, measure."""
 
 from __future__ import annotations
 
@@ -27,42 +27,48 @@ if TYPE_CHECKING:
 
 
 class BatchSink(Protocol):
-    """What becomes of the batches of a run: rows of a store, or statistics."""
+    """Consumer of computed batches: rows of a store, or statistics."""
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Busy ones of stages that not every run has, so far."""
+        """Busy seconds so far of stages that only this sink has; stage -> seconds."""
 
     @property
     def rows_asked(self) -> int:
-        """Rows that there are in the end."""
+        """Number of rows that the finished output has."""
 
     @property
     def rows_done(self) -> int:
-        """Rows in committed parts."""
+        """Number of rows in committed parts."""
 
     @property
     def rows_failed(self) -> int:
-        """Rows in committed parts whose image failed."""
+        """Number of rows in committed parts whose image failed."""
 
     def missing(self) -> Iterable[Part]:
-        """The parts that are still to be done; taken one by one as they are begun."""
+        """Parts that are still to be computed; the loop draws one at a time, as it reaches it."""
 
     def compute(self, engine: Engine, batch: Batch) -> Any:
-        """What becomes of a batch by itself; in any thread, several at once."""
+        """Compute the values of one batch; called from several threads with different engines."""
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
-        """Take the next batch of a part, in order; returns its rows that failed.
+        """Consume the next batch of a part; batches arrive in order and from one thread.
 
         Args:
-            part, batch: n rows of a part, and padding.
-            computed: gives what `compute` made of it, when that is done.
+            part: Part that the batch belongs to.
+            batch: n rows of the part, followed by padding.
+            computed: Waits for the result of `compute` for this batch and returns it.
+
+        Returns:
+            Failures of the rows of this batch.
         """
 
     def finish_part(self) -> Callable[[], object]:
-        """The part whose last batch was taken; calling what is returned makes it durable.
+        """Detach the part whose last batch was taken.
 
-        That may happen in another thread, while batches of the next part are taken.
+        Returns:
+            Function that commits the part. It may run in another thread while `take` receives
+            batches of the next part.
         """
 
 
@@ -73,20 +79,23 @@ def run_parts(
     observer: RunObserver | None = None,
     progress: Progress | SilentProgress | None = None,
 ) -> RunMetrics:
-    """Compute and commit what is missing.
+    """Compute and commit the missing parts.
 
     Args:
-        prepared: the run.
-        work: what becomes of its batches.
-        disk: of the folder that gets a trace with profile=true; None where there is no folder.
-        observer: follows the committed parts.
-        progress: is told of every batch; None takes a bar on stderr.
+        prepared: Run context.
+        work: Batch sink that receives the batches.
+        disk: Folder for the profiler trace of profile=true, or None if there is no folder.
+        observer: Notified of each committed part.
+        progress: Notified of each batch; None shows a progress bar on stderr.
+
+    Returns:
+        Measurements of the run.
 
     Raises:
-        Interrupted: a signal asked for the end; what was whole is committed.
-        TooManyFailuresError: more images failed than max_failures, and much is left to do.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
+        TooManyFailuresError: More images failed than max_failures allows, and much is left to do.
     """
-    from featx.pipeline.profiler_trace import span  # which imports torch
+    from featx.pipeline.profiler_trace import span  # imports torch
 
     engine = prepared.engine
     num_computed = 0
@@ -95,6 +104,9 @@ def run_parts(
     loader = prepared.loader(engine.compute.batch_size)
     progress = Progress(work.rows_asked, done_before) if progress is None else progress
     begun = time.perf_counter()
+    # The order decides how the run ends: contexts close from the last to the first. Running passes
+    # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
+    # signal handlers stay in place until then, and the loader closes last.
     with (
         loader,
         stop_signals() as stop,
@@ -114,7 +126,7 @@ def run_parts(
             if batch.start + batch.count == part.stop:
                 commits.begin(work.finish_part())
                 if observer is not None and observer.wants_parts:
-                    commits.finish()  # they tell of committed parts only
+                    commits.finish()  # an observer is only told of parts that are committed
                     seconds = _seconds(loader, passes, batches.waited, commits.seconds)
                     observer.part_committed(part, seconds)
                 done, took = done_before + num_computed, time.perf_counter() - begun
@@ -151,15 +163,15 @@ def run_parts(
 
 
 class _Awaited:
-    """The batches of a run as they come.
+    """Iterator over the batches of a run that measures how long engines wait for images.
 
     Args:
-        batches: of the loader.
-        idle_share: of the engines, those that have nothing to compute now.
+        batches: Batches of the loader, each with its part.
+        idle_share: Share of the engines, 0 to 1, that have nothing to compute at this moment.
 
     Attributes:
-        waited: seconds that engines waited for all of them so far.
-        last_wait: seconds for the last one.
+        waited: Seconds that engines waited for batches so far, weighted by the idle share.
+        last_wait: The same for the last batch.
     """
 
     def __init__(
@@ -176,6 +188,7 @@ class _Awaited:
             begun, idle = time.perf_counter(), self._idle_share()
             with span("wait for images"):
                 following = next(self._batches, None)
+            # Engines may run out of work while the loader is awaited: average before and after.
             idle = (idle + self._idle_share()) / 2
             self.last_wait = idle * (time.perf_counter() - begun)
             self.waited += self.last_wait
@@ -185,10 +198,13 @@ class _Awaited:
 
 
 class _Commits:
-    """Commits one part while the next is computed, never two at once.
+    """Commits one part in a thread while the next part is computed; never two at once.
+
+    One thread keeps the order of commits, and the memory bound to two parts: the one that is being
+    committed and the one that is being filled.
 
     Attributes:
-        seconds: busy ones so far.
+        seconds: Busy seconds of all commits so far.
     """
 
     def __init__(self) -> None:
@@ -200,20 +216,21 @@ class _Commits:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(wait=True)  # a part that is whole is committed, whatever came after
+        # A complete part is committed even if the run has failed since
+        self._thread.shutdown(wait=True)
 
     def begin(self, commit: Callable[[], object]) -> None:
-        """Start to commit a part, when the one before is committed."""
+        """Wait for the previous commit, then start this one."""
         self.finish()
         self._pending = self._thread.submit(self._timed, commit)
 
     def check(self) -> None:
-        """Raise what the commit of the last part failed with, without waiting for it."""
+        """Raise the error of the last commit if it has failed already; does not wait."""
         if self._pending is not None and self._pending.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last part is committed; raises what it failed with."""
+        """Wait until the last part is committed; raise the error of its commit."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -232,7 +249,7 @@ class _Commits:
 def _timeline(
     prepared: RunContext, disk: AtomicFolder | None
 ) -> contextlib.AbstractContextManager[Timeline | None]:
-    """What records the run, with profile=true."""
+    """Profiler of the run with profile=true and a folder to write to, otherwise a null context."""
     if disk is None or not prepared.config.profile:
         return contextlib.nullcontext()
     from featx.pipeline.profiler_trace import Timeline
@@ -241,7 +258,7 @@ def _timeline(
 
 
 def _seconds(loader: Loader, passes: Passes, waited: float, written: float) -> dict[str, float]:
-    """Stage -> its busy seconds so far."""
+    """Busy seconds so far; stage -> seconds."""
     on_device = loader.times.on_device
     return {
         "read": loader.times.read,

@@ -1,6 +1,6 @@
-"""A config -> everything a run needs, with every `auto` decided; nothing is written yet.
+"""Builds everything a run needs from its config and decides every `auto`; writes nothing.
 
-The order is that of patience: what can be told without loading a model is told first.
+Checks are ordered by cost: errors that need no model are raised before a model is loaded.
 """
 
 from __future__ import annotations
@@ -38,15 +38,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunContext:
-    """What a run is made of.
+    """A run with all choices made.
 
     Attributes:
-        choices: one line for each `auto` that was decided, with the reason.
-        left_out: what a preset could not store, with the reason.
-        trial: what reading, decoding and the model took for an image of the trial.
-        at_once: threads of a batch, and batches that are computed side by side in each process.
-        engine_spec: how the engine was built, for workers.
-        devices: of the processes that compute, torch.device.
+        config: Checked config of the run.
+        source: Open data set that reads encoded images.
+        listing: Rows of the run, in the order of the store.
+        decoding: How images are decoded, resized and normalised.
+        engine: Engine with the captures of the run attached.
+        engine_spec: How the engine was built; workers build theirs from it.
+        specs: One entry per dataset that is computed.
+        header: Fingerprint, config and versions that every file of the run records.
+        part_rows: Rows per part; the last part may have fewer.
+        trial: Seconds per image for reading, decoding and the model, measured on trial images.
+        at_once: Number of CPU threads per batch, and of parallel batches in each process.
+        devices: Devices of the processes that compute, one per process (torch.device).
+        choices: Name of each `auto` -> its value and the reason, as one line of text.
+        left_out: Layers that a preset asks for but that cannot be stored, with the reason.
     """
 
     config: Config
@@ -66,11 +74,11 @@ class RunContext:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row over all layers."""
+        """Bytes of one row, summed over all layers."""
         return sum(spec.row_bytes for spec in self.specs)
 
     def as_run(self) -> Run:
-        """All rows and the layers that are asked for, as a run of a store."""
+        """The whole listing and the requested layers, as an entry for the manifest of a store."""
         policy, share = self.decoding.policy, self.decoding.device_share
         threads = self.at_once.threads
         return Run(
@@ -88,7 +96,14 @@ class RunContext:
         )
 
     def labels_of(self, batch: Batch) -> Any:
-        """(B,) int64 labels of a batch as a tensor, 0 for its padding; None where nobody asks."""
+        """Class indices of a batch for gradients of `target=label` or `target=loss`.
+
+        Args:
+            batch: Batch of B rows, padding included.
+
+        Returns:
+            (B,) int64 tensor on the CPU with 0 in padding rows, or None for other targets.
+        """
         if self.config.target not in ("label", "loss"):
             return None
         import torch
@@ -99,8 +114,8 @@ class RunContext:
         return labels
 
     def loader(self, batch_size: int) -> Loader:
-        """A Loader of the run's images; a context manager."""
-        from featx.images.loader import Loader  # which imports torch
+        """Create a Loader for the images of the run; it is a context manager."""
+        from featx.images.loader import Loader  # imports torch
 
         device = self.engine.device
         return Loader(self.source, self.listing, self.decoding, batch_size, device)
@@ -110,21 +125,26 @@ class RunContext:
 def build_run_context(
     config: Config, config_yaml: str, spec: EngineSpec, purpose: RunTarget | None = None
 ) -> Iterator[RunContext]:
-    """List the images, build the backbone, find the layers, and decide every `auto`.
+    """List the images, build the backbone, find the layers and decide every `auto`.
+
+    The model is back in its original state when the context ends, also after an exception.
 
     Args:
-        config: checked.
-        config_yaml: as the user gave it, for the store.
-        spec: of the engine that computes the rows.
-        purpose: what the run is for; None for the store in `out`, where nothing is written.
+        config: Checked config.
+        config_yaml: Config as the user wrote it; the store keeps this text.
+        spec: How to build the engine that computes the rows.
+        purpose: Run target; None stands for the store in `out`, to which nothing is written then.
+
+    Yields:
+        the run context.
 
     Raises:
-        FeatxError: whatever is wrong with the config, before anything is written.
+        FeatxError: The config cannot be run. Nothing has been written.
     """
     suspects = CrashList(None if purpose is None else purpose.folder)
     purpose = StoreTarget(config) if purpose is None else purpose
     source, listing = purpose.list_images()
-    ImagePolicy.from_config(config.data)  # a colour that is none is told without a model
+    ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
     resolve_library(config.model)
     codecs.filters(config.codec)
 
@@ -143,8 +163,9 @@ def build_run_context(
         keep_freed_memory()  # before any thread allocates
     backbone = build_backbone(config.model, config.seed)
     with contextlib.ExitStack() as stack:
-        stack.callback(backbone.give_back)  # an engine that is not entered would not
+        stack.callback(backbone.give_back)  # covers errors raised before the engine is entered
         check_reference(backbone.preprocess)
+        # The growth from here to the end of the trial estimates the memory of a parallel batch.
         before = resident_memory()
         engine = stack.enter_context(spec.build(config, backbone, devices[0], purpose.dtype))
         selection = spec.select(config, engine)
@@ -152,6 +173,7 @@ def build_run_context(
         chosen = purpose.unfinished(listing, chosen)
         begun = purpose.begun({tap.name for tap, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
+        # The calibration passes use all threads; the run itself may use fewer per batch (at_once).
         stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, begun)))
         decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, suspects, begun)
         images, read_s, decode_s = _probe_images(source, listing, decoding)
@@ -193,12 +215,13 @@ def build_run_context(
 def _probe_images(
     source: Source, listing: Listing, decoding: DecodeSettings
 ) -> tuple[torch.Tensor, float, float]:
-    """Some images from all over the data set, to try and time the backbone on.
+    """Load trial images, spread evenly over the data set, and time reading and decoding.
 
-    What a run that died was decoding is looked at first, as they may be among them.
+    Images in the crash list are decoded in a subprocess first, since the trial may include them.
 
     Returns:
-        the images, (n, 3, H, W), and the busy seconds of reading and of decoding one.
+        Normalised or uint8 images (n, 3, H, W), and the busy seconds of one thread for reading and
+        for decoding one image.
     """
     from featx.engine.auto_settings import PROBE_IMAGES
     from featx.images.loader import Loader
@@ -206,7 +229,8 @@ def _probe_images(
     rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.retry_suspects()
-        loader.load(rows[:1].tolist())  # imports what decodes, which is not to be timed
+        # This imports the decoders, which must not count as decoding time
+        loader.load(rows[:1].tolist())
         read, decode = loader.times.read, loader.times.decode
         images = loader.load(rows.tolist())
         count = max(1, len(images))

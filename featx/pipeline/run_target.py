@@ -1,4 +1,4 @@
-"""What a run is for: its rows, what of them was begun before, and what is still to be done."""
+"""Run target: the rows of a run, the settings to resume with, and what is still missing."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ if TYPE_CHECKING:
     from featx.layers.trace import CapturePoint
 
 PART_SECONDS = 60.0
-"""At most about this much work a part, within PART_BYTES: what a kill can cost."""
+"""Upper bound of the work per part in seconds, and so of the work that a kill can cost."""
 
 SHORT_PART_SECONDS, SHORT_PARTS = 2.0, 256
-"""A run that is done in so many shorter parts has its first rows, and loses least, with those."""
+"""Short runs are cut into about SHORT_PARTS parts of at least SHORT_PART_SECONDS each, so that the
+first rows are committed early and an interruption costs little.
+"""
 
 PARTS_PER_LIMIT = 8
-"""At least so many parts fit into the time limit of a process, by what the driver measured."""
+"""Least number of parts that fit into the time limit of a process at the measured speed."""
 
 
 class RunTarget(Protocol):
-    """What a run is for, as far as `prepare` has to know: a store, or statistics.
+    """What a run must produce: rows of a store, or statistics.
 
     Attributes:
-        dtype: in which the engine gives its values.
-        settings: of the fingerprint, beside those of every run.
-        folder: that the run writes to, None where it writes to none.
+        dtype: Name of the dtype in which the engine returns values, such as 'float16'.
+        folder: Folder that the run writes to, or None if it writes nothing.
+        settings: Entries of the fingerprint that only this kind of run has.
     """
 
     dtype: str
@@ -49,36 +51,39 @@ class RunTarget(Protocol):
     settings: dict[str, Any]
 
     def list_images(self) -> tuple[Source, Listing]:
-        """The data set and its rows, in the order of what was begun."""
+        """Open the data set and list its rows, in the order of what a resume finds."""
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """Of the layers asked for, those that are still to be done."""
+        """Select the requested layers that are still to be computed."""
 
     def begun(self, names: set[str]) -> ResumeState | None:
-        """What was decided for these layers, None where nothing was begun."""
+        """Resume state for the named layers, or None if nothing exists yet."""
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """Rows of a part at the most, and the seconds of work that it should take.
+        """Limits for the size of a part.
 
         Args:
-            engine: bound.
-            specs: what a row holds.
-            work_s: seconds that the model takes for all rows.
+            engine: Engine with captures attached.
+            specs: Datasets that a row consists of.
+            work_s: Seconds that the model takes for all rows.
+
+        Returns:
+            Largest number of rows per part, and the seconds of work that a part should take.
 
         Raises:
-            FeatxError: what is asked cannot be done with these layers.
+            FeatxError: The target cannot be computed from these layers.
         """
 
 
 class StoreTarget:
-    """Features in the store that `out` names.
+    """Run target for features in the store that `out` names.
 
     Args:
-        config: checked.
-        known_rows_only: leave images alone that the store does not know.
-        source: the data set, where it is an object from Python; None opens the config's.
+        config: Checked config.
+        known_rows_only: Ignore images that the store does not contain yet.
+        source: Data set given as a Python object; None opens the data set of the config.
     """
 
     def __init__(
@@ -94,21 +99,21 @@ class StoreTarget:
         self._stored = None if config.overwrite else load_manifest(self.folder)[0]
 
     def list_images(self) -> tuple[Source, Listing]:
-        """The rows of the store first, and then what is new."""
+        """Open the data set; rows of the store come first, new rows follow."""
         return list_images(self._config, self._stored, self._known_rows_only, self._source)
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """The layers that the store lacks or has not finished; all, where it has them all."""
+        """Select the layers that the store lacks or has not finished, or all if none is left."""
         return _unfinished(self._config, self._stored, listing, chosen)
 
     def begun(self, names: set[str]) -> ResumeState | None:
-        """What the first run of the store decided, and the one that makes these layers."""
+        """Choices of the first run of the store, and rows per part of the run with these layers."""
         return _begun(self._stored, names)
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """A part is built in memory; a folder of very many parts is slow to resume."""
+        """Limits by PART_BYTES, as a part is built in memory, and by `seconds_of_part`."""
         row_bytes = sum(spec.row_bytes for spec in specs)
         limit_s = self._config.executor.task_seconds
         return PART_BYTES / max(1, row_bytes), seconds_of_part(work_s, limit_s)
@@ -118,16 +123,16 @@ def seconds_of_part(work_s: float, limit_s: float | None = None) -> float:
     """Seconds of work that a part should take.
 
     Args:
-        work_s: that the whole run takes.
-        limit_s: after which a process of the run is ended; None where there is no such limit. It
-            also has to load the model, and what it computed of an unfinished part is lost.
+        work_s: Seconds of work of the whole run.
+        limit_s: Time limit of a process in seconds, or None if there is none. A process also loads
+            the model within this limit, and loses the rows of a part that it cannot finish.
     """
     seconds = min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
     return seconds if limit_s is None else min(seconds, limit_s / PARTS_PER_LIMIT)
 
 
 def check_out(out: Path) -> None:
-    """Raise ConfigError where no folder can be made."""
+    """Raise ConfigError if `out` exists and is not a folder."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file; expected a folder for the store.")
 
@@ -138,18 +143,19 @@ def list_images(
     known_rows_only: bool = False,
     source: Source | None = None,
 ) -> tuple[Source, Listing]:
-    """The data set of a config and its rows, `data.limit` applied, in the store's order.
+    """Open the data set of a config and list its rows, limited by `data.limit`, in the store's
+    order.
 
     Args:
-        config: checked.
-        stored: the store that is gone on with.
-        known_rows_only: leave images alone that the store does not know.
-        source: the data set, where it is an object from Python; None opens the config's.
+        config: Checked config.
+        stored: Manifest of the store that is resumed, or None.
+        known_rows_only: Ignore images that the store does not contain yet.
+        source: Data set given as a Python object; None opens the data set of the config.
 
     Raises:
-        DataError: it is not there, or empty.
-        StoreMismatchError: rows of the store are not in it any more, or new ones are there unasked
-            for.
+        DataError: The data set does not exist or is empty.
+        StoreMismatchError: Rows of the store are missing from the data set, or the data set has new
+            rows and grow=true is not given.
     """
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
     listing = source.listing()
@@ -168,13 +174,18 @@ def list_images(
 
 
 def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | None:
-    """The listing that a store was begun with; None where nothing is left of it.
+    """Listing of the store, or None if no file holds it.
 
-    Where samples.h5 is damaged and no other file has a copy, it is the data set as it is found now,
-    if that has the sha256 that the manifest tells.
+    If samples.h5 is damaged and no other file has a copy, the current listing of the data set is
+    used, provided that it has the sha256 that the manifest records.
+
+    Args:
+        root: Folder of the store.
+        stored: Manifest of the store.
+        found: Current listing of the data set.
 
     Raises:
-        StoreMismatchError: samples.h5 is damaged, and the data set is another one now.
+        StoreMismatchError: samples.h5 is damaged and the data set has changed.
     """
     identity = stored.listing_identity
     before = read_listing(root, stored.num_rows, identity)
@@ -182,7 +193,8 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
         return before
     if listing_identity(found) == identity:
         return found
-    for run in reversed(stored.runs[:-1]):  # rows were being added to what other files know
+    # An interrupted grow=true: earlier runs know fewer rows
+    for run in reversed(stored.runs[:-1]):
         rows = str(run.header.fingerprint.get("listing"))
         first = read_listing(root, run.grid.stop_row, rows)
         if first is not None and listing_identity(first) == rows:
@@ -204,10 +216,10 @@ def _unfinished(
     listing: Listing,
     chosen: ChosenLayers,
 ) -> ChosenLayers:
-    """Of the layers asked for, those that the store lacks or has not finished; else all.
+    """Select the requested layers that the store lacks or has not finished; all, if none is left.
 
-    A store of [layer4] that is asked for [layer3,layer4] gets layer3; the model runs no deeper
-    than it must.
+    A request for [layer3, layer4] computes only layer3 if the store already holds layer4, so the
+    model runs no deeper than necessary.
     """
     out = parse_path(config.out)
     if stored is None or len(listing) > stored.num_rows:
@@ -226,7 +238,7 @@ def _unfinished(
 def _refuse_another_layer(
     out: Path, stored: Manifest, tap: CapturePoint, reduce: StoredReduce, config: Config
 ) -> None:
-    """A finished layer that is not computed again must be what is asked for, all the same."""
+    """Raise StoreMismatchError if a finished layer differs from what the config asks for."""
     before = stored.layers[tap.name]
     now = replace(
         before,
@@ -245,7 +257,7 @@ def _refuse_another_layer(
 
 
 def _begun(stored: Manifest | None, names: set[str]) -> ResumeState | None:
-    """What a store decided for these layers when it was begun."""
+    """Resume state of a store for the named layers, or None without a store."""
     if stored is None:
         return None
     holders = [run for run in stored.runs if run.names & names]

@@ -1,6 +1,7 @@
-"""What the config leaves to us is decided here, once: precision, compilation, batch, rows per part.
+"""Choice of precision, compilation, memory format, batch size and rows per part.
 
-Whatever a store was begun with is taken from its descriptor instead.
+Options with the value `auto` are decided here, once per run, by timing calibration passes over a
+few images of the data set. A resumed run takes the recorded values of its resume state instead.
 """
 
 from __future__ import annotations
@@ -28,26 +29,46 @@ from featx.types import ResumeState
 logger = logging.getLogger(__name__)
 
 PROBE_IMAGES = 16
-"""Real images on which precision=auto and compile=auto are measured."""
+"""Number of images of the data set on which precision=auto and compile=auto are measured."""
 
 _GLANCE_IMAGES = 2
+"""Number of images of the first, short timing of a precision that may turn out to be far slower."""
 
 _TIMING_S = 0.4
-"""A pass on a CPU that takes longer is not repeated: what the first one costs beside is little
-then. On other devices it may have loaded all kernels, so there is always another."""
+"""Seconds. A forward pass on a CPU that takes longer is not timed a second time, because the
+one-off costs of the first pass are then a small share. Other devices may load all kernels in the
+first pass, so they are always timed again."""
 
 CPU_BATCH = 32
+"""Largest batch size that batch_size=auto chooses on a CPU."""
 CUDA_BATCH = 256
+"""Batch size that batch_size=auto tries first on CUDA; it is halved until it fits."""
 
 _MANY_BATCHES = 8
-"""A run of fewer has them half as large on a CPU: in the end some threads have nothing to do."""
+"""Runs of fewer batches than this use half the batch size on a CPU, because some threads have
+nothing to do while the last batches are computed."""
 
 COMPILE_PAYS_S = 600.0
-"""Compiling costs a minute or so; compile=auto waits for a run of at least this length."""
+"""Seconds of estimated work below which compile=auto does not compile: compiling takes about a
+minute."""
 
 
 class AutoSettings:
-    """Decides what the config leaves to us; what a store was begun with is taken from it."""
+    """Chooses the value of every option that is `auto` and concerns the engine.
+
+    Args:
+        config: configuration of the run.
+        engine: engine with its captures attached.
+        images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32; n may
+            be 0.
+        num_rows: number of rows that the run computes.
+        begun: resume state whose recorded values are used, or None for a new run.
+
+    Attributes:
+        choices: option name -> the chosen value and the reason, as printed before the run.
+        seconds_per_image: seconds of a forward pass per image with the chosen settings; NaN before
+            `resolve`.
+    """
 
     def __init__(
         self,
@@ -69,7 +90,13 @@ class AutoSettings:
         self._exact: Mapping[str, torch.Tensor] | None = None
 
     def resolve(self) -> None:
-        """Settle the engine on precision, compilation, memory format and batch size."""
+        """Configure the engine with precision, compilation, memory format and batch size.
+
+        Raises:
+            ConfigError: the batch does not fit into memory, or compile=true cannot be combined with
+                the captures.
+            RunError: compile=true fails, or the given batch size does not fit on the device.
+        """
         engine, config = self._engine, self._config
         batch_size = self._batch_size()
         self._check_memory(batch_size)
@@ -100,11 +127,15 @@ class AutoSettings:
             self._compile(compute)
 
     def part_rows(self, most_rows: float, seconds: float) -> int:
-        """Rows per part: as asked, as stored, or by measured speed.
+        """Number of rows per part: from the option, the resume state or the measured speed.
 
         Args:
-            most_rows: more take too much memory; a batch's rows always go into a part.
-            seconds: of work that a part should take.
+            most_rows: largest number of rows that fits into memory; a part holds one batch in any
+                case.
+            seconds: seconds of work that a part should take.
+
+        Raises:
+            ConfigError: the option `part_rows` is smaller than the batch size.
         """
         batch_size = self._engine.compute.batch_size
         if self._config.part_rows != "auto":
@@ -124,6 +155,7 @@ class AutoSettings:
         return rows
 
     def _stored_choice(self, key: str) -> Any:
+        """The recorded value of an option in the resume state, or None; records the choice."""
         if key not in self._stored:
             return None
         value = self._stored[key]
@@ -132,7 +164,7 @@ class AutoSettings:
         return value
 
     def _formats(self) -> tuple[bool, bool]:
-        """(channels_last, fold): what gives the same values, or what a store was begun with."""
+        """(channels_last, fold) from the resume state, or as measured by `Engine.formats`."""
         if "channels_last" in self._stored:
             fold = self._config.fold and bool(self._stored.get("fold"))
             return bool(self._stored["channels_last"]), fold
@@ -150,6 +182,7 @@ class AutoSettings:
         return found.channels_last, found.fold
 
     def _batch_size(self) -> int:
+        """The batch size from the option, the resume state, or the device and number of rows."""
         if self._config.batch_size != "auto":
             return int(self._config.batch_size)
         if (stored := self._stored_choice("batch_size")) is not None:
@@ -164,13 +197,13 @@ class AutoSettings:
         return size
 
     def _check_memory(self, size: int) -> None:
-        """Refuse a batch that the memory of the host has no room for, before anything is allocated.
+        """Refuse a batch size that the free memory of the host cannot hold, before allocating it.
 
-        Counted are the batches that are read ahead and, on a CPU, what a pass takes at the least. A
-        device with memory of its own is asked by `_fitting`.
+        The estimate counts the batches that are loaded ahead and, on a CPU, the least that a
+        forward pass takes. The memory of other devices is tried by `_fitting`.
 
         Raises:
-            ConfigError: there is less memory than that.
+            ConfigError: less memory is free than the estimate.
         """
         free = free_memory()
         if free is None:
@@ -190,7 +223,11 @@ class AutoSettings:
         )
 
     def _fitting(self, compute: Compute) -> int:
-        """The batch size, halved until it fits on the device where it was left to us."""
+        """The batch size, halved until it fits on the CUDA device if featx chooses it.
+
+        Raises:
+            RunError: a batch size that may not be changed, or a single image, does not fit.
+        """
         left_to_us = self._config.batch_size == "auto" and "batch_size" not in self._stored
         size = int(compute.batch_size)
         while True:
@@ -210,7 +247,14 @@ class AutoSettings:
                 self.choices["batch_size"] = f"{size} (what fits)"
 
     def filled(self, size: int) -> torch.Tensor:
-        """A batch of the probe's images, repeated to `size`; grey where there is none."""
+        """A batch of `size` images: the images of the calibration, repeated, or grey images.
+
+        Args:
+            size: number of images B.
+
+        Returns:
+            (B, 3, H, W), the dtype of the images; uint8 if there are none.
+        """
         if len(self._images) == 0:
             shape = (size, 3, *self._engine.backbone.preprocess.crop)
             return torch.full(shape, 127, dtype=torch.uint8)
@@ -218,6 +262,7 @@ class AutoSettings:
         return torch.cat([self._images] * repeats)[:size]
 
     def _time(self) -> None:
+        """Measure `seconds_per_image` with the current settings of the engine."""
         compute = self._engine.compute
         size = min(compute.batch_size, PROBE_IMAGES)
         images = self.filled(size)
@@ -232,7 +277,7 @@ class AutoSettings:
         )
 
     def _fastest(self, compute: Compute) -> str:
-        """precision=auto: the fastest whose rows all stay near fp32, on real images."""
+        """precision=auto: the fastest precision whose rows stay close to fp32 on real images."""
         if self._engine.settles_for_fp32:
             self.choices["precision"] = "fp32 (heat maps are not probed for others)"
             return "fp32"
@@ -253,7 +298,8 @@ class AutoSettings:
         told = [f"fp32 {1 / seconds:.1f} images/s"]
         for precision in candidates:
             candidate = replace(compute, precision=precision)
-            # A CPU without bf16 units takes minutes for a full probe; a glance is enough there.
+            # A CPU without bf16 units takes minutes for all images, so two images decide whether to
+            # go on. The proof of weight casting is left out here: it takes forward passes itself.
             self._engine.configure_compute(candidate, cast_once=False)
             if (took := self._engine.seconds_per_image(few, repeats=2)) > 2 * glance:
                 told.append(f"{precision} {took / glance:.1f} times slower")
@@ -268,10 +314,16 @@ class AutoSettings:
         return best
 
     def _seconds_again(self, values: Mapping[str, torch.Tensor]) -> float:
-        """Seconds per image of the trial, which was the pass that gave these values before."""
+        """Seconds per image of another pass over the calibration images.
+
+        Args:
+            values: rows of an earlier pass with the same settings, with which the new ones are
+                compared.
+        """
         return self._engine.seconds_per_image(self._images, repeats=2, known=values)
 
     def _worth_compiling(self) -> bool:
+        """Whether compile=auto should try: the run is long enough and a compiler is present."""
         seconds = self.seconds_per_image * self._num_rows
         compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
         if seconds < COMPILE_PAYS_S:
@@ -285,7 +337,7 @@ class AutoSettings:
         return False
 
     def _compile(self, eager: Compute) -> None:
-        """Compile; kept where values agree with the eager ones, and it was asked for or pays."""
+        """Compile; go back to `eager` if values differ or compile=auto gains too little."""
         images = self.filled(eager.batch_size)
         expected = {k: v.clone() for k, v in self._engine.run(images).items()}
         eager_s = self.seconds_per_image

@@ -1,7 +1,7 @@
-"""Proofs on a few batches that a row depends on its own image and on nothing else.
+"""Checks on a few batches that a row depends on its own image only.
 
-What would break that: statistics of the batch, one scale for a quantised batch, rows in another
-order, chance, a buffer that each pass writes to, and control flow that follows the data.
+They detect batch statistics in eval mode, one scale for a whole quantised batch, changed row order,
+randomness, buffers that a forward pass changes, and control flow that depends on the data.
 """
 
 from __future__ import annotations
@@ -20,26 +20,32 @@ from featx.engine.row_checks import same_row
 from featx.errors import ModelError
 
 _TOLERANCE = {"fp32": 1.0, "fp16": 8.0, "bf16": 64.0}
-"""Of a row that is computed at another place of a batch, in units of `same_row`.
+"""Precision -> tolerance for a row computed at another position of the batch, as a multiple of
+`same_row`.
 
-Kernels of one shape give the same bits at any place, as far as we have seen; what is allowed for is
-that one of them does not, which moves a value by a few units of the last place: 2^-11 and 2^-8.
+Kernels of one shape have so far given equal bits at every position. The tolerance allows for a
+kernel that does not, which moves a value by a few units in the last place: 2^-11 in fp16, 2^-8 in
+bf16.
 """
 
 _READERS = frozenset({"tolist", "numpy", "__array__"})
-"""Methods of a tensor that hand over its values and run no operation that a dispatch mode sees."""
+"""Methods of a tensor that read its values without an operation that a dispatch mode sees."""
 
 
 def regrouped(x: torch.Tensor, dark: torch.Tensor, loud: torch.Tensor) -> list[torch.Tensor]:
-    """Batches in which the first image of a batch is the last one, among other neighbours.
+    """Batches in which the first image of `x` is the last one, among other neighbours.
 
-    In one it is surrounded by copies of itself, in the other by images that move any statistic of
-    the batch. It is the only image of `x` there: where the order of rows is all that a model
-    changes, another image would otherwise stand where the first one is looked for.
+    The first batch surrounds it with copies of itself, the second with images that change any
+    statistic of a batch. No other image of `x` is in them: if a model only permutes its rows,
+    another image could otherwise stand at the compared position and hide the fault.
 
     Args:
-        x: (B, 3, H, W), normalised.
-        dark, loud: (3, H, W), normalised: no pixel set, as in padding; each pixel set or not.
+        x: (B, 3, H, W) normalised images.
+        dark: (3, H, W) normalised image whose pixels are all 0, as in padding.
+        loud: (3, H, W) normalised image whose pixels are 0 or 255 at random.
+
+    Returns:
+        Two batches of shape (B, 3, H, W).
     """
     among_copies = x[:1].repeat(len(x), 1, 1, 1)
     among_others = torch.stack([*([loud, dark] * len(x))[: len(x) - 1], x[0]])
@@ -47,13 +53,13 @@ def regrouped(x: torch.Tensor, dark: torch.Tensor, loud: torch.Tensor) -> list[t
 
 
 def moved(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """The same work for the model, with two images at other places among other neighbours.
+    """A batch of the same size that holds two of the images at other positions, among other images.
 
     Args:
-        images: (B, 3, H, W), uint8 or normalised.
+        images: (B, 3, H, W) uint8 in [0, 255], or normalised float32.
 
     Returns:
-        The batch, and (place before, place in it) of each image that is in both.
+        The batch, and pairs (position in `images`, position in the batch) of the images in both.
     """
     num = len(images)
     kept = list(range(0, num, max(2, num // 2)))[:2]
@@ -65,18 +71,19 @@ def moved(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
 def check_row(
     name: str, row: torch.Tensor, again: torch.Tensor, rounding: float = 0.0, scale: float = 1.0
 ) -> None:
-    """Compare a row with that of the same image in another batch.
+    """Compare a row with the row of the same image in another batch.
 
     Args:
-        name: of the dataset.
-        row, again: of the same shape.
-        rounding: that is always allowed, in the unit of the row.
-        scale: of what is allowed beside it.
+        name: name of the dataset, for the message.
+        row: values of the image in one batch, of any shape.
+        again: values of the same image in another batch, of the same shape.
+        rounding: absolute tolerance that is always allowed, in the unit of the row.
+        scale: factor on the tolerance of `same_row`, which is added to `rounding`.
 
     Raises:
-        ModelError: they differ by more than rounding.
+        ModelError: the rows differ by more than the tolerance.
     """
-    row, again = row.cpu().double(), again.cpu().double()  # Apple's GPUs have no float64
+    row, again = row.cpu().double(), again.cpu().double()  # MPS has no float64
     close = scale * same_row(row) + rounding
     if not torch.allclose(row, again, rtol=0, atol=close, equal_nan=True):
         raise ModelError(
@@ -89,11 +96,11 @@ def check_row(
 
 
 class MovedRows:
-    """Compares rows of passes over a batch and over what `moved` makes of it.
+    """Compares the rows of a batch with those of the batch that `moved` makes of it.
 
     Args:
-        precision: in which they are computed.
-        places: (place in the first batch, place in the others).
+        precision: 'fp32', 'fp16' or 'bf16', the precision of the forward passes.
+        places: pairs (position in the first batch, position in every later batch).
     """
 
     def __init__(self, precision: str, places: list[tuple[int, int]]) -> None:
@@ -102,7 +109,10 @@ class MovedRows:
         self._rows: dict[str, torch.Tensor] | None = None
 
     def check(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take the next pass: dataset name -> (B, ...).
+        """Record the rows of the first pass, and compare those of every later pass with them.
+
+        Args:
+            values: dataset name -> (B, ...) values of a pass.
 
         Raises:
             ModelError: an image has other rows than in the first pass.
@@ -119,10 +129,13 @@ class MovedRows:
 
 
 class Buffers:
-    """The buffers of a module as they are now, to find those that a pass in eval mode changes.
+    """Copies of the buffers of a module, to find those that a pass in eval mode changes.
 
-    A buffer that is filled on the first pass, such as a table of positions, is none: take them when
-    there has been a pass.
+    Create it after a first forward pass: buffers that are filled in that pass, such as tables of
+    positions, are then not reported.
+
+    Args:
+        module: module whose buffers are copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -130,10 +143,10 @@ class Buffers:
         self._before = {name: x.detach().clone() for name, x in module.named_buffers()}
 
     def check(self) -> None:
-        """Compare them with those of now.
+        """Compare the buffers with the copies.
 
         Raises:
-            ModelError: one has changed.
+            ModelError: a buffer has changed.
         """
         changed = [
             name
@@ -149,9 +162,9 @@ class Buffers:
 
 
 class ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices passes whose Python code reads values of tensors, which its course may depend on.
+    """Detects forward passes whose Python code reads tensor values.
 
-    Entered by `watching`.
+    The control flow of such a pass may depend on the images. Enter the mode by `watching`.
 
     Attributes:
         seen: whether any value was read.
@@ -163,7 +176,7 @@ class ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[ValueReads]:
-        """Watch what this thread computes in the block."""
+        """Observe the operations of the calling thread inside the block."""
         with _MethodReads(self), self:
             yield self
 
@@ -173,7 +186,7 @@ class ValueReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _MethodReads(TorchFunctionMode):
-    """The part of ValueReads that sees methods of tensors."""
+    """The part of `ValueReads` that sees methods of tensors, which no dispatch mode sees."""
 
     def __init__(self, reads: ValueReads) -> None:
         super().__init__()
@@ -186,18 +199,19 @@ class _MethodReads(TorchFunctionMode):
 
 
 def _reads(func: Any, args: Any) -> bool:
-    """Whether an operation gives Python a value, or a shape that follows from values."""
+    """Whether an operation returns a value to Python, or has a shape that depends on values."""
     if torch.Tag.data_dependent_output in func.tags:
         return True
     if torch.Tag.dynamic_output_shape not in func.tags:
         return False
     if func is not torch.ops.aten.index.Tensor:
         return True
-    # Indexing by numbers, as relative positions do, has the shape of the numbers.
+    # Indexing by integers, as with relative positions, has the shape of the indices. Only masks
+    # give a shape that depends on values.
     indices = [x for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)]
     return any(x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in shape and in every element, NaN to NaN."""
+    """Whether two tensors have equal shapes and elements; NaN equals NaN."""
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,7 +1,7 @@
-"""How many batches are computed side by side, and on a CPU with how many threads each.
+"""Choice of the number of parallel batches, and of the CPU threads that compute each.
 
-On CUDA a batch has a stream of its own, so it is copied to the device and back while another is
-computed, and what Python takes between two operations is not lost.
+On CUDA each parallel batch has its own stream: one batch is copied to or from the device while
+another is computed, and the device is busy while Python prepares the next operation.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 MAX_REPLICAS = 4
-"""Batches that are computed side by side on a CPU, at the most."""
+"""Largest number of parallel batches on a CPU."""
 
 CUDA_STREAMS = 2
-"""Batches that are on their way on a CUDA device, where memory and bits allow it."""
+"""Number of parallel batches on CUDA, if they fit into memory and give equal bits."""
 
 _TRIES = 3
-"""Batches of each replica that are compared with those of the engine alone."""
+"""Number of batches of each replica that are compared with those of the engine alone."""
 
 
 def cpus_that_compute(config: Config, device: torch.device) -> int | None:
-    """CPUs that this process computes on; None where another device computes."""
+    """Number of CPUs on which this process computes forward passes, or None on other devices.
+
+    Args:
+        config: configuration of the run.
+        device: device of the model.
+    """
     if device.type != "cpu":
         return None
     cpus = config.cpus_of_worker(num_cpus())
@@ -41,9 +46,14 @@ def cpus_that_compute(config: Config, device: torch.device) -> int | None:
 
 
 def calibration_threads(cpus: int | None, begun: ResumeState | None) -> int | None:
-    """Threads for what is tried and compiled: all; a compiled pass keeps those it was made with.
+    """Number of threads for calibration passes and compilation, or None on other devices.
 
-    So one that a store was begun with is compiled for the threads of that store.
+    All CPUs, unless the resumed run is compiled: a compiled forward pass keeps the number of
+    threads that it was compiled with, so the recorded number is used.
+
+    Args:
+        cpus: number of CPUs that compute, or None on other devices.
+        begun: resume state, or None for a new run.
     """
     if cpus is None or begun is None or not begun.resolved.get("compile"):
         return cpus
@@ -51,9 +61,13 @@ def calibration_threads(cpus: int | None, begun: ResumeState | None) -> int | No
 
 
 def room_for_batches(before: int | None, after: int | None) -> int:
-    """How many batches may be computed at once, by what the passes of the probe left in memory.
+    """Largest number of parallel batches that half of the free memory allows.
 
-    Freed memory is kept, so that is about what a pass needs. Half of what is free stays free.
+    Args:
+        before: bytes of resident memory of this process before the calibration passes, or None if
+            unknown.
+        after: the same after them. Freed memory stays with the process, so the difference is about
+            what one forward pass needs.
     """
     free = free_memory()
     if before is None or after is None or free is None:
@@ -64,13 +78,13 @@ def room_for_batches(before: int | None, after: int | None) -> int:
 
 @dataclass(frozen=True)
 class BatchParallelism:
-    """What is computed at the same time.
+    """The number of threads and replicas of a run.
 
     Attributes:
-        threads: of the CPU that compute a batch; None where another device does.
-        replicas: of the engine, that compute batches side by side.
-        ahead: whether the next batch is computed while one is taken.
-        choices: a line on the choice, by its name.
+        threads: number of CPU threads that compute one batch, or None on other devices.
+        replicas: number of engine replicas that compute parallel batches.
+        ahead: whether the next batch is computed while the batch sink takes the rows of one.
+        choices: option name -> the choice and its reason, as printed before the run.
     """
 
     threads: int | None
@@ -86,14 +100,15 @@ def decide(
     memory_before: int | None,
     filled: Callable[[int], torch.Tensor],
 ) -> BatchParallelism:
-    """What a run computes at the same time.
+    """Choose threads and replicas for a run.
 
     Args:
-        engine: settled.
-        cpus: that compute; None where another device does.
-        begun: what is gone on with.
-        memory_before: of this process, before the engine was tried.
-        filled: so many images, as a batch of them.
+        engine: engine after `configure_compute`.
+        cpus: number of CPUs that compute, or None on other devices.
+        begun: resume state, or None for a new run.
+        memory_before: bytes of resident memory of this process before the calibration passes, or
+            None if unknown.
+        filled: function that returns a batch of the given number of images.
     """
     if cpus is None:
         return _on_device(engine, filled)
@@ -101,20 +116,22 @@ def decide(
 
 
 def _on_cpu(cpus: int, engine: Engine, room: int, begun: ResumeState | None) -> BatchParallelism:
-    """Threads that compute a batch, and how many batches side by side.
+    """Choose threads per batch and parallel batches on a CPU.
 
-    Two threads that share a batch wait for each other after every operation, above all while others
-    decode; two that have a batch each do not. The last bits of a row depend on the threads of its
-    batch, so a store that is gone on with keeps their number.
+    Threads that share a batch wait for each other after every operation, above all while other
+    threads decode images. Threads with a batch each do not. The last bits of a row depend on the
+    number of threads of its batch, so a resumed run keeps that number.
 
     Args:
-        cpus: that compute.
-        engine: settled.
-        room: batches at once, at the most.
-        begun: what is gone on with.
+        cpus: number of CPUs that compute.
+        engine: engine after `configure_compute`.
+        room: largest number of parallel batches that memory allows.
+        begun: resume state, or None for a new run.
     """
     if not engine.replicable:
         room = 1
+    # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
+    # batch at a time has all CPUs.
     here = -(-cpus // room) if is_kept_in_threads() else cpus
     threads = int(begun.resolved.get("threads", here)) if begun else here
     replicas = max(1, min(room, cpus // threads))
@@ -126,14 +143,14 @@ def _on_cpu(cpus: int, engine: Engine, room: int, begun: ResumeState | None) -> 
 
 
 def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchParallelism:
-    """How many batches are on their way at once on a device; on CUDA in a stream each.
+    """Choose the number of parallel batches on a device; on CUDA each has its own stream.
 
-    Of a user's module there is one, computed when it is taken: it may use the memory of what it
-    gave again.
+    A module that is not known to be reentrant gets one batch at a time, computed when its rows are
+    taken: its next forward pass may overwrite the memory of the rows of the last one.
 
     Args:
-        engine: settled.
-        filled: so many images, as a batch of them.
+        engine: engine after `configure_compute`.
+        filled: function that returns a batch of the given number of images.
     """
     if engine.device.type != "cuda":
         return BatchParallelism(None, 1, False, {})
@@ -147,7 +164,7 @@ def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchPa
         return BatchParallelism(None, 1, True, {"streams": "1"})
     try:
         same = replicas_agree(engine, batch, CUDA_STREAMS)
-    except torch.OutOfMemoryError:  # another process took what was free
+    except torch.OutOfMemoryError:  # another process took the memory that was free
         why = "memory did not suffice for more batches at once"
         return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
     finally:
@@ -161,7 +178,7 @@ def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchPa
 
 
 def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
-    """Whether device and host have memory for batches on their way; half of what is free stays."""
+    """Whether device and host can hold the parallel batches in half of their free memory."""
     device = engine.device
     engine.run(batch)
     before = torch.cuda.memory_allocated(device)
@@ -171,19 +188,19 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
     if 2 * CUDA_STREAMS * each > free:
         return False
-    # Beside those that are computed one is waiting and one is taken.
+    # In addition to the batches being computed, one waits and one is read by the batch sink.
     on_host = (CUDA_STREAMS + 2) * sum(value.nbytes for value in values.values())
     free_on_host = free_memory()
     return free_on_host is None or 2 * on_host <= free_on_host
 
 
 def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
-    """Whether replicas that compute at the same time give the bits that the engine gives alone.
+    """Whether replicas that compute at the same time give the same bits as the engine alone.
 
     Args:
-        engine: settled, and replicable.
-        batch: (B, 3, H, W); each replica has its images in another order.
-        count: of the replicas.
+        engine: engine after `configure_compute` that is replicable.
+        batch: (B, 3, H, W) images; each replica gets them in another order.
+        count: number of replicas.
     """
     batches = [batch.roll(i, 0) for i in range(count)]
     expected = [engine.run(x) for x in batches]
@@ -200,6 +217,7 @@ def replicas_agree(engine: Engine, batch: torch.Tensor, count: int) -> bool:
 
 
 def _run_on_own_stream(replica: Engine, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Rows of a batch on the CPU, computed on the stream of the replica."""
     with replica.own_stream():
         values: dict[str, torch.Tensor] = replica.run(batch)
     return values

@@ -1,8 +1,8 @@
-"""The only inference loop: device, precision, early exit, compilation, and what they cost.
+"""The inference loop: one backbone on one device, its captures, and the time that they take.
 
-The engine never asks which model it runs. It is built in three steps: a trace lists the layers,
-`attach_captures` fixes which tensors are captured and proves it on a second pass, and
-`configure_compute` fixes how they are computed.
+The engine is independent of the model family. Three steps prepare it: `Engine.trace` records the
+layers in one forward pass, `Engine.attach_captures` fixes the captured tensors and checks them in
+further passes, and `Engine.configure_compute` fixes precision, compilation and memory format.
 """
 
 from __future__ import annotations
@@ -52,34 +52,38 @@ from featx.types import LayerSpec
 logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Value of the option `precision` -> dtype of autocast; float32 means no autocast."""
 MIN_COSINE = 0.999
-"""precision=auto and compile=auto keep every row of every layer at least this near to fp32."""
+"""Smallest cosine to fp32 that precision=auto and compile=auto accept for any row of any layer."""
 
 MIN_SPEEDUP = 1.1
-"""Below this gain precision=auto stays with the more exact one, and compile=auto with the eager
-model, which may compute batches side by side on a CPU."""
+"""Smallest gain that counts. Below it precision=auto keeps the more exact precision, and
+compile=auto keeps the eager model, which can compute parallel batches on a CPU."""
 
+# The two sizes differ, so a dimension that follows the batch differs in both passes.
 _TRACE_BATCH, _BIND_BATCH = 2, 3
 
 _PROOF_BATCH = 2
-"""Images of noise, and of the trial, on which weights cast once are compared with autocast's."""
+"""Number of images of noise, and of the trial, on which weight casting is compared with autocast.
+"""
 
 _PROOF_BYTES = 64 * 2**20
-"""Of the float32 values that two ways of computing are compared by; two images always are."""
+"""Bytes of float32 values by which two settings are compared, which bounds the number of images; at
+least two images are compared."""
 
 _NO_THREAD = 0
-"""Of hooks that see no pass now; no thread is identified so."""
+"""Thread id for hooks that currently see no forward pass; no thread has this id."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """How features are computed; every field is part of the numbers, and of the fingerprint.
+    """How features are computed; every field affects the values and is part of the fingerprint.
 
     Attributes:
         precision: 'fp32', 'bf16' or 'fp16', by autocast.
-        compile: whether torch.compile was used.
-        channels_last: memory format of images and convolution weights.
-        batch_size: images per forward; the last batch is padded to it.
+        compile: whether torch.compile is used.
+        channels_last: whether images and convolution weights are in channels-last memory format.
+        batch_size: images per forward pass; the last batch is padded to it.
         fold: whether BatchNorm is folded into the convolutions before it.
     """
 
@@ -90,18 +94,19 @@ class Compute:
     fold: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types; of `fold` only where it is true, for stores of before it was a key."""
+        """The fields as JSON types; `fold` is left out if false."""
         return {key: value for key, value in asdict(self).items() if key != "fold" or value}
 
 
 @dataclass(frozen=True)
 class Formats:
-    """What `Engine.formats` found to be as good as the plain way of computing.
+    """Faster settings that `Engine.formats` found to give the values of the plain ones.
 
     Attributes:
-        channels_last, fold: as of Compute.
-        values: dataset name -> (n, ...) of the images in that way and fp32, as stored, on the
-            device; None where not all of them were tried.
+        channels_last: as in `Compute`.
+        fold: as in `Compute`.
+        values: dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
+            dtype of the store and on the device; None unless all images were computed.
     """
 
     channels_last: bool
@@ -110,19 +115,31 @@ class Formats:
 
 
 class Engine:
-    """One backbone on one device, with the tensors that it captures; a context manager.
+    """One backbone on one device with its captures; a context manager.
 
-    A run needs `run`, `compute`, `specs`, `underflow_rows`, `explain` and the seconds. A subclass
-    that computes something else than tensors of layers overrides `attach_captures`,
-    `configure_compute` and `specs` (featx.analysis.attribution.attributor).
+    The run loop uses `run`, `compute`, `specs`, `underflow_rows`, `explain` and the measured
+    seconds. A subclass that computes something other than tensors of layers overrides
+    `attach_captures`, `configure_compute` and `specs` (see
+    `featx.analysis.attribution.attributor`).
+
+    Args:
+        backbone: model with its preprocessing.
+        device: device to which the model is moved.
+        store_dtype: dtype of the rows: 'float32', 'float16' or 'bfloat16'.
+        target: gradient target, used only if gradients are captured.
 
     Attributes:
+        backbone: as given.
+        device: as given.
+        model_seconds: seconds spent in forward passes by `run` and `run_on_device`.
+        copy_seconds: seconds spent copying rows to the CPU by `run`.
+        compute: the current settings.
         trial_images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32,
-            for proofs that noise alone does not give; None where there are none.
+            for checks that noise alone does not suffice for; None if there are none.
     """
 
     settles_for_fp32 = False
-    """precision=auto tries no other."""
+    """Whether precision=auto takes fp32 without trying other precisions."""
 
     def __init__(
         self,
@@ -168,18 +185,22 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # In this order, and each of them whatever those before it raise.
+        # In reverse order of registration: hooks and weights, then process settings, then whatever
+        # the backbone borrowed. A step runs also if the one before it raises.
         with contextlib.ExitStack() as last:
             last.callback(self.backbone.give_back)
             last.callback(self._settings.close)
             last.callback(self._stack.close)
 
     def trace(self, requests: Sequence[str] = ()) -> Trace:
-        """One pass over noise that records every call of a module, and every operation.
+        """Record every call of a module and every operation in one forward pass over noise.
 
         Args:
-            requests: what will be selected on the trace. Fused attention is switched off, until
-                the engine is closed, in the modules where it hides that.
+            requests: the requested layers. Modules whose fused attention hides a requested tensor
+                use plain attention until the engine is closed.
+
+        Raises:
+            ModelError: the forward pass fails.
         """
         fused = needs_plain_attention(self._module, requests)
         self._settings.enter_context(plain_attention(self._module, fused))
@@ -191,14 +212,14 @@ class Engine:
             library = self.backbone.embedding
             with self._named_failure(x):
                 self._traced = with_evidence(self._traced, self._module, x, library)
-                if is_exposed(self._traced):  # the module that gives it was added just now
+                if is_exposed(self._traced):  # with_evidence has just added the module
                     traced = trace(self._module, x)
                     self._traced = with_evidence(traced, self._module, x, library)
         return self._traced
 
     @contextlib.contextmanager
     def _named_failure(self, x: torch.Tensor) -> Iterator[None]:
-        """Whatever the model raises in a pass over a batch becomes one message."""
+        """Turn any exception of the model into a ModelError that describes the batch `x`."""
         try:
             yield
         except (FeatxError, torch.OutOfMemoryError):
@@ -214,10 +235,13 @@ class Engine:
             ) from error
 
     def bytes_per_image(self, precision: str) -> int:
-        """Memory on the device that a pass takes for each image, at the least.
+        """Lower bound of the device memory that a forward pass takes per image, in bytes.
 
-        Its normalised pixels and a copy of them, and what goes into the largest layer and comes
-        out of it.
+        It counts the normalised pixels and a copy of them, and the input and output of the largest
+        traced layer.
+
+        Args:
+            precision: 'fp32', 'bf16' or 'fp16'.
         """
         pixels = 3 * math.prod(self.backbone.preprocess.crop)
         each = COMPUTE_DTYPES[precision].itemsize
@@ -232,21 +256,25 @@ class Engine:
 
     @property
     def unfused(self) -> list[str]:
-        """The modules whose fused attention is off, for their weights are asked for."""
+        """Names of the modules whose fused attention is off because their weights are captured."""
         shown = [tap.module for tap in self._taps if tap.capture == "attention"]
         return list(dict.fromkeys([*self._plain, *shown]))
 
     def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
-        """Fix the taps: find which need a copy, what their rows look like, and where to stop.
+        """Fix the captures: find those that need a copy, their row shapes, and where to stop.
 
-        On `trial_images` the rows are proven to depend on their own image only; noise stands in
-        where there are too few.
+        The rows of `trial_images` are checked to depend on their own image only; noise replaces
+        missing images.
+
+        Args:
+            chosen: captures and the reduction of each.
 
         Raises:
-            LayerError: a tap's shape does not follow the batch, or a store cannot keep its numbers.
-            ModelError: a row depends on the rows beside it, or on chance.
-            ReduceError: a reduction does not fit its tensor.
-            RunError: the model does other things than in the trace.
+            LayerError: the first dimension of a captured tensor is not the batch, or a store cannot
+                hold its values.
+            ModelError: a row depends on other rows of the batch, or is random.
+            ReduceError: a reduction does not fit the shape of its tensor.
+            RunError: the model computes something other than in the trace.
         """
         self._stack.close()
         self._taps = [tap for tap, _ in chosen]
@@ -268,6 +296,8 @@ class Engine:
             values = hooks.forward(x.clone())
             self._order, calls = list(hooks.fired), hooks.num_calls
         self._keeper = OutputCollector(self._store_dtype, copies.overwritten())
+        # The control flow may depend on the data, so every pass runs to its end and calls are
+        # counted.
         if reads.seen:
             # Its course may follow the data: each pass is seen to its end, and calls are counted.
             self._calls = calls
@@ -283,7 +313,12 @@ class Engine:
             self._check_alone(self.trial_images)
 
     def _check_order(self, calls: Mapping[tuple[str, str], int]) -> None:
-        """Every tap fires once, and its module is called as often as in the trace."""
+        """Check that each capture fires once and each module is called as often as in the trace.
+
+        Raises:
+            LayerError: no gradient arrives at a capture.
+            RunError: a forward pass differs from the trace.
+        """
         promised = [tap.name for tap in self._taps]
         silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in self._order]
         if silent:
@@ -305,7 +340,11 @@ class Engine:
             )
 
     def _expect(self, tap: CapturePoint, reduce: StoredReduce, value: torch.Tensor) -> None:
-        """Fix what is kept of a tap, by its tensor of a batch of noise."""
+        """Record row shape and reduction of a capture, given its tensor for a batch of noise.
+
+        Raises:
+            LayerError: the first dimension is not the batch.
+        """
         shape = tuple(value.shape)
         if shape[:1] != (_BIND_BATCH,):
             raise LayerError(
@@ -330,7 +369,7 @@ class Engine:
         chosen: Sequence[tuple[CapturePoint, StoredReduce]],
         values: Mapping[str, torch.Tensor],
     ) -> None:
-        """Positions that a reduction reads lie as the image does."""
+        """Check that positions read by a reduction lie in the tensor as in the image."""
         crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
         maps = []
         for tap, reduce in chosen:
@@ -343,7 +382,15 @@ class Engine:
             check_positions(self._module, maps, x)
 
     def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
-        """The hooks of gradients must not change what the model computes."""
+        """Check that the hooks for gradients do not change the output of the model.
+
+        Args:
+            x: (B, 3, H, W) normalised images.
+            numbers: (B,) values of the gradient target in a pass with the hooks.
+
+        Raises:
+            LayerError: the values differ without the hooks.
+        """
         assert self._score is not None
         with self._named_failure(x), torch.no_grad():
             expected = self._score(self._module(x.clone()))
@@ -354,11 +401,12 @@ class Engine:
             )
 
     def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
-        """The first row must not notice other neighbours, another place, or another pass.
+        """Check that a row depends neither on other images, nor its position, nor chance.
 
-        BatchNorm without running statistics, or `F.dropout(x)`, which forgets about eval mode,
-        would give rows that depend on the padding, on failed neighbours, or on chance. In fp32,
-        where rounding hides nothing; `seconds_per_image` looks again at the precision of the run.
+        BatchNorm without running statistics, or `F.dropout(x)`, which ignores eval mode, would make
+        rows depend on the padding, on failed images of the batch, or on chance. The check is done
+        in fp32, where rounding hides little; `seconds_per_image` repeats it at the precision of the
+        run.
         """
         buffers = Buffers(self._module)
         hooks = self._tap_hooks(_clone, self._order, stop=True)
@@ -370,9 +418,10 @@ class Engine:
         buffers.check()
 
     def _check_alone(self, images: torch.Tensor) -> None:
-        """Each image has the same row in a batch of copies of itself as among the others.
+        """Check that each image has the same row among copies of itself as among other images.
 
-        For models whose course may follow the data: an image that turns it turns it for the others.
+        This is for models whose control flow may depend on the data: an image that changes the flow
+        changes it for the whole batch.
         """
         every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
         hooks = self._tap_hooks(_clone, self._order)
@@ -387,6 +436,7 @@ class Engine:
                     check_row(name, value[i], alone[name][0])
 
     def _regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
         shape = 3, *self.backbone.preprocess.crop
         generator = torch.Generator().manual_seed(1)
         loud = torch.randint(0, 2, shape, generator=generator, dtype=torch.uint8) * 255
@@ -394,7 +444,7 @@ class Engine:
         return regrouped(x, dark, loud)
 
     def _trial_batch(self) -> torch.Tensor:
-        """Normalised images from all over those that there are, filled up with noise."""
+        """(_BIND_BATCH, 3, H, W) normalised trial images, evenly spread, filled up with noise."""
         noise, images = self._noise(_BIND_BATCH), self.trial_images
         if images is None or not len(images):
             return noise
@@ -402,36 +452,44 @@ class Engine:
         return torch.cat([self._normalised(few), noise])[:_BIND_BATCH]
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
-        """Fix how features are computed; may be called again with another choice.
+        """Fix how features are computed; another call replaces the settings.
 
         Args:
-            compute: the choice.
-            cast_once: whether weights are cast once where that is proven. The values are the same
-                without it, and there is no proof, which takes some forward passes.
+            compute: the settings.
+            cast_once: whether to cast weights once if proven to be equal. Without it the values are
+                the same, and the forward passes of the proof are saved.
         """
         self._take(compute, cast_once)
         hooks = self._tap_hooks(self._keeper.keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
-            # Graphs are kept with the function, over all engines, and the ninth stays uncompiled.
+            # torch caches compiled graphs per function, over all engines. It stops compiling when
+            # the limit for one function (8) is reached, so the cache is cleared first.
             torch.compiler.reset()
             options: Any = {"freezing": True} if self.device.type == "cpu" else None
             self._forward = torch.compile(hooks.forward, dynamic=False, options=options)
 
     def without_hooks(self) -> tuple[nn.Module, torch.Tensor]:
-        """The backbone without hooks, and noise (1, 3, H, W) for one pass of it."""
+        """The backbone without hooks, and (1, 3, H, W) noise for one forward pass."""
         self._stack.close()
         return self._module, self._noise(1)
 
     def _tap_hooks(
         self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
     ) -> CaptureHooks:
+        """Hooks for the captures that check each pass against the first one.
+
+        Args:
+            keep: function that is called with each captured tensor.
+            fired: names of the captures in their order, or None if unknown.
+            stop: whether a pass may end after the last capture; it never does if calls are counted.
+        """
         expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
         return CaptureHooks(self._module, self._taps, keep, expected, self._score)
 
     def _take(self, compute: Compute, cast_once: bool) -> None:
-        """Drop the hooks of the choice before, and bring the module into the memory format."""
+        """Remove the hooks of earlier settings and prepare the weights for the new ones."""
         self._stack.close()
         self.compute = compute
         self._keeper.compiled = compute.compile
@@ -439,18 +497,21 @@ class Engine:
             self._stack.enter_context(folded(self._foldable()))
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
         self._module.to(memory_format=memory_format)
-        # Without autograd the flag costs nothing, and torch multiplies a batch of sequences by a
-        # weight that has it in one product; else, of some layouts, by a copy of it for each image.
+        # Without autograd the flag costs nothing, and it changes the kernels: torch multiplies a
+        # batch of sequences by a weight that requires gradients in one product, but for some
+        # layouts of other weights makes a copy for each image. Captured gradients are those of
+        # activations, so weights never need any.
         for parameter in self._module.parameters():
             if parameter.is_floating_point() and not parameter.is_inference():
                 parameter.requires_grad_(not self.takes_gradients)
-        # Last, for these are the weights that passes read: folded, and in their memory format.
+        # Casting comes last: the weights must already be folded and in their memory format, as the
+        # forward passes will read them.
         self._cast = self._castable_weights() if cast_once else CastableWeights()
         dtype = COMPUTE_DTYPES[compute.precision]
         self._stack.enter_context(weights_cast(self._module, self._cast.names, dtype))
 
     def _castable_weights(self) -> CastableWeights:
-        """The weights that are cast once; none in fp32, or where gradients of them are taken."""
+        """The weights to cast once; none in fp32 or if gradients are taken."""
         compute = self.compute
         if compute.precision == "fp32" or self.takes_gradients or not self._order:
             return CastableWeights()
@@ -463,11 +524,11 @@ class Engine:
 
     @property
     def why_cast_each_pass(self) -> str:
-        """Why autocast casts the weights in each forward pass; empty where they are cast once."""
+        """The reason why autocast casts weights in each pass; empty if they are cast once."""
         return self._cast.doubt
 
     def _proof_passes(self) -> Captured:
-        """What the layers give of noise, and of images of the trial where there are any."""
+        """The captured values of noise and, if there are any, of two images of the trial."""
         batches = [self._noise(_PROOF_BATCH)]
         if self.trial_images is not None and len(self.trial_images):
             batches.append(self._normalised(self.trial_images[:_PROOF_BATCH]))
@@ -477,7 +538,7 @@ class Engine:
 
     @contextlib.contextmanager
     def off_device(self) -> Iterator[None]:
-        """The module as it came and off its device, whose memory others need inside the block."""
+        """Move the module to the CPU in its original state, to free its device inside the block."""
         self._stack.close()
         with away(self._module, self.device):
             yield
@@ -485,7 +546,7 @@ class Engine:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters, and of the float32 originals of those that are cast."""
+        """Bytes of the parameters, including the float32 originals of those that are cast."""
         cast = set(self._cast.names)
         return sum(
             p.numel() * (p.element_size() + 4 * (name in cast))
@@ -493,12 +554,13 @@ class Engine:
         )
 
     def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
-        """The quicker ways of computing that give the values of the plain one.
+        """Find the faster settings that give the values of the plain ones.
 
-        They are tried together on images of the data set, and one by one where that fails.
+        Channels-last and folding are tried together on images of the data set, and one by one if
+        that fails.
 
         Args:
-            images: (n, 3, H, W), uint8 or normalised; noise stands in where there are none.
+            images: (n, 3, H, W) uint8 or normalised float32; noise is used if n is 0.
             fold: whether BatchNorm may be folded.
         """
         has_convolutions = any(isinstance(m, nn.Conv2d) for m in self._module.modules())
@@ -510,12 +572,12 @@ class Engine:
         x = self._normalised(images) if len(images) else self._noise(_BIND_BATCH)
         x = x[: max(2, _PROOF_BYTES // self._row_bytes)]
         chosen = False, False
-        with self._keeper.uncast() as stored:  # float16 rounds by more than another layout does
+        with self._keeper.uncast() as stored:  # float16 rounds more than layouts differ
             values = plain = self._values_of(x, False, False)
             for channels_last, is_folded in tried:
                 try:
                     found = self._values_of(x, channels_last, is_folded)
-                except ModelError:  # a .view() inside that needs the other layout
+                except ModelError:  # a .view() in the model requires the contiguous layout
                     continue
                 if self._is_same(found, plain):
                     chosen, values = (channels_last, is_folded), found
@@ -527,15 +589,17 @@ class Engine:
     def _values_of(
         self, x: torch.Tensor, channels_last: bool, fold: bool
     ) -> dict[str, torch.Tensor]:
+        """The rows of normalised images in fp32 with these settings."""
         self.configure_compute(Compute("fp32", False, channels_last, len(x), fold))
         return self._pass(x)
 
     def _is_same(
         self, values: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor]
     ) -> bool:
-        """Whether two passes differ by rounding alone; of gradients, that there are any.
+        """Whether two passes differ by rounding only; always true if gradients are captured.
 
-        Where a rectifier's input is zero up to rounding, a gradient passes or does not.
+        The input of a rectifier that is zero up to rounding lets a gradient pass or not, so
+        gradients are not compared.
         """
         return self.takes_gradients or all(
             torch.allclose(
@@ -547,18 +611,18 @@ class Engine:
 
     @property
     def num_folded(self) -> int:
-        """How many BatchNorm can be folded."""
+        """Number of BatchNorm modules that can be folded."""
         return len(self._foldable())
 
     @property
     def follows_data(self) -> bool:
-        """Whether a forward pass reads values of tensors, which its course may depend on."""
+        """Whether a forward pass reads tensor values, on which its control flow may depend."""
         return self._calls is not None
 
     def _foldable(self) -> list[Pair]:
-        """What can be folded; modules that are tapped themselves compute as they stand.
+        """Pairs of modules that can be folded; captured modules are left alone.
 
-        Nothing where gradients are taken, or where the course of a pass may follow the data.
+        There are none if gradients are captured or the control flow may depend on the data.
         """
         if self.takes_gradients or self.follows_data:
             return []
@@ -571,22 +635,29 @@ class Engine:
 
     @property
     def replicable(self) -> bool:
-        """Whether `replicas` may be asked for: the pass is the same in any thread."""
+        """Whether `replicas` may be called: a forward pass is the same in any thread."""
         plain = all(tap.capture in ("input", "output") and not tap.operation for tap in self._taps)
         eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
         return self.backbone.reentrant and plain and eager
 
     @contextlib.contextmanager
     def replicas(self, count: int) -> Iterator[list[Engine]]:
-        """Engines of the same module that compute the same, each for one thread at a time.
+        """Engines over the same module that compute the same values in parallel.
 
-        They share all but their hooks, and this one is not to be settled anew meanwhile.
+        Replicas share everything but hooks, captured values, measured seconds and streams. Do not
+        call `configure_compute` on this engine inside the block.
+
+        Args:
+            count: number of replicas.
+
+        Yields:
+            The replicas. Each may be used by one thread at a time.
         """
         require(self.replicable, "an engine that cannot be replicated is replicated")
-        synchronise(self.device)  # weights may still be on their way, and streams do not wait
+        synchronise(self.device)  # other streams do not wait for copies of weights
         self._is_shared = True
         self._hooks.thread = _NO_THREAD
-        while len(self._streams) < count:  # kept, as memory is kept for each stream
+        while len(self._streams) < count:  # kept: the allocator keeps memory per stream
             self._streams.append(OwnStream(self.device))
         try:
             with contextlib.ExitStack() as stack:
@@ -598,6 +669,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _replica(self, stream: OwnStream) -> Iterator[Engine]:
+        # A shallow copy shares module, weights and settings. Hooks, collector and seconds must be
+        # its own, because replicas run in different threads.
         replica = copy.copy(self)
         replica.model_seconds = replica.copy_seconds = 0.0
         replica._stream = stream
@@ -609,24 +682,24 @@ class Engine:
             yield replica
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
-        """On CUDA what a replica does in the block runs beside what others do; done at its end."""
+        """Context in which the work of a replica runs on its own CUDA stream; waits at its end."""
         return contextlib.nullcontext() if self._stream is None else self._stream.at_work()
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether any tap is a gradient: no early stop then, and no compilation."""
+        """Whether any capture is a gradient, which rules out early exit and compilation."""
         return any(tap.is_gradient for tap in self._taps)
 
     @property
     def why_eager(self) -> str | None:
-        """What keeps the model from being compiled, None where nothing does."""
+        """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:
             return "gradients are taken"
         return "operations are captured" if any(tap.operation for tap in self._taps) else None
 
     @property
     def _score(self) -> Callable[[Any], torch.Tensor] | None:
-        """What the model returns -> the numbers whose gradients are taken, where any are."""
+        """Function from the model's output to the (B,) gradient target; None without gradients."""
         if not self.takes_gradients:
             return None
         return lambda output: target_values(output, self._target, self._labels)
@@ -634,14 +707,18 @@ class Engine:
     def run(
         self, images: torch.Tensor, labels: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Features of one batch, on the CPU.
+        """Compute the features of one batch and copy them to the CPU.
 
         Args:
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
-            labels: (B,) int64, for gradients of a target that needs them; None in a probe.
+            labels: (B,) int64 for gradient targets that need them, otherwise None.
 
         Returns:
-            dataset name -> (B, ...) in the store's dtype.
+            dataset name -> (B, ...) in the dtype of the store.
+
+        Raises:
+            ModelError: the forward pass fails.
+            RunError: the forward pass differs from the earlier ones.
         """
         values = self.run_on_device(images, labels)
         begun = time.perf_counter()
@@ -652,7 +729,10 @@ class Engine:
     def run_on_device(
         self, images: torch.Tensor, labels: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """As `run`, but what it gives stays on the device; the next pass may write over it."""
+        """Compute features as `run` does, but leave them on the device.
+
+        The next forward pass may overwrite them.
+        """
         self._labels = labels
         begun = time.perf_counter()
         values = self._pass(self._normalised(images))
@@ -662,23 +742,33 @@ class Engine:
 
     @contextlib.contextmanager
     def as_computed(self, images: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor]]:
-        """The module and a batch as `run` feeds it, in its precision, for passes of one's own.
+        """The module and a batch as `run` feeds it, at its precision, for custom forward passes.
 
         Args:
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+
+        Yields:
+            The module, and the normalised batch in the memory format of the run.
         """
         x = self._memory_format(self._normalised(images))
         with self._named_failure(x), torch.no_grad(), self._autocast():
             yield self._module, x
 
     def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds."""
+        """dataset name -> (B,) bool: rows of the last batch that are too small for float16."""
         return self._keeper.underflow_rows()
 
     def explain(
         self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
     ) -> str:
-        """Why a stored row is not finite: what the layer gave before the cast."""
+        """The reason why a stored row is not finite, from its values before the cast.
+
+        Args:
+            images: (B, 3, H, W) batch that holds the row.
+            labels: (B,) int64, or None.
+            row: position of the row in the batch.
+            name: name of the dataset.
+        """
         with self._keeper.uncast() as stored:
             value = self.run(images, labels)[name][row].flatten()
         bad = value[~torch.isfinite(value)]
@@ -689,7 +779,11 @@ class Engine:
         return f"{largest:g}, over {limit:g}, the largest {str(stored).removeprefix('torch.')}"
 
     def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
-        """What a row of each dataset looks like, from one pass as it will be computed."""
+        """Shapes and dtypes of the rows of each dataset, from one pass with the current settings.
+
+        Args:
+            chosen: captures and the reduction of each, as given to `attach_captures`.
+        """
         x = self._memory_format(self._noise(_BIND_BATCH))
         with self._named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
@@ -705,19 +799,21 @@ class Engine:
         enough_s: float = float("inf"),
         known: Mapping[str, torch.Tensor] | None = None,
     ) -> float:
-        """The fastest of some timed passes over a batch, per image; the first is the warm-up.
+        """Seconds per image in the fastest of several timed passes over a batch.
 
-        In all but the first two images stand at other places among other neighbours, and their rows
-        are compared: it costs no pass, and here the precision is that of the run.
+        The first pass warms up. In the later ones two images stand at other positions among other
+        images, and their rows are compared with those of the first pass. This repeats the check of
+        `attach_captures` at the precision of the run without further passes.
 
         Args:
-            images: (B, 3, H, W).
-            repeats: passes at the most.
-            enough_s: after a pass of so many seconds there is no other.
-            known: what `run` gives for them, where it has run already: there is no warm-up then.
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
+            repeats: largest number of passes.
+            enough_s: no further pass after one that took this many seconds.
+            known: result of `run` for these images if it was called before with the same settings;
+                then there is no warm-up pass.
 
         Raises:
-            ModelError: the row of an image depends on its place, or on other images.
+            ModelError: the row of an image depends on its position or on other images.
         """
         fastest, again = float("inf"), known is not None
         others, places = moved(images)
@@ -735,10 +831,13 @@ class Engine:
         return fastest / len(images)
 
     def _pass(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        # What torch.compile fails with is for whoever tries it.
+        """Rows of a normalised batch on the device; repeats a pass that overwrote a capture."""
+        # Errors of torch.compile reach the caller unchanged: compile=auto falls back to eager.
         named = contextlib.nullcontext() if self.compute.compile else self._named_failure(x)
         with named, torch.no_grad(), self._autocast(), self._alone():
             values = dict(self._forward(self._memory_format(x)))
+            # A later in-place operation has changed a captured tensor that was not copied. It is
+            # copied from now on, and the batch is computed again.
             while self._keeper.copy_from_now_on():
                 values = dict(self._forward(self._memory_format(x)))
         for name, value in values.items():
@@ -748,9 +847,10 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Where the module is shared, this engine's hooks see this thread's pass and no other.
+        """Limit the hooks of a replica to the forward pass of the calling thread.
 
-        Not even a later one of this thread, which may be another replica's.
+        After the pass they see none, because the next pass of this thread may belong to another
+        replica.
         """
         if not self._is_shared:
             yield
@@ -762,22 +862,27 @@ class Engine:
             self._hooks.thread = _NO_THREAD
 
     def _normalised(self, images: torch.Tensor) -> torch.Tensor:
+        """(B, 3, H, W) normalised float32 images on the device of the engine."""
         x = images.to(self.device, non_blocking=True)
         return self.backbone.preprocess.normalise(x) if x.dtype == torch.uint8 else x
 
     def _memory_format(self, x: torch.Tensor) -> torch.Tensor:
-        """A copy: a model may write to its input, and the caller's images stay as they are."""
+        """A copy of `x` in the memory format of the run.
+
+        A model may write to its input, so the images of the caller are never passed on.
+        """
         channels_last = self.compute.channels_last
         return x.clone(
             memory_format=torch.channels_last if channels_last else torch.contiguous_format
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast; of weights that are not cast once, it keeps its casts during a pass.
+        """The autocast context of the run, with a cache of casts if that is safe.
 
-        It keeps them for all threads, and forgets them when one of them leaves it. A pass on a
-        stream of a shared module could read what another one is still writing, or has given back,
-        so there it casts in each use. On a CPU a cast is done when another thread finds it.
+        The cache of autocast is shared by all threads and cleared when any of them leaves its
+        context. On CUDA a parallel forward pass on another stream could read a cast that is still
+        being written, or whose memory was freed. So replicas on CUDA cast the remaining weights at
+        each use. On a CPU a cast is complete when another thread finds it.
         """
         dtype = COMPUTE_DTYPES[self.compute.precision]
         enabled = dtype != torch.float32
@@ -785,7 +890,7 @@ class Engine:
         return torch.autocast(self.device.type, dtype, enabled=enabled, cache_enabled=keeps)
 
     def _noise(self, batch_size: int) -> torch.Tensor:
-        """(B, 3, H, W) float32 as normalised pictures are, the same in every run."""
+        """(B, 3, H, W) float32 standard normal noise on the device, equal in every run."""
         generator = torch.Generator().manual_seed(0)
         shape = (batch_size, 3, *self.backbone.preprocess.crop)
         return torch.randn(shape, generator=generator).to(self.device)
@@ -794,12 +899,13 @@ class Engine:
 def spec_of(
     tap: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
 ) -> LayerSpec:
-    """What a row of a dataset looks like.
+    """Description of the rows of one dataset.
 
     Args:
-        tap, reduce: what is stored.
-        value: (B, ...) of it, in the store's dtype.
-        compute_dtype: in which it was computed.
+        tap: capture that is stored.
+        reduce: reduction of the capture.
+        value: (B, ...) rows in the dtype of the store.
+        compute_dtype: dtype in which the layer computed them.
     """
     return LayerSpec(
         name=tap.name,
@@ -814,4 +920,5 @@ def spec_of(
 
 
 def _clone(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a captured tensor; later in-place operations do not change it."""
     return tensor.detach().clone()

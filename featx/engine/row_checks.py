@@ -1,4 +1,4 @@
-"""Rows as tensors: how near two passes come to each other, which are finite, and their bits."""
+"""Comparison of rows as tensors: tolerance, cosine, equal bits, finite values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def same_row(row: torch.Tensor) -> float:
-    """How far the same row may lie apart in two passes: 1e-3 of its largest finite value."""
+    """Tolerance for one row in two passes: 1e-3 of its largest finite magnitude, 0 without any."""
     finite = row[torch.isfinite(row)]
     return 1e-3 * float(finite.abs().max()) if len(finite) else 0.0
 
@@ -18,7 +18,12 @@ def same_row(row: torch.Tensor) -> float:
 def row_cosines(
     features: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
 ) -> float:
-    """The smallest cosine between matching rows, over all layers; -1 where one is not finite."""
+    """Smallest cosine between matching rows over all layers; -1 if a row is not finite.
+
+    Args:
+        features: dataset name -> (B, ...) values.
+        reference: the same names and shapes.
+    """
     smallest = 1.0
     for name, value in features.items():
         a = value.reshape(len(value), -1).double()
@@ -39,11 +44,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor as a flat uint8 tensor."""
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
 def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
-    """A tensor on the CPU as the store keeps it: numpy has no bfloat16, so its bits as uint16."""
+    """A CPU tensor as the array that the store writes: bfloat16 as the uint16 of its bits.
+
+    numpy has no bfloat16.
+    """
     bits: npt.NDArray[Any] = (
         value.view(torch.uint16).numpy() if value.dtype == torch.bfloat16 else value.numpy()
     )
@@ -51,7 +60,11 @@ def stored_bits(value: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def finite_rows(features: Mapping[str, torch.Tensor]) -> dict[str, npt.NDArray[Any]]:
-    """dataset name -> (B,) bool: the rows without NaN or infinity."""
+    """dataset name -> (B,) bool: whether a row has neither NaN nor infinity.
+
+    Args:
+        features: dataset name -> (B, ...) values.
+    """
     return {
         name: torch.isfinite(value).reshape(len(value), -1).all(1).cpu().numpy()
         for name, value in features.items()

@@ -1,8 +1,9 @@
-"""Weights cast once per run: to the values that autocast computes anew in every forward pass.
+"""Casting of weights once per run instead of in every forward pass.
 
-Autocast casts the float32 weights of products and convolutions to its own dtype. Which parameters
-these are is observed in a forward pass, and a second one proves that nothing else changes. In the
-end autocast stays on, but finds nothing left to cast, so threads and streams share no cache.
+Autocast casts the float32 weights of matrix products and convolutions to its dtype in each forward
+pass. One observed pass finds these parameters; a second one proves that casting them beforehand
+gives equal bits. Autocast stays on but finds nothing left to cast, so its cache of casts, which all
+threads and streams share, stays empty.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from featx.engine.row_checks import same_bits
 
 _CAST = torch.ops.aten._to_copy.default
-"""The operation that autocast's cast of a weight arrives as."""
+"""The ATen operation by which autocast casts a weight."""
 
 Captured = Sequence[Mapping[str, torch.Tensor]]
-"""One mapping for each forward pass: name of a captured tensor -> the tensor."""
+"""One mapping per forward pass: name of a captured tensor -> the tensor."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class CastableWeights:
     """The parameters that may be cast once.
 
     Attributes:
-        names: of the parameters, as `Module.named_parameters` gives them.
-        doubt: why there are none although autocast casts some; empty otherwise.
+        names: names of the parameters, as in `Module.named_parameters`.
+        doubt: reason why there are none although autocast casts some; otherwise empty.
     """
 
     names: tuple[str, ...] = ()
@@ -45,12 +46,13 @@ def castable_weights(
     """Find the parameters that autocast casts and nothing else reads, and prove it.
 
     Args:
-        module: in eval mode, with the parameters that a run computes with.
-        dtype: of autocast.
-        forward: makes forward passes of the module under autocast, the same in each call.
+        module: module in eval mode, with the parameters of the run.
+        dtype: dtype of autocast.
+        forward: function that makes forward passes of the module under autocast, the same in each
+            call.
 
     Raises:
-        Exception: whatever `forward` raises while the weights are as they were.
+        Exception: any exception of `forward` while the weights are unchanged.
     """
     parameters = {name: p for name, p in module.named_parameters() if _is_plain(p)}
     storages = {name: _storage_of(p) for name, p in parameters.items()}
@@ -79,9 +81,10 @@ def castable_weights(
 
 @contextlib.contextmanager
 def weights_cast(module: nn.Module, names: Collection[str], dtype: torch.dtype) -> Iterator[None]:
-    """The named parameters in `dtype`, with their memory format, until the block ends.
+    """Replace the data of the named parameters by casts to `dtype` until the block ends.
 
-    The Parameter objects stay, and so do their flags and the tensors that hold their own values.
+    The Parameter objects, their flags and their memory format stay. The original data come back,
+    also after an exception.
     """
     parameters = dict(module.named_parameters())
     before = [(parameters[name], parameters[name].data) for name in names]
@@ -95,16 +98,16 @@ def weights_cast(module: nn.Module, names: Collection[str], dtype: torch.dtype) 
 
 
 class _WeightUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records how operations read some storages; autocast's casts arrive here like any operation.
+    """Records how operations read some storages; the casts of autocast are operations like others.
 
     Args:
-        storages: of the parameters, as `_cdata` names them.
-        dtype: of autocast.
+        storages: `_cdata` of the storages of the parameters.
+        dtype: dtype of autocast.
 
     Attributes:
         cast: the storages that were cast to `dtype`.
-        other: the storages that anything else read or wrote. A view, such as a chunk of
-            `in_proj_weight`, is no use by itself: what reads it has the same storage.
+        other: the storages that another operation read or wrote. A view, such as a chunk of
+            `in_proj_weight`, does not count: an operation that reads it has the same storage.
     """
 
     def __init__(self, storages: set[int], dtype: torch.dtype) -> None:
@@ -133,17 +136,17 @@ class _WeightUses(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storage_of(value: Any) -> int | None:
-    """The identity of a tensor's storage; None for other values and tensors without a storage."""
+    """The identity of the storage of a tensor, or None for other values and tensors without one."""
     if not isinstance(value, torch.Tensor):
         return None
     try:
         return int(value.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers around other tensors
+    except (NotImplementedError, RuntimeError):  # sparse tensors, wrapper subclasses
         return None
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Whether a parameter's data can be replaced: neither a subclass nor an inference tensor."""
+    """Whether the data of a parameter can be replaced: no subclass and no inference tensor."""
     return (
         type(parameter) is nn.Parameter
         and type(parameter.data) is torch.Tensor

@@ -1,4 +1,4 @@
-"""The stage of a run that the others waited for."""
+"""Bottleneck of a run: the stage that the others waited for."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from featx.base.progress import WAITING_SHARE
 def bottleneck(
     seconds: Mapping[str, float], took: float, threads: int, device: str, precision: str
 ) -> str:
-    """The stage that the others waited for, its share of the time, and what would move it.
+    """Describe the stage that the others waited for, its share of the time, and what would help.
 
     Args:
-        seconds: stage -> busy seconds; reading and decoding of all threads together.
-        took: seconds of the run, from its first batch to its last commit.
-        threads: that read and decode.
-        device: 'cpu', 'cuda', 'mps'.
-        precision: as the config has it; auto has tried the others.
+        seconds: Stage -> busy seconds; reading and decoding summed over all threads.
+        took: Seconds of the run, from its first batch to its last commit.
+        threads: Number of threads that read and decode.
+        device: Type of the device: 'cpu', 'cuda' or 'mps'.
+        precision: Option of the config; 'auto' has tried all precisions.
     """
     waited = seconds["wait"] / took
     if waited > WAITING_SHARE:

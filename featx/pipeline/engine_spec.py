@@ -1,4 +1,4 @@
-"""What a run computes with, given by the job."""
+"""Engine spec: how a job builds the engine of its run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 class EngineSpec:
     """How to build the engine of a run and how to choose its layers.
 
-    All three are functions of a module, since workers get them pickled by name.
+    All three are module-level functions, since workers receive them pickled by name.
 
     Attributes:
-        build: makes the engine from the config, a backbone, a device, and the dtype of its values.
-        select: finds the datasets that the config asks for, in one traced pass of the engine.
-        bind_reductions: completes the reductions that need statistics of a data set.
+        build: Creates the engine from the config, a backbone, a device, and the dtype of its
+            values.
+        select: Finds the requested datasets in one traced forward pass of the engine.
+        bind_reductions: Completes the reductions that need statistics of a data set.
     """
 
     build: Callable[[Config, Backbone, torch.device, str], Engine]

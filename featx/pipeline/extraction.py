@@ -1,4 +1,4 @@
-"""The main job itself: what is missing in a store is computed, committed and packed."""
+"""Extraction: computes the missing rows of a store, commits them, and packs the store."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def run_extraction(
     observe: Callable[[RunContext, StoreSession], RunObserver] | None = None,
     source: Source | None = None,
 ) -> dict[str, Any]:
-    """Begin or go on with the store of a config until it is whole; says what happens on stderr.
+    """Start or resume the store of a config and complete it; reports progress on stderr.
 
     Args:
-        config: checked.
-        config_yaml: as the user gave it, for the store.
-        engine_spec: of the engine that computes the rows.
-        known_rows_only: leave pictures alone that the store does not know.
-        observe: makes what follows the run, given the run and its store, which is held.
-        source: the data set, where it is an object from Python; None opens the config's.
+        config: Checked config.
+        config_yaml: Config as the user wrote it; the store keeps this text.
+        engine_spec: How to build the engine that computes the rows.
+        known_rows_only: Ignore images that the store does not contain yet.
+        observe: Creates the observer of the run from its context and its open write session.
+        source: Data set given as a Python object; None opens the data set of the config.
 
     Returns:
-        the summary, as in summary.json.
+        Content of summary.json.
 
     Raises:
-        FeatxError: the config or the store does not fit, or the run failed on its way.
-        Interrupted: a signal asked for the end; what was whole is committed.
+        FeatxError: The config or the store does not fit, or the run failed.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     mark = OverwriteMark(parse_path(config.out) / layout.OVERWRITING, config, source is None)
 
@@ -87,7 +87,7 @@ def _run(
     observe: Callable[[RunContext, StoreSession], RunObserver] | None,
     source: Source | None,
 ) -> dict[str, Any]:
-    """As `run_extraction`, and overwrite=true deletes what is there."""
+    """Run the extraction as `run_extraction` does; overwrite=true deletes an existing store."""
     out = parse_path(config.out)
     _check(config, out, writes_images=observe is not None)
     with contextlib.ExitStack() as stack:
@@ -124,12 +124,12 @@ def _run(
 
 
 def _check(config: Config, out: Path, writes_images: bool) -> None:
-    """Refuse what cannot work here, before anything is listed or loaded.
+    """Refuse impossible requests before images are listed or a model is loaded.
 
     Args:
-        config: checked.
-        out: the store.
-        writes_images: whether what follows the run writes images to the store's folder.
+        config: Checked config.
+        out: Path of the store.
+        writes_images: Whether an observer writes images into the folder of the store.
     """
     if config.grow and is_url(out):
         raise ConfigError(
@@ -149,11 +149,11 @@ def _check(config: Config, out: Path, writes_images: bool) -> None:
 
 
 def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
-    """Say which rows failed, and which are too small for their dtype.
+    """Report failed rows and underflow rows on stderr.
 
     Args:
-        session: of the run.
-        faint: layer -> how many of its rows are.
+        session: Write session of the store.
+        faint: Layer -> number of underflow rows.
     """
     if session.failures:
         log_message(failures_text(session.failures))
@@ -166,7 +166,7 @@ def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
 
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
-    """0, or that of more failed rows than max_failures allows, which it then says."""
+    """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr."""
     failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(
         config,
@@ -177,16 +177,17 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
 
 
 def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -> None:
-    """Compare the images with what the rows that are there were computed from.
+    """Compare the images with those that the rows in the store were computed from.
 
     Args:
-        prepared: the run.
-        session: its store, held.
-        only_tell: go on all the same; it is a repair, which refuses nothing that it can mend.
+        prepared: Run context.
+        session: Write session of the store.
+        only_tell: Warn about changed images instead of raising. A repair does so, as it refuses
+            nothing that it can fix.
 
     Raises:
-        StoreMismatchError: some have changed, and refresh=true was not given or could not compute
-            all their layers.
+        StoreMismatchError: Images have changed, and refresh=true was not given or could not compute
+            all layers of their rows.
     """
     config, keys = prepared.config, prepared.listing.keys
     changes = _changes(prepared, session)
@@ -226,13 +227,17 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
 
 
 def _anew_text(layers: Sequence[str]) -> str:
-    """What refresh=true does, for runs with these layers, as they are given to the command."""
+    """Clause on what refresh=true computes for runs with these layers.
+
+    Args:
+        layers: Override `layers=[...]` of each run.
+    """
     each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
     return f"computes those rows anew and no others{each}"
 
 
 def _changes(prepared: RunContext, session: StoreSession) -> ImageChanges:
-    """What has changed by now; the states of the images are kept for the next look."""
+    """Compare the images with the store, and save their states for the next comparison."""
     changes = image_changes(
         prepared.source,
         prepared.listing.keys,
@@ -246,7 +251,7 @@ def _changes(prepared: RunContext, session: StoreSession) -> ImageChanges:
 
 
 def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[np.int64]:
-    """The rows that have changed for the layers that are asked for."""
+    """Changed rows of the runs that compute the requested layers."""
     pairs = zip(session.manifest.runs, changes.changed, strict=True)
     return np.unique(
         np.concatenate([[], *(rows for run, rows in pairs if session.makes(run))]).astype(np.int64)
@@ -254,7 +259,9 @@ def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[
 
 
 def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
-    """Compute the rows that damaged chunks held, and put them to the rows that a repair kept."""
+    """Recompute rows that were lost with damaged chunks, and merge them with the rows a repair
+    kept.
+    """
     rows = session.lost_rows()
     if rows:
         log_message(
@@ -265,7 +272,7 @@ def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
 
 
 def _retry(prepared: RunContext, session: StoreSession) -> None:
-    """Try the failed images again, and put those that can be read now into their rows."""
+    """Read the failed images again, and recompute the rows of those that can be decoded now."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
     rows = readable_again(prepared, failed)
     log_message(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
@@ -276,16 +283,16 @@ def _retry(prepared: RunContext, session: StoreSession) -> None:
 def _compute_anew(
     prepared: RunContext, session: StoreSession, rows: Sequence[int], option: str
 ) -> None:
-    """Compute some rows once more, in their place; no other row changes.
+    """Recompute some rows in place; no other row changes.
 
     Args:
-        prepared: the run.
-        session: its store, held.
-        rows: of the listing.
-        option: that asks for it.
+        prepared: Run context.
+        session: Write session of the store.
+        rows: Rows of the listing.
+        option: Name of the option that requests this, for messages.
 
     Raises:
-        ConfigError: the layers asked for are not those of a run.
+        ConfigError: The requested layers are not exactly those of one run.
     """
     if not session.parts_with(rows):
         together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
@@ -299,14 +306,14 @@ def _compute_anew(
 
 
 def _done_here(prepared: RunContext, session: StoreSession, observer: RunObserver) -> RunOutcome:
-    """What a store lacks, computed by this process alone."""
+    """Compute the missing parts in this process."""
     with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
         maker = FeatureSink(prepared, session.commit, heart, observer)
         return in_process.run(prepared, session, maker, observer)
 
 
 def product_of(purpose: StoreTarget, prepared: RunContext, session: StoreSession) -> StorePartTask:
-    """What the workers of a spread run are to make."""
+    """Part task for the workers of a distributed run."""
     return StorePartTask(
         dtype=purpose.dtype,
         settings=purpose.settings,
@@ -316,7 +323,7 @@ def product_of(purpose: StoreTarget, prepared: RunContext, session: StoreSession
 
 
 def _pack(config: Config, session: StoreSession) -> None:
-    """The parts into one features.h5, where that is wanted and there is room."""
+    """Pack the parts into one features.h5, if the config asks for it and there is room."""
     if session.packed or not session.whole or _is_mixed(session) or config.pack is False:
         return
     if is_url(session.root):
@@ -336,10 +343,10 @@ def _pack(config: Config, session: StoreSession) -> None:
 
 
 def _is_mixed(session: StoreSession) -> bool:
-    """Whether layers of some rows were computed from different images; says so.
+    """Whether layers of some failed rows were computed from different images; reports them.
 
     Raises:
-        StoreMismatchError: of rows that have not failed.
+        StoreMismatchError: The same holds for rows that have not failed.
     """
     runs = session.manifest.runs
     if len(runs) == 1:
@@ -363,6 +370,7 @@ def _is_mixed(session: StoreSession) -> bool:
 
 
 def _summary(session: StoreSession, outcome: RunOutcome) -> dict[str, Any]:
+    """Content of summary.json."""
     return {
         "rows": len(session.listing),
         "failures": len(session.failures),
@@ -376,6 +384,7 @@ def _summary(session: StoreSession, outcome: RunOutcome) -> dict[str, Any]:
 
 
 def _store_text(session: StoreSession) -> str:
+    """Line of the table before a run on the rows that the store already has."""
     done, total = session.rows_done, session.rows_asked
     if not done:
         return f"{session.root}, begun"

@@ -1,8 +1,8 @@
-"""Images that have changed since the rows of a store were computed from them.
+"""Detects images that have changed since the rows of a store were computed from them.
 
-As with git's index, an image whose size and time of change are what they were is taken to be the
-same, and of the others the bytes are compared. An image that was changed within RECENT_NS before it
-was looked at may change again without another time, so its state is not kept.
+As in the index of git, an image with unchanged size and modification time counts as unchanged;
+the bytes of all others are compared. An image whose modification time is less than RECENT_NS away
+from the moment of the comparison may change again without another time, so its state is not kept.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from featx.types import (
 )
 
 RECENT_NS = 2_000_000_000
-"""The coarsest time of change that a file system keeps: 2 s, on FAT."""
+"""Coarsest resolution of modification times in nanoseconds: 2 s, on FAT."""
 
 _AT_ONCE = 1 << 12
-"""Images that wait to be read."""
+"""Number of images that are queued for reading at a time."""
 
 _SHOWN = 10
-"""Keys that a message names."""
+"""Number of keys that a message names."""
 
 
 @dataclass(frozen=True)
 class ImagesOfRun:
-    """The images that a run computed its rows from.
+    """Images from which a run computed its rows.
 
     Attributes:
-        first_row: of the run.
-        checksums: (n,) of its rows' images, UNKNOWN_IMAGE where nothing is known.
-        computed: (n,) whether the rows are there.
+        first_row: First row of the run in the listing.
+        checksums: (n,) uint64 checksum of each row's image; UNKNOWN_IMAGE if none was recorded.
+        computed: (n,) bool, whether the row has been computed.
     """
 
     first_row: int
@@ -60,21 +60,22 @@ class ImagesOfRun:
 
     @property
     def rows(self) -> slice:
-        """Of the listing."""
+        """Rows of the run in the listing."""
         return slice(self.first_row, self.first_row + len(self.checksums))
 
 
 @dataclass(frozen=True)
 class ImageChanges:
-    """What became of the images of a store, or of statistics.
+    """Result of comparing the images of a store or of statistics.
 
     Attributes:
-        changed: for each run, the rows that it computed from another image.
-        gone: rows whose image gives no bytes now, though it did.
-        num_rows: that are there, whose images were looked at.
-        num_read: of them, those whose bytes were compared.
-        num_unknown: rows that are there without a checksum of their image.
-        states: (N,) IMAGE_STATE to be kept; None where the data set does not tell any.
+        changed: For each run, the rows that it computed from an image that has changed.
+        gone: Rows whose image had bytes before and has none now.
+        num_rows: Number of computed rows whose images were checked, by state or by bytes.
+        num_read: Number of these rows whose bytes were compared.
+        num_unknown: Number of computed rows without a checksum of their image.
+        states: (N,) IMAGE_STATE to store for the next comparison, or None if the data set tells no
+            states.
     """
 
     changed: tuple[npt.NDArray[np.int64], ...]
@@ -86,7 +87,7 @@ class ImageChanges:
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """The rows that some run computed from another image, in order."""
+        """Rows that any run computed from an image that has changed, in ascending order."""
         return np.unique(np.concatenate(self.changed))
 
 
@@ -98,20 +99,20 @@ def image_changes(
     present: npt.NDArray[np.bool_] | None = None,
     read_all: bool = False,
 ) -> ImageChanges:
-    """Compare the images of a store with what its rows were computed from.
+    """Compare the images of a store with those its rows were computed from.
 
     Args:
-        source: of the images.
-        keys: (N,) of the store's rows.
-        root: of the store, a folder.
-        manifest: its runs.
-        present: (N,) which keys the data set has; None for all.
-        read_all: read every image of a data set that tells nothing of their states; else it is not
-            compared.
+        source: Data set that reads the images.
+        keys: (N,) keys of the rows of the store.
+        root: Folder of the store.
+        manifest: Manifest of the store.
+        present: (N,) bool, which keys the data set contains; None for all.
+        read_all: Compare the bytes of all images if the data set tells no states; otherwise such
+            images are not compared.
 
     Raises:
-        RunError: the images' disk fails, and goes on failing.
-        StoreError: the store cannot be read now.
+        RunError: The file system of the images keeps failing.
+        StoreError: The store cannot be read now.
     """
     runs = _images_of_runs(root, manifest)
     return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all)
@@ -128,15 +129,15 @@ def compare_images(
     """Compare the images of a data set with those that runs computed their rows from.
 
     Args:
-        source, keys, present, read_all: as for `image_changes`.
-        runs: at least one.
-        states_file: where the states of the images were kept.
+        source, keys, present, read_all: As for `image_changes`.
+        runs: Images of each run, at least one run.
+        states_file: File with the states of the images at the last comparison.
 
     Raises:
-        RunError: the images' disk fails, and goes on failing.
+        RunError: The file system of the images keeps failing.
     """
     present = np.ones(len(keys), np.bool_) if present is None else present
-    now_ns = time.time_ns()  # before anything is read
+    now_ns = time.time_ns()  # taken before any state is read
     states = np.full(len(keys), UNSETTLED)
     found = source.states(keys[present]) if isinstance(source, Stateful) else None
     if found is not None:
@@ -156,6 +157,8 @@ def compare_images(
         sums, now = run.checksums, current[run.rows]
         other = run.computed & (sums != UNKNOWN_IMAGE) & (sums != now) & (now != NO_IMAGE)
         changed.append(np.flatnonzero(other) + run.first_row)
+    # A state is kept only if it stands for bytes that are known to be those of the row. All others
+    # become UNSETTLED, which equals no state, so that the next comparison reads the bytes again.
     gone = known & (expected != NO_IMAGE) & (current == NO_IMAGE)
     unsettled = gone | (np.abs(states["mtime_ns"] - now_ns) < RECENT_NS)
     unsettled[np.concatenate(changed)] = True
@@ -171,7 +174,7 @@ def compare_images(
 
 
 def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
-    """Rows whose layers were not all computed from the same image, by what the store says."""
+    """Rows whose layers were computed from different images, by the checksums in the store."""
     _, mixed, _ = _expected(manifest.num_rows, _images_of_runs(root, manifest))
     return np.flatnonzero(mixed)
 
@@ -179,13 +182,13 @@ def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
 def changed_images_text(
     path: Path, keys: npt.NDArray[np.bytes_], rows: Sequence[int], what: str
 ) -> str:
-    """The message for images that are others than those that something was computed from.
+    """Message for images that differ from those that a result was computed from.
 
     Args:
-        path: of what was computed: a store, or statistics.
-        keys: of all rows.
-        rows: that are concerned.
-        what: refresh=true does: "computes ...".
+        path: Folder of the result, a store or statistics.
+        keys: Keys of all rows.
+        rows: Rows whose images have changed.
+        what: What refresh=true does, a clause that starts with "computes".
     """
     return (
         f"{changed_text(len(rows))} since {path} was computed from them: "
@@ -196,19 +199,19 @@ def changed_images_text(
 
 
 def changed_text(count: int) -> str:
-    """So many images have changed."""
+    """Clause that says how many images have changed."""
     return counted(count, "image has changed", "images have changed")
 
 
 def gone_images_text(keys: npt.NDArray[np.bytes_], rows: npt.NDArray[np.int64]) -> str:
-    """Images that are not there any more."""
+    """Clause that names images that no longer exist."""
     count = len(rows)
     named = named_keys(keys[rows].tolist(), count)
     return f"{counted(count, 'image is', 'images are')} not there any more: {named}"
 
 
 def mended_images_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str:
-    """Failed images that are others now."""
+    """Message for failed images that have changed since."""
     named = named_keys(keys[list(rows)].tolist(), len(rows))
     return (
         f"{counted(len(rows), 'failed image has changed', 'failed images have changed')} since: "
@@ -217,7 +220,7 @@ def mended_images_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str
 
 
 def unknown_images_text(count: int) -> str:
-    """Rows without a checksum of their image."""
+    """Clause that says how many rows have no checksum of their image."""
     return (
         f"{counted(count, 'row does', 'rows do')} not say which image "
         f"{'it was' if count == 1 else 'they were'} computed from"
@@ -225,13 +228,13 @@ def unknown_images_text(count: int) -> str:
 
 
 def named_keys(keys: Iterable[bytes], count: int) -> str:
-    """Some keys for a message: all of a few, the first of many."""
+    """Keys for a message; beyond the first _SHOWN only their number."""
     shown = [os.fsdecode(key) for _, key in zip(range(_SHOWN), keys, strict=False)]
     return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
 
 
 def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
-    """What a store says of its images, run by run."""
+    """Image checksums of each run, as recorded in the store."""
     stored = stored_image_checksums(root, manifest)
     return [
         ImagesOfRun(run.grid.first_row, sums, there)
@@ -242,7 +245,12 @@ def _images_of_runs(root: Path, manifest: Manifest) -> list[ImagesOfRun]:
 def _expected(
     num_rows: int, runs: Sequence[ImagesOfRun]
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Each row's checksum, whether runs differ in it, and whether it is there."""
+    """Combine the checksums of several runs.
+
+    Returns:
+        (N,) checksum of each row, (N,) bool whether runs disagree on it, and (N,) bool whether any
+        run has computed the row.
+    """
     expected = np.full(num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
     mixed, computed = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.bool_)
     for run in runs:
@@ -251,12 +259,15 @@ def _expected(
         both = (before != UNKNOWN_IMAGE) & (sums != UNKNOWN_IMAGE)
         mixed[rows] |= both & (before != sums)
         computed[rows] |= run.computed
-        before[~both] = np.maximum(before, sums)[~both]
+        before[~both] = np.maximum(before, sums)[~both]  # UNKNOWN_IMAGE is 0, so the known one wins
     return expected, mixed, computed
 
 
 def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint64]:
-    """(n,) of the images as they are now, each read once however many rows are cut from it."""
+    """Checksums of the images as they are now, (n,) uint64.
+
+    An image is read once, however many rows are boxes of it.
+    """
     if not len(keys):
         return np.empty(0, dtype=np.uint64)
     which = np.arange(len(keys))

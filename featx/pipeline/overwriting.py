@@ -1,8 +1,8 @@
-"""What is begun by overwrite=true and not finished: the same command resumes it, not deletes it.
+"""Resume of runs that overwrite=true started: the same command resumes instead of deleting.
 
-A small file beside the parts holds the digest of the command. It is written before the first part
-and deleted when everything is there, so a process that is killed leaves it, in whatever way it
-ends. A finished store has none, and overwrite=true deletes it.
+A marker file beside the parts holds a digest of the command. It is written before the first part
+and deleted when everything is complete, so a killed process leaves it behind, however it ends. A
+finished store has no marker, and overwrite=true deletes the store.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 
 class OverwriteMark:
-    """The file that says by which command a folder was begun anew.
+    """Marker file with the digest of the command that overwrites a folder.
 
     Args:
-        path: of the file.
-        config: of the command.
-        is_known: whether the config says all of what is computed; a data set given as an object
-            from Python is not in it, and nothing is resumed then.
+        path: Path of the marker file.
+        config: Config of the command.
+        is_known: Whether the config determines everything that is computed. It does not if the data
+            set is a Python object; nothing is resumed then.
     """
 
     def __init__(self, path: Path, config: Config, is_known: bool = True) -> None:
@@ -41,17 +41,17 @@ class OverwriteMark:
         self._request = _digest(config) if config.overwrite and is_known else None
 
     def write(self, disk: AtomicFolder) -> None:
-        """Say that this command has begun the folder anew; nothing unless it has overwrite=true."""
+        """Record that this command started the folder; does nothing without overwrite=true."""
         if self._request is not None:
             disk.replace(self.path, self._request)
 
     def remove(self, disk: AtomicFolder) -> None:
-        """Say that what was begun is finished."""
+        """Record that the run is complete."""
         disk.remove(self.path)
 
     @property
     def is_of_this_command(self) -> bool:
-        """Whether this command has begun what is there, and not finished it."""
+        """Whether this command started the content of the folder and has not finished it."""
         if self._request is None:
             return False
         try:
@@ -61,15 +61,15 @@ class OverwriteMark:
 
 
 def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config], T]) -> T:
-    """Run a job that overwrite=true begins anew, or that it resumes where it began it before.
+    """Run a job with overwrite=true, or resume it if the same command started it before.
 
     Args:
-        config: of the command.
-        mark: of the folder that it writes to.
-        run: the job, given the config with overwrite=false where it resumes.
+        config: Config of the command.
+        mark: Marker of the output folder.
+        run: The job; it receives a config with overwrite=false when it resumes.
 
     Raises:
-        FeatxError: as of `run`.
+        FeatxError: Error of `run`.
     """
     if mark.is_of_this_command:
         log_message(
@@ -78,15 +78,15 @@ def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config],
         )
         try:
             return run(replace(config, overwrite=False))
-        # Images or libraries have changed since. A disk that cannot be read now is another matter:
-        # what was computed may be there still.
+        # Images or libraries have changed since, so a resume is impossible. Other errors, such as a
+        # disk that cannot be read now, are passed on: computed parts may still be there.
         except (StoreMismatchError, DamagedManifestError) as error:
             log_message(f"{error}\nIt cannot be resumed; overwrite=true starts it anew.")
     return run(config)
 
 
 def _digest(config: Config) -> bytes:
-    """A hash of what the command computes; how it computes and reports it is left out."""
+    """SHA-256 of what the command computes; options on how it computes and reports are left out."""
     asked = replace(
         in_this_process(config),
         job=JobConfig(config.job.name),
@@ -101,7 +101,7 @@ def _digest(config: Config) -> bytes:
 
 
 def _source_of(target: str) -> str | None:
-    """A hash of the file of package.module:factory, which may be edited between two commands."""
+    """SHA-256 of the file behind package.module:factory, which may change between two commands."""
     name = target.partition(":")[0].replace(".", os.sep)
     for folder in (*sys.path, ""):
         for ending in (".py", f"{os.sep}__init__.py"):

@@ -1,4 +1,4 @@
-"""profile=true: some batches of a run as torch.profiler sees them, a file for ui.perfetto.dev."""
+"""profile=true: trace of some batches of a run by torch.profiler, for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from featx.store import layout
 
 TRACE = layout.TRACE
 SKIPPED_BATCHES, RECORDED_BATCHES = 2, 8
-"""The first batches fill the queues and warm up; a few after them show how it goes on."""
+"""Number of batches that only warm up and fill the queues, and of recorded batches after them."""
 
 span = record_function
-"""A named stretch of time in this thread; without a timeline it costs a microsecond."""
+"""Context manager that names a stretch of time in this thread; about 1 µs without a profiler."""
 
 
 class Timeline:
-    """Records a few batches of a run; a context manager around its loop.
+    """Records a few batches of a run; a context manager around the loop.
 
     All threads are recorded: reading and decoding, the model, and the commit of a part.
 
     Args:
-        disk: of the folder that gets TRACE.
-        device: that computes.
+        disk: Folder that receives the trace file (TRACE).
+        device: Device that computes.
     """
 
     def __init__(self, disk: AtomicFolder, device: torch.device) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # else it talks of GPUs that are not there
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # silences warnings about missing GPUs
         self._disk = disk
         activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
@@ -45,7 +45,8 @@ class Timeline:
             activities=activities,
             schedule=schedule(wait=0, warmup=SKIPPED_BATCHES, active=RECORDED_BATCHES, repeat=1),
             on_trace_ready=self._write,
-            # Public API has no word for it (torch 2.11 to 2.15), and one thread is not the run.
+            # The public API has no such option (torch 2.11 to 2.15); by default only the thread
+            # that starts the profiler is recorded.
             experimental_config=torch._C._profiler._ExperimentalConfig(profile_all_threads=True),
         )
 
@@ -62,13 +63,15 @@ class Timeline:
             )
 
     def step(self) -> None:
-        """A batch is done."""
+        """Mark the end of a batch."""
         self._num_batches += 1
         self._profile.step()
 
     def _write(self, profiled: Any) -> None:
         if self._num_batches <= SKIPPED_BATCHES:
             return
+        # torch writes to a local path only; the trace may belong into a bucket, and appears there
+        # whole.
         with tempfile.TemporaryDirectory(prefix="featx-") as folder:
             path = Path(folder) / TRACE
             profiled.export_chrome_trace(str(path))

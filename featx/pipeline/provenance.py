@@ -1,4 +1,4 @@
-"""Where the values of a run come from: its fingerprint, and what a store says of it."""
+"""Provenance of the values of a run: its fingerprint, and the header that a store records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,19 @@ def fingerprint(
     listing: Listing,
     part_rows: int,
 ) -> dict[str, Any]:
-    """Everything that changes values; a resume with another one is refused."""
+    """Every setting that changes values; a resume with another fingerprint is refused.
+
+    Args:
+        config: Checked config.
+        engine: Engine with all choices made.
+        decoding: How images are decoded.
+        specs: Datasets that are computed.
+        listing: Rows of the run.
+        part_rows: Rows per part.
+
+    Returns:
+        Name -> value; values are JSON types.
+    """
     backbone, policy = engine.backbone, decoding.policy
     jpeg = policy.jpeg
     return {
@@ -37,14 +49,14 @@ def fingerprint(
         "weights": backbone.weights,
         "weights_sha256": backbone.weights_sha256,
         **({"model.args": dict(backbone.args)} if backbone.args else {}),
-        # Where it is not there nothing is said, for stores of before it was a key.
+        # The default is left out: a fingerprint without this entry stands for it.
         **({"model.init": config.model.init} if config.model.init != "loaded" else {}),
         **{f"layer.{spec.name}": layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if decoding.reference else "fast",
         **_of_device_decoder(decoding),
-        # Stores of early runs knew Pillow only, whose version stands below.
+        # Pillow is the default and is left out; its version is among the library versions below.
         **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
         **({} if policy.heif is None else {"version.pillow_heif": policy.heif}),
         "data.exif": policy.exif,
@@ -60,7 +72,9 @@ def fingerprint(
 
 
 def _of_device_decoder(decoding: DecodeSettings) -> dict[str, Any]:
-    """What is said where a device decodes: of how many pictures, and with what."""
+    """Fingerprint entries of decode=gpu: share of images decoded on the device, and version of
+    CUDA.
+    """
     if decoding.device_share is None:
         return {}
     import torch
@@ -69,7 +83,7 @@ def _of_device_decoder(decoding: DecodeSettings) -> dict[str, Any]:
 
 
 def layer_line(spec: LayerSpec, config: Config) -> str:
-    """What a layer's values are, in words; for gradients also of what."""
+    """Description of the values of a layer as one line; for gradients with the gradient target."""
     target = f", target {config.target}" if spec.capture in GRADIENTS else ""
     of_layer = f" of {spec.layer}" if spec.layer else ""
     return (
@@ -79,12 +93,12 @@ def layer_line(spec: LayerSpec, config: Config) -> str:
 
 
 def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> StoreHeader:
-    """What a store says of a run.
+    """Header of a run, which every file of the store records.
 
     Args:
-        config_yaml: as the user gave it.
-        backbone: that computes it.
-        settings: the fingerprint.
+        config_yaml: Config as the user wrote it.
+        backbone: Backbone of the run.
+        settings: Fingerprint.
     """
     from featx.base.version import __version__
 

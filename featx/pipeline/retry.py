@@ -1,4 +1,4 @@
-"""Some rows of a store computed again, each put in its place: all others stay as they are."""
+"""Recomputes some rows of a store in place; all other rows keep their values."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
 
 
 def readable_again(prepared: RunContext, rows: Sequence[int]) -> list[int]:
-    """Those of some failed rows whose image can be read and decoded now."""
+    """Select those of some failed rows whose image can be read and decoded now."""
     with prepared.loader(1) as loader:
         images = loader.each(rows)
         return [row for row, image in zip(rows, images, strict=True) if image is not None]
 
 
 class RetrySink:
-    """Rows computed again and put into the parts that hold their neighbours: those that failed, of
-    changed images, or lost with a damaged chunk.
+    """Batch sink that recomputes rows and replaces them in their parts.
 
-    A row's last bits depend on its batch, so whole batches are computed, as they would have been;
-    of these only the rows that are retried are taken. All others stay as they are stored.
+    Such rows failed before, belong to changed images, or were lost with a damaged chunk. The last
+    bits of a row depend on its batch, so the batches of the original run are computed again as a
+    whole, but only the requested rows are replaced.
 
     Args:
-        prepared: the run.
-        session: its store, held, in parts.
-        rows: of the listing; of a part in pieces all that these lack.
+        prepared: Run context.
+        session: Write session of the store, whose features lie in parts.
+        rows: Rows of the listing. For a part of which a repair kept pieces, all rows that the
+            pieces lack must be among them.
 
     Attributes:
-        seconds: there are no stages beside those of every run.
+        seconds: Always empty, as this sink has no stages of its own.
     """
 
     def __init__(self, prepared: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
@@ -57,24 +58,29 @@ class RetrySink:
 
     @property
     def rows_asked(self) -> int:
+        """Number of rows in the batches that are computed."""
         return sum(len(span) for span in self._spans)
 
     @property
     def rows_done(self) -> int:
+        """Number of rows in batches that were taken."""
         return sum(len(span) for span in self._spans[: self._taken])
 
     @property
     def rows_failed(self) -> int:
-        return 0  # they are few, and most have failed before: no reason to stop
+        """Always 0, so that failures do not end the run."""
+        return 0  # the rows are few, and most have failed before: no reason to stop
 
     def missing(self) -> list[Part]:
-        """The batches with such rows; each has the number of its part."""
+        """Batches that contain requested rows; each carries the index of its part."""
         return self._spans
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the features of a batch."""
         return compute_rows(self._prepared, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        """Keep the requested rows of a batch; return the failures among them."""
         rows = computed()
         for row in self._rows.intersection(range(batch.start, batch.start + batch.count)):
             place = row - batch.start
@@ -86,6 +92,7 @@ class RetrySink:
         return failed
 
     def finish_part(self) -> Callable[[], None]:
+        """Return a function that replaces the part, or does nothing before its last batch."""
         index = self._spans[self._taken].index
         self._taken += 1
         if self._taken < len(self._spans) and self._spans[self._taken].index == index:
@@ -95,6 +102,7 @@ class RetrySink:
         return functools.partial(self._replace, self._parts[index], features, failures, sums)
 
     def _batches_of(self, part: Part) -> list[Part]:
+        """Batches of a part that contain requested rows, aligned as in the original run."""
         size = self._prepared.engine.compute.batch_size
         inside = [row for row in self._rows if part.start <= row < part.stop]
         starts = {row - (row - part.start) % size for row in inside}
@@ -107,7 +115,7 @@ class RetrySink:
         failures: Sequence[Failure],
         checksums: Mapping[int, np.uint64],
     ) -> None:
-        """The part once more, with other values in the rows that were computed."""
+        """Replace a part by a copy with new values in the rows that were computed."""
         stored, before, images = self._session.stored(part)
         lacking = set(self._session.lacking_rows(part))
         require(lacking <= features.keys(), "a row that no piece holds was not computed")

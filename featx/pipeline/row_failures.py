@@ -1,4 +1,4 @@
-"""Rows that failed: which of a batch do, how many a run bears, and what is said of them."""
+"""Failed rows: how they are found in a batch, how many a run accepts, and how they are reported."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 EARLY_STOP_S = 60.0
-"""A run with too many failures ends early where at least this much work is left."""
+"""Least seconds of remaining work for which too many failures end a run early."""
 
 
 def failures_of(
     prepared: RunContext, engine: Engine, batch: Batch, values: Mapping[str, Any]
 ) -> list[Failure]:
-    """The rows of a batch that failed: in reading, or because a feature is not finite.
+    """Collect the failed rows of a batch: unreadable images and non-finite features.
 
     Args:
-        prepared: the run.
-        engine: that computed it.
-        batch: n rows of it, and padding.
-        values: dataset name -> (B, ...), of any device.
+        prepared: Run context.
+        engine: Engine that computed the batch.
+        batch: n rows, followed by padding.
+        values: Dataset name -> (B, ...) tensor on any device.
 
     Raises:
-        NonFiniteError: a feature is not finite, and nonfinite=error.
+        NonFiniteError: A feature is NaN or infinite, and nonfinite=error.
     """
     from featx.engine.row_checks import finite_rows
 
@@ -51,7 +51,9 @@ def failures_of(
 def _non_finite(
     prepared: RunContext, engine: Engine, batch: Batch, row: int, layer: str
 ) -> Failure:
-    """A row whose feature is NaN, infinite or too large: an error, or a failure on record."""
+    """Failure of a row with a NaN, infinite or too large feature; NonFiniteError with
+    nonfinite=error.
+    """
     key = bytes(prepared.listing.keys[row])
     labels = prepared.labels_of(batch)
     reason = engine.explain(batch.images, labels, row - batch.start, layer)
@@ -67,14 +69,14 @@ def _non_finite(
 
 
 def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: float) -> None:
-    """Raise TooManyFailuresError where going on would only give more of the same.
+    """Raise TooManyFailuresError if too many images failed and much work is left.
 
     Args:
-        config: of the run.
-        failed: images so far.
-        done: rows that are computed.
-        rows: that are asked for.
-        left_s: how long the others will take.
+        config: Config of the run.
+        failed: Number of failed images so far.
+        done: Number of computed rows.
+        rows: Number of rows of the finished output.
+        left_s: Seconds that the remaining rows will take.
     """
     if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
@@ -86,7 +88,7 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
 
 
 def failures_text(failures: list[Failure]) -> str:
-    """How many images failed for which reason, with an example of each."""
+    """Number of failed images by reason, most frequent first, with one example each."""
     counts = Counter(failure.status for failure in failures)
     lines = [f"{counted(len(failures), 'image')} failed:"]
     for status, count in counts.most_common():
@@ -98,12 +100,15 @@ def failures_text(failures: list[Failure]) -> str:
 
 
 def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) -> int:
-    """0, or that of more failures than max_failures allows or nothing else, which it then says.
+    """Exit code of a run: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr.
+
+    The latter stands for more failures than max_failures allows, and for runs without any good row.
 
     Args:
-        config: of the run.
-        num_rows, num_failed: images in all, and those that failed.
-        what_became: of the failed ones, a sentence.
+        config: Config of the run.
+        num_rows: Number of images.
+        num_failed: Number of failed images.
+        what_became: Sentence on the failed rows, which ends the message.
     """
     allowed = config.allowed_failures(num_rows)
     if num_failed <= allowed and num_failed < num_rows:

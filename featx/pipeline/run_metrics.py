@@ -1,4 +1,4 @@
-"""Seconds, rows and memory of a run."""
+"""Measurements of a run: seconds by stage, speed, and memory."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 @dataclass
 class RunMetrics:
-    """What a run measured.
+    """Measurements of a run.
 
     Attributes:
-        seconds: stage -> busy ones; None where a worker ended before it could tell them.
-        images_per_second: None where nothing was left to do.
-        bytes_read: of encoded images; None as for seconds.
-        bottleneck: a sentence on the stage that the others waited for.
-        trial_images_per_second: what the trial before the run promised; None where workers compute.
-        share_of_trial: of it, which the run reached; None also for a run that is too short.
-        below_trial: a sentence on the likely cause, where the share is below 0.7.
-        decoder_warnings: reason -> images whose decoder gave this warning.
+        seconds: Stage -> busy seconds; None if a worker ended before it reported them.
+        images_per_second: Speed of the run, or None if nothing was left to do.
+        bytes_read: Bytes of encoded images; None as for seconds.
+        bottleneck: Sentence on the stage that the others waited for.
+        trial_images_per_second: Speed predicted by the trial, or None if workers compute.
+        share_of_trial: Speed of the run divided by that of the trial; None also for short runs.
+        below_trial: Sentence on the likely cause if the share is below 0.7, otherwise None.
+        decoder_warnings: Reason -> number of images whose decoder gave this warning.
     """
 
     seconds: dict[str, float | None]
@@ -34,7 +34,7 @@ class RunMetrics:
     decoder_warnings: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Of summary.json."""
+        """Entries of summary.json; numbers are rounded to 3 decimals."""
         return {
             "images_per_second": self.images_per_second and round(self.images_per_second, 3),
             "trial_images_per_second": self.trial_images_per_second
@@ -52,7 +52,7 @@ class RunMetrics:
 
 
 def peak_memory_mib() -> int:
-    """Of this process, so far."""
+    """Peak resident memory of this process so far, in MiB."""
     # ru_maxrss is in KiB on Linux and in bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit >> 20

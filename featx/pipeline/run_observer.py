@@ -1,4 +1,4 @@
-"""What follows a run: its batches, its committed parts, and its end."""
+"""Observer of a run: notified of batches, committed parts and the end of the run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from featx.types import Batch, Failure, Part
 
 
 class RunObserver:
-    """Base of what follows a run; every method does nothing until a subclass overrides it.
+    """Base class of observers; every method does nothing until a subclass overrides it.
 
-    Batches and parts are told where the process of the command computes them, not where workers do.
+    Batches and parts are reported only if the process of the command computes them, not for
+    workers.
 
     Attributes:
-        wants_parts: whether the run waits for the commit of each part to tell of it.
+        wants_parts: Whether the run waits for the commit of each part in order to report it.
     """
 
     wants_parts = False
@@ -24,21 +25,21 @@ class RunObserver:
     def batch_computed(
         self, batch: Batch, features: Mapping[str, npt.NDArray[Any]], failures: Sequence[Failure]
     ) -> None:
-        """Follow a batch.
+        """Called after each batch.
 
         Args:
-            batch: n rows of the run.
-            features: dataset name -> (n, ...) as stored.
-            failures: the rows that failed.
+            batch: n rows of the run, followed by padding.
+            features: Dataset name -> (n, ...) array in the store's dtype.
+            failures: Failed rows of the batch.
         """
 
     def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
-        """Follow a part that was committed.
+        """Called after each committed part.
 
         Args:
-            part: the rows since the last call.
-            seconds: stage -> busy seconds of the run so far.
+            part: Part that was committed.
+            seconds: Stage -> busy seconds of the run so far.
         """
 
     def run_finished(self) -> None:
-        """Follow the end of a run whose store is complete; the model is still loaded."""
+        """Called when the run has ended without an error, while the model is still loaded."""

@@ -1,4 +1,4 @@
-"""The tables that the command prints before and after a run."""
+"""Tables that the command prints before and after a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def describe_run(prepared: RunContext) -> list[tuple[str, str]]:
-    """What will be done, before it is done."""
+    """Rows (name, text) of the table before a run: data, model, layers and settings."""
     config, listing, header = prepared.config, prepared.listing, prepared.header
     classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
     data = f"{config.data.root or config.data.name}: {counted(len(listing), 'image')}{classes}"
@@ -55,7 +55,7 @@ def describe_run(prepared: RunContext) -> list[tuple[str, str]]:
 
 
 def layers_text(prepared: RunContext) -> str:
-    """A line for each dataset: name, shape, dtype, bytes per row."""
+    """One line per dataset with name, shape, dtype and bytes per row; at most 20 datasets."""
     shown = prepared.specs[:20]
     lines = [
         f"{spec.name}  {spec.shape}  {spec.dtype}  {size_text(spec.row_bytes)} a row"
@@ -68,12 +68,12 @@ def layers_text(prepared: RunContext) -> str:
 
 
 def _origin(spec: LayerSpec) -> str:
-    """What of which layer; what job=attribute takes at the input is of none."""
+    """Capture and layer of a dataset; attributions at the input have no layer."""
     return f"{spec.capture} of {spec.layer}" if spec.layer else spec.capture
 
 
 def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Lines that compare a run with its trial; none where nothing was computed here."""
+    """Table rows that compare a run with its trial; empty if this process computed nothing."""
     promised, share = summary["trial_images_per_second"], summary["share_of_trial"]
     if not promised:
         return []
@@ -84,12 +84,12 @@ def trial_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None) -> str:
-    """The table after the run, with lines that open the result.
+    """Text after a run: a table, and Python lines that open the result.
 
     Args:
-        summary: of the run.
-        out: the store.
-        using: lines that use `store`; None reads the features and labels of the first layer.
+        summary: Content of summary.json.
+        out: Path or URL of the store.
+        using: Python lines that use `store`; None reads features and labels of the first layer.
     """
     rate = summary["images_per_second"]
     warnings = summary["decoder_warnings"]
@@ -115,7 +115,7 @@ def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None)
 
 
 def seconds_text(seconds: Mapping[str, float | None]) -> str:
-    """The busy seconds of the stages whose are known."""
+    """Busy seconds of each stage whose seconds are known."""
     known = [f"{stage} {value:.1f}" for stage, value in seconds.items() if value is not None]
     if len(known) < len(seconds):
         known.append("others not known, as workers ended before they could tell them")
@@ -123,6 +123,6 @@ def seconds_text(seconds: Mapping[str, float | None]) -> str:
 
 
 def _warnings_text(counts: Mapping[str, int]) -> str:
-    """How many images gave which warning of a decoder, the most frequent first."""
+    """Number of images by decoder warning, most frequent first."""
     ordered = sorted(counts.items(), key=lambda item: -item[1])
     return "\n".join(f"{counted(count, 'image')}: {reason}" for reason, count in ordered)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run stops after its batch, and what is whole is committed."""
+"""SIGINT and SIGTERM: the run stops after the current batch; complete parts are committed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from featx.base.supervisor import is_echo
 from featx.storage import s3_client
 
 GRACE_S = 5.0
-"""How long a batch may go on after SIGINT or SIGTERM before it is cut short."""
+"""Seconds that a batch may still take after SIGINT or SIGTERM before it is cut short."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked for the end; what was whole is committed."""
+    """Raised when a signal ends the run; complete parts are committed.
+
+    Attributes:
+        signum: Number of the signal.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
@@ -25,13 +29,22 @@ class Interrupted(KeyboardInterrupt):
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM end the run after the batch; a second one, or GRACE_S later, at once."""
+    """Turn SIGINT and SIGTERM into a request to stop after the current batch.
+
+    A second signal, or GRACE_S seconds, raises Interrupted at once. Signal handlers exist only in
+    the main thread; in other threads nothing is installed.
+
+    Yields:
+        list that is empty until a signal arrives, and then holds its number.
+    """
     stop: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
 
     def note(signum: int, frame: object) -> None:
+        # The terminal sends Ctrl-C to the parent and this process; the parent forwards it once
+        # more.
         if is_echo(signum):
             return
         if stop:
@@ -42,7 +55,8 @@ def stop_signals() -> Iterator[list[int]]:
 
     def cut_short(signum: int, frame: object) -> None:
         if stop:
-            s3_client.stop_waiting()  # a commit that waits for an object store would keep us here
+            # The end of the run waits for the commit, which may wait for S3.
+            s3_client.stop_waiting()
             raise Interrupted(stop[0])
 
     handlers = {signal.SIGINT: note, signal.SIGTERM: note, signal.SIGALRM: cut_short}

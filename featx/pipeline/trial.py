@@ -1,4 +1,4 @@
-"""How fast a run should be, by the trial passes before it, and why it was slower."""
+"""Speed that trial images predict for a run, and the likely cause if the run is slower."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 LEAST_SHARE = 0.7
-"""A run that reaches less of its trial's rate says so."""
+"""Share of the predicted speed below which a run reports a cause."""
 
 _MIN_RUN_S = 5.0
 _MIN_BATCHES = 3
-"""Batches of each replica, and seconds, below which the rate of a run means too little: it waits
-for its first images, warms up its threads, and in the end some replicas have nothing to do."""
+"""Least seconds of a run, and batches per replica, for a comparison with the trial. A shorter run
+mostly waits for its first images and warms up, and in the end some replicas are idle.
+"""
 
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A run beside its trial.
+    """Comparison of a run with its trial.
 
     Attributes:
-        share: of the trial's rate, which the run reached; None for a run that is too short.
-        cause: a sentence on a run that reached less than `LEAST_SHARE`; None otherwise.
+        share: Speed of the run divided by the predicted speed, or None for a short run.
+        cause: Sentence on the likely cause if the share is below LEAST_SHARE, otherwise None.
     """
 
     share: float | None
@@ -29,14 +30,14 @@ class Shortfall:
 
 @dataclass(frozen=True)
 class TrialSpeed:
-    """What the trial took for an image; a busy second is one of one thread.
+    """Seconds per image, measured on trial images; a busy second is one second of one thread.
 
     Attributes:
-        read_s: busy seconds of reading.
-        decode_s: busy seconds of decoding.
-        model_s: seconds of the model, with all threads of a CPU or with the whole device.
-        threads: that read and decode.
-        is_on_cpu: whether the model computes on the CPUs that decode.
+        read_s: Busy seconds per image for reading.
+        decode_s: Busy seconds per image for decoding.
+        model_s: Seconds per image for the model, with all CPU threads or the whole device.
+        threads: Number of threads that read and decode.
+        is_on_cpu: Whether the model runs on the CPUs that also decode.
     """
 
     read_s: float
@@ -47,7 +48,7 @@ class TrialSpeed:
 
     @property
     def images_per_second(self) -> float:
-        """What the stages promise together: the slowest one, where decoding takes CPU time."""
+        """Predicted speed of the slowest stage; on a CPU, decoding competes with the model."""
         loading_s = (self.read_s + self.decode_s) / self.threads
         computing_s = self.model_s + (self.decode_s / self.threads if self.is_on_cpu else 0.0)
         return 1 / max(loading_s, computing_s, 1e-9)
@@ -55,13 +56,13 @@ class TrialSpeed:
     def compare(
         self, seconds: Mapping[str, float], rows: int, took_s: float, batches: float
     ) -> Shortfall:
-        """How a run compares with its trial.
+        """Compare a run with its trial.
 
         Args:
-            seconds: stage -> busy seconds of the run; of the model, the mean of the replicas.
-            rows: that it computed.
-            took_s: from its first batch to its last commit.
-            batches: that each replica computed.
+            seconds: Stage -> busy seconds of the run; for the model the mean over the replicas.
+            rows: Number of rows that the run computed.
+            took_s: Seconds from the first batch to the last commit.
+            batches: Number of batches that each replica computed.
         """
         if took_s < _MIN_RUN_S or batches < _MIN_BATCHES:
             return Shortfall(None, None)
@@ -69,7 +70,9 @@ class TrialSpeed:
         return Shortfall(share, self._cause(seconds, rows) if share < LEAST_SHARE else None)
 
     def _cause(self, seconds: Mapping[str, float], rows: int) -> str:
-        """The stage that took the most beyond its trial, which had no copying and no writing."""
+        """Sentence on the stage that exceeds its trial most; the trial has no copies and no
+        writing.
+        """
         each = {stage: busy / rows for stage, busy in seconds.items()}
         loading = max(
             ("read", self.read_s), ("decode", self.decode_s), key=lambda x: each[x[0]] - x[1]
@@ -78,7 +81,7 @@ class TrialSpeed:
             "model": each["model"] - self.model_s,
             loading[0]: each["wait"],
             "copy": each["copy"],
-            "write": each["write"] - each["model"],  # the next part is computed meanwhile
+            "write": each["write"] - each["model"],  # commits overlap with forward passes
             "statistics": each.get("statistics", 0.0),
         }
         stage = max(beyond, key=lambda name: beyond[name])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import runpy
 import shlex
 import socket
 import subprocess
@@ -108,6 +109,12 @@ def test_the_reference_has_every_key_and_every_name() -> None:
     for key, _, _ in described_keys():
         assert f"| `{key}` |" in keys
     assert "::: featx.write_report" in docs_hook.python_page()
+
+
+def test_the_figure_of_the_packages_is_the_code_as_it_is() -> None:
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "architecture"))
+    committed = (REPOSITORY / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert committed == script["figure"](), "out of date: run scripts/architecture"
 
 
 @pytest.mark.slow

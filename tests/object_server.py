@@ -183,7 +183,7 @@ def _date(seconds: float) -> datetime.datetime:
 
 
 @dataclass
-class OperationRecorder:
+class RequestLog:
     """The requests that were made, and how many bytes came."""
 
     requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -218,9 +218,9 @@ def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> OperationRecorder:
+def watch(monkeypatch: pytest.MonkeyPatch) -> RequestLog:
     """Sees every request of this process."""
-    seen, request = OperationRecorder(), s3_client.request
+    seen, request = RequestLog(), s3_client.request
 
     def watched(operation: str, **parameters: Any) -> dict[str, Any]:
         seen.requests.append((operation, parameters))

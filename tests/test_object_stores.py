@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import with_path
-from object_server import OperationRecorder, num_parts, place, rows_of, upload
+from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_picture, write_pictures
 
 import featx as package
@@ -62,7 +62,7 @@ def start(out: str, pictures: Path, *more: str, **options: Any) -> subprocess.Po
 
 
 def test_the_rows_are_those_of_a_run_to_the_disk(
-    pictures: Path, out: str, watch: OperationRecorder, capfd: pytest.CaptureFixture[str]
+    pictures: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (pictures / "cat" / "006.png").write_bytes(b"")
     near = extract(str(pictures), max_failures=5)

@@ -165,11 +165,11 @@ def test_maps_with_channels_behind_tokens_and_vectors_by_position(
     projection = Projection(torch.ones(7).double(), matrix, torch.ones(3).double())
     reduce = ProjectedReduce("pca", {}, ReduceConfig(first), shape, True, projection)
     x = torch.randn(2, *shape)
-    y = reduce.attach_captures("layer", shape, (32, 32), 1)(x)
+    y = reduce.bind("layer", shape, (32, 32), 1)(x)
     assert y.shape == (2, *shape[: axis - 1], 3)
     torch.testing.assert_close(y, ((x - 1) @ matrix.T.float()), rtol=1e-5, atol=1e-5)
     with pytest.raises(ReduceError, match=r"statistics are of rows of shape .*layer gives \(9,\)"):
-        reduce.attach_captures("layer", (9,), (32, 32), 1)
+        reduce.bind("layer", (9,), (32, 32), 1)
 
 
 def test_the_parameters_of_the_first_reduction_come_from_the_file() -> None:

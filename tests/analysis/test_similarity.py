@@ -24,7 +24,7 @@ from featx.analysis.similarity.duplicates import cosines_to_first
 from featx.analysis.similarity.representation_similarity import average_ranks
 from featx.errors import ConfigError, LayerError, StoreError
 from featx.jobs import similar
-from featx.similarity import duplicate_groups, layer_likeness, linear_cka, nearest_rows, rsa
+from featx.similarity import duplicate_groups, layer_similarity, linear_cka, nearest_rows, rsa
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
@@ -319,7 +319,7 @@ class TestLikeness:
         rng = np.random.default_rng(0)
         a = rng.integers(-100, 100, size=(30, 6)).astype(np.float32)
         run = with_features(make_run(30, 16, {"a": (6,), "away": (6,)}), a=a, away=a + 1_000_000)
-        found = layer_likeness(write(run), device="cpu").measures
+        found = layer_similarity(write(run), device="cpu").measures
         assert found["cka"][0, 1] == pytest.approx(1, abs=1e-5)
         assert found["cka_debiased"][0, 1] == pytest.approx(1, abs=1e-5)
         assert found["rsa"][0, 1] == pytest.approx(exact_rsa(a, a + 1e6), abs=1e-4)
@@ -351,7 +351,7 @@ class TestLikeness:
     def test_layers_of_a_store(self) -> None:
         shapes = {"a": (5,), "b": (3, 2, 2), "c": (40,)}
         store = write(make_run(50, 16, shapes, failed=FAILED))
-        found = layer_likeness(store, device="cpu")
+        found = layer_similarity(store, device="cpu")
         assert found.layers == found.others == ("a", "b", "c")
         assert (found.num_rows, found.num_common) == (46, 46)
         X = {name: store.xy(name)[0].astype(np.float64) for name in store.layers}
@@ -380,7 +380,7 @@ class TestLikeness:
             listing=replace(listing, keys=keys, labels=np.append(listing.labels, -1)),
             features={"z": np.concatenate([turned, np.ones((1, 5))]).astype(np.float32)},
         )
-        found = layer_likeness(write(left), write(right, "other"), device="cpu")
+        found = layer_similarity(write(left), write(right, "other"), device="cpu")
         both = [row for i, row in enumerate(some.tolist()) if row not in FAILED and i != 1]
         assert found.num_common == found.num_rows == len(both)
         assert (found.layers, found.others) == (("a",), ("z",))
@@ -391,7 +391,7 @@ class TestLikeness:
     def test_a_sample_is_seeded(self) -> None:
         store = write(make_run(60, 16, {"a": (5,), "b": (6,)}))
         found = [
-            layer_likeness(store, num_rows=20, seed=seed, device="cpu").measures["cka"][0, 1]
+            layer_similarity(store, num_rows=20, seed=seed, device="cpu").measures["cka"][0, 1]
             for seed in (0, 0, 1)
         ]
         assert found[0] == found[1] != found[2]
@@ -401,7 +401,7 @@ class TestLikeness:
     def test_a_layer_that_is_the_same_for_all_is_like_none(self) -> None:
         run = make_run(30, 16, {"a": (5,), "b": (6,)})
         store = write(with_features(run, b=np.full((30, 6), 0.1)))
-        found = layer_likeness(store, device="cpu").measures
+        found = layer_similarity(store, device="cpu").measures
         for name in found:
             assert np.isnan(found[name][0, 1]), name
             assert np.isnan(found[name][1, 1]), name
@@ -410,10 +410,10 @@ class TestLikeness:
     def test_what_cannot_be_compared_is_refused(self) -> None:
         store = write(make_run(10, 4, {"a": (5,)}))
         with pytest.raises(ConfigError, match="one layer to compare"):
-            layer_likeness(store, device="cpu")
+            layer_similarity(store, device="cpu")
         few = write(make_run(5, 4, {"a": (5,)}, failed=[0, 1]), "few")
         with pytest.raises(ConfigError, match="3 pictures are ok in common"):
-            layer_likeness(store, few, device="cpu")
+            layer_similarity(store, few, device="cpu")
 
 
 def test_ranks_are_those_of_scipy() -> None:

@@ -195,11 +195,11 @@ def test_where_there_can_be_no_child_the_work_is_done_here(
 AT_WORK = """
 import sys, time
 import torch
-from featx.base.thread_pool import Threads
+from featx.base.thread_pool import ReplaceableThreadPool
 from featx.base.supervisor import end_process
 
 a = torch.rand(600, 600)
-with Threads(2, {limit_s}, "busy", leave_s=0.05) as threads:
+with ReplaceableThreadPool(2, {limit_s}, "busy", leave_s=0.05) as threads:
     for _ in range(2):
         threads.submit(lambda: [a @ a for _ in range(200)])
     time.sleep(0.2)

@@ -134,11 +134,11 @@ def test_a_process_ends_with_a_thread_left_behind() -> None:
     """In C code, where no exception reaches it; ThreadPoolExecutor would wait for it at the end."""
     program = (
         "import ctypes\n"
-        "from featx.base.thread_pool import Threads\n"
+        "from featx.base.thread_pool import ReplaceableThreadPool\n"
         "def work():\n"
         "    if threads.again: return 'again'\n"
         "    with threads.watched(): ctypes.CDLL(None).sleep(1000)\n"
-        "with Threads(2, 0.2, 'x') as threads: print(threads.submit(work).result(20))"
+        "with ReplaceableThreadPool(2, 0.2, 'x') as threads: print(threads.submit(work).result(20))"
     )
     done: Any = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False

@@ -165,7 +165,7 @@ class Cuda:
             patch.setattr(torch.cuda, name, lambda device, value=value: value)
         patch.setattr(torch.cuda, "empty_cache", self._empty)
         patch.setattr(beside, "free_memory", lambda: host)
-        patch.setattr(beside, "same_beside", self._same)
+        patch.setattr(beside, "replicas_agree", self._same)
 
     def run(self, batch: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"a": torch.zeros(64), "b": torch.zeros(64)}  # 512 bytes, of which there are four

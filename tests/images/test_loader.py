@@ -330,7 +330,7 @@ def test_a_decoder_that_hangs_costs_no_neighbour(
         def never(*_: object) -> None:
             raise fault
 
-        monkeypatch.setattr(fault_tolerant_decode, "decode_alone", never)
+        monkeypatch.setattr(fault_tolerant_decode, "decode_in_subprocess", never)
     source = MemorySource(GOOD)
     decoding = DecodeSettings(PREPROCESS, POLICY, reference, timeout_s=1)
     with Loader(source, source.listing(), decoding, batch_size=4) as loader:

@@ -326,7 +326,7 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
                 [("leaves", ReduceConfig("none"))], engine.trace(), backbone.classifier,
                 backbone.stages,
             )  # fmt: skip
-            engine.bind(found.chosen)
+            engine.attach_captures(found.chosen)
             engine.configure_compute(FP32)
             side = backbone.preprocess.crop[0]
             inputs = [noise(2, side, seed) for seed in range(6)]

@@ -206,12 +206,12 @@ import sys
 from pathlib import Path
 from made_store import make_run
 from stub_worker import StubOrder
-from featx.pipeline.executors.local import Crew
+from featx.pipeline.executors.local import WorkerPool
 root, notes, stub = map(Path, sys.argv[1:])
 run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
 with run.session(root).hold() as session:
     order = StubOrder(run, root, notes, pause_s=0.3)
-    Crew(order, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
+    WorkerPool(order, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
 """
 
 

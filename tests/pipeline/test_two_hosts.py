@@ -135,9 +135,9 @@ def test_a_second_host_is_refused_sees_the_truth_and_goes_on_when_the_first_is_l
 TASK = """
 import sys
 from pathlib import Path
-from featx.storage.local_folder import Disk
+from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat
-with Heartbeat(Disk(Path("store")), "task 9 on cuda", outlives=True):
+with Heartbeat(AtomicFolder(Path("store")), "task 9 on cuda", outlives=True):
     sys.stdin.read()
 """
 

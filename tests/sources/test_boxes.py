@@ -181,7 +181,7 @@ def test_a_suspect_is_the_picture_and_not_its_boxes(
     def left_behind(self: CrashList) -> Iterator[set[bytes]]:
         yield {b"cat/000.png"}
 
-    monkeypatch.setattr(fault_tolerant_decode, "decode_alone", refused)
+    monkeypatch.setattr(fault_tolerant_decode, "decode_in_subprocess", refused)
     monkeypatch.setattr(CrashList, "left_behind", left_behind)
     store = boxed(photos, write_boxes(boxes_of(photos)), max_failures=10)
     assert {f["key"].partition("#")[0] for f in store.failures} == {"cat/000.png"}

@@ -383,8 +383,8 @@ def test_what_a_killed_writer_left_goes_and_a_living_one_keeps_its_file(
 ) -> None:
     """Jobs that lock no folder tell the two apart by a lock on the temporary file itself."""
     path, disk = tmp_path / "report [1].html", AtomicFolder(tmp_path)
-    code = "from pathlib import Path; from featx.storage.local_folder import Disk; "
-    code += f"path = Path({str(path)!r}); disk = Disk(path.parent)\n{KILLED[how]}"
+    code = "from pathlib import Path; from featx.storage.local_folder import AtomicFolder; "
+    code += f"path = Path({str(path)!r}); disk = AtomicFolder(path.parent)\n{KILLED[how]}"
     killed_at_sync(code, path.name)
     [dead] = temporary_files(tmp_path)
     other = tmp_path / ".tmp-another.html.1.2"

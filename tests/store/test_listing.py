@@ -177,7 +177,7 @@ class TestCompare:
         def failing(path: Path) -> None:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr("featx.store.listing.open_for_a_look", failing)
+        monkeypatch.setattr("featx.store.listing.open_metadata", failing)
         with pytest.raises(StoreError, match="When it can be read"):
             compare_listing(path, make_listing(9))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import MadeRun, make_added, make_run
-from object_server import OperationRecorder, upload
+from object_server import RequestLog, upload
 
 from featx.errors import ConfigError, MissingExtraError, ObjectStoreError, StoreError
 from featx.storage import s3_client
@@ -84,7 +84,7 @@ def test_a_store_with_layers_that_were_added(tmp_path: Path, bucket: str) -> Non
 
 @pytest.mark.parametrize("packed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_random_batch_reads_a_small_share_of_the_bytes(
-    tmp_path: Path, bucket: str, watch: OperationRecorder, packed: bool
+    tmp_path: Path, bucket: str, watch: RequestLog, packed: bool
 ) -> None:
     run = make_run(8192, 1024, {"wide": (2048,)}).identified()
     run.write(tmp_path / "run", packed=packed)
@@ -185,7 +185,7 @@ def test_verify_finds_a_flipped_byte_and_no_damage_where_the_server_fails(
 
 
 def test_status_lists_parts_and_asks_for_none(
-    tmp_path: Path, bucket: str, watch: OperationRecorder
+    tmp_path: Path, bucket: str, watch: RequestLog
 ) -> None:
     run = make_run(400, 8).identified()
     run.write(tmp_path / "run", parts=range(30))

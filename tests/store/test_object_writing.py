@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import MadeRun, make_added, make_run
-from object_server import MemoryServer, OperationRecorder, upload
+from object_server import MemoryServer, RequestLog, upload
 
 from featx.errors import ObjectStoreError, RunError, StoreError, StoreLockedError
 from featx.storage import durability, s3_client, s3_file
@@ -111,7 +111,7 @@ def finished(places: Iterator[S3Path]) -> S3Path:
 
 
 def test_a_store_is_written_found_again_and_read(
-    places: Iterator[S3Path], tmp_path: Path, watch: OperationRecorder
+    places: Iterator[S3Path], tmp_path: Path, watch: RequestLog
 ) -> None:
     root = next(places)
     finish(RUN, root)

@@ -508,7 +508,7 @@ FOUND = (AssertionError, FeatxError, OSError, RuntimeError)
     [
         (AtomicFolder, "sync_folder", no_sync),
         (AtomicFolder, "_write_synced", written_without_sync),
-        pytest.param(ReservedFile, "settle", settled_without_sync, marks=pytest.mark.slow),
+        pytest.param(ReservedFile, "finish", settled_without_sync, marks=pytest.mark.slow),
     ],
 )
 def test_the_model_finds_what_a_missing_sync_loses(

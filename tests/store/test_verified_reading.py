@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 from made_store import MadeRun, make_run
-from object_server import OperationRecorder, upload
+from object_server import RequestLog, upload
 
 import featx
 from featx.errors import ConfigError, StoreError
@@ -189,7 +189,7 @@ def test_torch_datasets_compare_what_they_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("codec", ["none", "zstd"])
 def test_objects_are_compared_without_more_requests(
-    tmp_path: Path, codec: str, bucket: str, watch: OperationRecorder
+    tmp_path: Path, codec: str, bucket: str, watch: RequestLog
 ) -> None:
     run = made(codec)
     root = run.finish(tmp_path / "s", packed=True)

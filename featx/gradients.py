@@ -1,4 +1,4 @@
-"""Gradients in training: clipped by value or norm, and alarms that name the layer and the step."""
+"""Gradients in training: clipping by value or norm, and alarms that name the layer and the step."""
 
 from featx.analysis.gradients import Alarm, GradientAlarm, GradientLog, Limits, Step, watch
 

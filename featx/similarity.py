@@ -1,4 +1,4 @@
-"""Which rows of a store are alike, and which layers: exact, block by block, on any device."""
+"""Similarity of rows and of layers of a store: exact and in blocks, on any device."""
 
 from featx.analysis.similarity import (
     LayerSimilarity,

@@ -1,4 +1,4 @@
-"""A store as a torch Dataset, and an order of its rows that suits a store larger than memory."""
+"""A store as a torch Dataset, and a shuffling sampler for stores larger than memory."""
 
 from __future__ import annotations
 
@@ -20,28 +20,34 @@ from featx.store.layer_array import LayerArray
 from featx.store.reader import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 256 << 10
-"""Bytes of a block where the sampler is not told how many rows.
+"""Target size of a block in bytes, if `block_rows` is not given.
 
-Long enough for a solid-state disk, and short enough for a window to mix many places of the store.
+Large enough for efficient reads from a solid-state disk, and small enough that a window mixes many
+parts of the store.
 """
 
 WINDOW_BYTES = 64 << 20
-"""Bytes that are mixed at a time where the sampler is not told how many blocks.
+"""Target size of a window in bytes, if `window` is not given.
 
-A process that reads holds about this much.
+Each reading process holds about this much.
 """
 
 
 class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
-    """The ok rows of one layer with their labels; safe under fork, spawn and threads.
+    """Rows of one layer that did not fail, with their labels. Safe under fork, spawn and threads.
+
+    Items are (feature, label): the row as a tensor in the dtype of the store, and its class index,
+    -1 without a label. The dataset contains the rows that are complete when it is created; later
+    rows are ignored.
 
     Args:
-        path: the store's folder or its features.h5.
-        layer: the dataset's name.
-        verify: what is compared with its checksum when it is read, as for `featx.open`.
+        path: folder of the store, or its features.h5.
+        layer: name of the layer.
+        verify: what is compared with its checksum on reading, as for `featx.open`.
 
-    Items are (feature, label): the row as a tensor in the store's dtype, and its class number, -1
-    without one. They are what was ok when the dataset was made; rows that come later do not count.
+    Attributes:
+        store: the store.
+        layer: name of the layer.
     """
 
     def __init__(self, path: str | os.PathLike[str], layer: str, verify: Verify = "chunks") -> None:
@@ -56,12 +62,12 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
 
     @property
     def rows(self) -> npt.NDArray[np.int64]:
-        """(len,) int64, increasing: which row of the store each item is."""
+        """(len,) int64, increasing: row in the store of each item."""
         return self._rows
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one feature."""
+        """Size of one feature in bytes."""
         return (
             int(np.prod(self._features.shape[1:], dtype=np.int64)) * self._features.dtype.itemsize
         )
@@ -69,11 +75,12 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
     def keep_blocks(self, block_rows: int, num_blocks: int) -> None:
         """Read whole blocks of rows from now on, and keep the last ones in memory.
 
-        For an order that stays within few blocks for long; `BlockShuffleSampler` asks for it.
+        This suits an order that stays within a few blocks for some time. `BlockShuffleSampler`
+        calls it.
 
         Args:
-            block_rows: consecutive rows of the store that are read together.
-            num_blocks: how many of them each process keeps.
+            block_rows: number of consecutive rows of the store that are read together.
+            num_blocks: number of blocks that each process keeps.
         """
         self._blocks = _Blocks(self._features, block_rows, num_blocks)
 
@@ -81,21 +88,34 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """Return the feature and the class index of one item.
+
+        Raises:
+            StoreError: as for `__getitems__`.
+        """
         rows = self._rows[[operator.index(index)]]
         feature = torch.from_numpy(self._read(rows))[0]
         return feature, int(self._labels[rows[0]])
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
-        """A whole batch in one read, as DataLoader asks for it."""
+        """Return a batch with a single read; DataLoader calls this method.
+
+        Raises:
+            StoreError: a row is no longer in the store, is damaged, or another run has changed the
+                store.
+        """
         rows = self._rows[np.array([operator.index(i) for i in indices], dtype=np.int64)]
         features = torch.from_numpy(self._read(rows))
         return list(zip(features, self._labels[rows].tolist(), strict=True))
 
     def _read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """(n, ...) features of rows that were ok when the dataset was made.
+        """Read features by row of the store.
+
+        Returns:
+            (n, ...) array in the dtype of the store.
 
         Raises:
-            StoreError: they are no longer there, or another run has changed the store.
+            StoreError: as for `__getitems__`.
         """
         read = self._features[rows] if self._blocks is None else self._blocks.read(rows)
         if self.store.attrs.get("fingerprint") != self._fingerprint:
@@ -105,25 +125,32 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
 
 
 class BlockShuffleSampler(Sampler[int]):
-    """Every item once, in an order that is random but stays within few blocks for a while.
+    """Sampler that yields every item once, in a random order that needs few blocks in memory at a
+    time.
 
-    Rows that lie side by side form a block. The blocks are shuffled and taken `window` at a time,
-    and the items of these are shuffled together. So a disk reads a block as a whole and once an
-    epoch, and memory holds one window; but items far apart in the store meet in a batch only where
-    their blocks share a window. A FeatureDataset reads and keeps whole blocks from then on
-    (`keep_blocks`): give another order another FeatureDataset.
+    Consecutive rows form a block. The blocks are shuffled and taken `window` at a time, and the
+    items of one window are shuffled together. A disk therefore reads each block as a whole and once
+    per epoch, and memory holds one window. Items that are far apart in the store share a batch only
+    if their blocks share a window. The sampler makes its FeatureDataset read and keep whole blocks
+    (`keep_blocks`), so use a separate FeatureDataset for any other order.
 
-    The order follows from seed and epoch alone, for the same items. Each pass takes the next
-    epoch; `set_epoch` says which one is next, for a training that goes on after a break.
+    The order depends only on the items, `seed` and the epoch. Each iteration uses the next epoch;
+    `set_epoch` chooses it, for example when a training is resumed.
 
     Args:
-        data_source: a FeatureDataset, a Subset of one, or anything with a length.
-        block_rows: rows of a block; for a FeatureDataset a power of two of about 256 KiB.
-        window: blocks mixed at a time; for a FeatureDataset about 64 MiB of them.
-        seed: at least 0.
+        data_source: a FeatureDataset, a Subset of one, or any object with a length.
+        block_rows: rows per block; for a FeatureDataset by default a power of two near 256 KiB.
+        window: blocks that are shuffled together; for a FeatureDataset by default about 64 MiB.
+        seed: seed of the order, 0 or above.
+
+    Attributes:
+        block_rows: rows per block.
+        window: blocks that are shuffled together.
+        seed: seed of the order.
 
     Raises:
-        ValueError: block_rows or window is below 1, or missing where no row says how large it is.
+        ValueError: `block_rows` or `window` is below 1, or is missing for an object other than a
+            FeatureDataset.
     """
 
     def __init__(
@@ -149,8 +176,8 @@ class BlockShuffleSampler(Sampler[int]):
         self.window = window
         self.seed = seed
         self._epoch = 0
-        # Blocks lie on the store's rows, as its chunks do, and not on the items: they would shift
-        # with each failed row.
+        # Blocks are aligned with the rows of the store, as its chunks are. Blocks of items would be
+        # shifted by every failed row.
         self._items = np.argsort(rows, kind="stable")
         changes = np.diff(rows[self._items] // block_rows) != 0
         self._edges = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(rows)]])
@@ -158,20 +185,22 @@ class BlockShuffleSampler(Sampler[int]):
             dataset.keep_blocks(block_rows, window)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next pass is that of `epoch`, counted from 0."""
+        """Choose the epoch of the next iteration, counted from 0."""
         self._epoch = epoch
 
     def __len__(self) -> int:
         return len(self._items)
 
     def __iter__(self) -> Iterator[int]:
-        # A generator: DataLoader asks for iterators that it never starts, which must not count.
+        """Yield the items of one epoch, and advance to the next epoch."""
+        # As a generator, this runs with the first `next`: DataLoader creates iterators that it
+        # never starts, and these must not advance the epoch.
         rng = np.random.default_rng([self.seed, self._epoch])
         self._epoch += 1
         if not len(self):
             return
         blocks = rng.permutation(len(self._edges) - 1)
-        # Windows of equal size: a short one at the end would hardly be mixed.
+        # Windows have nearly equal sizes, because a short last window would hardly be shuffled.
         for window in np.array_split(blocks, -(-len(blocks) // self.window)):
             edges = zip(self._edges[window], self._edges[window + 1], strict=True)
             items = np.concatenate([self._items[start:stop] for start, stop in edges])
@@ -179,7 +208,8 @@ class BlockShuffleSampler(Sampler[int]):
 
 
 def _dataset_and_rows(source: Sized) -> tuple[FeatureDataset | None, npt.NDArray[np.int64]]:
-    """The FeatureDataset behind a data source, if there is one, and the row of each item."""
+    """Return the FeatureDataset behind a data source, or None, and the (n,) int64 rows of its
+    items."""
     if isinstance(source, FeatureDataset):
         return source, source.rows
     if isinstance(source, Subset):
@@ -189,10 +219,16 @@ def _dataset_and_rows(source: Sized) -> tuple[FeatureDataset | None, npt.NDArray
 
 
 class _Blocks:
-    """Blocks of consecutive rows of one layer, the last ones used kept in memory.
+    """Cache of blocks of consecutive rows of one layer.
 
-    Threads may share it without a lock: what one drops while another reads stays valid, and is
-    read from the store once more at the worst. A fork takes the blocks along, a pickle does not.
+    Threads may share an instance without a lock: a block that one thread drops stays valid for
+    another that reads it, and at worst is read from the store again. The cache survives a fork, but
+    is not pickled.
+
+    Args:
+        features: the layer.
+        block_rows: rows per block.
+        num_blocks: maximum number of blocks to keep.
     """
 
     def __init__(self, features: LayerArray, block_rows: int, num_blocks: int) -> None:
@@ -202,13 +238,18 @@ class _Blocks:
         self._kept: OrderedDict[int, npt.NDArray[Any]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the cached blocks."""
         return {**self.__dict__, "_kept": OrderedDict()}
 
     def read(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """(n, ...) the rows, copied out of their blocks: what is done to them stays theirs."""
+        """Copy rows out of their blocks, so that changes to the result do not affect the cache.
+
+        Returns:
+            (n, ...) features of the rows.
+        """
         numbers, places = np.divmod(rows, self._block_rows)
-        # A batch of the sampler touches two windows at the most. In another order each row would
-        # cost the reading of a block.
+        # A batch of BlockShuffleSampler touches at most two windows. In any other order, every row
+        # could cost the read of a whole block, so the rows are read directly.
         if len(np.unique(numbers)) > 2 * self._num_blocks:
             return self._features[rows]
         out = np.empty((len(rows), *self._features.shape[1:]), self._features.dtype)
@@ -217,12 +258,13 @@ class _Blocks:
         return out
 
     def _block(self, number: int) -> npt.NDArray[Any]:
+        """Return a block from the cache or from the store."""
         block = self._kept.pop(number, None)
         if block is None:
             start = number * self._block_rows
             block = self._features[start : start + self._block_rows]
         self._kept[number] = block
         while len(self._kept) > self._num_blocks:
-            with contextlib.suppress(KeyError):  # another thread was faster
+            with contextlib.suppress(KeyError):  # another thread has removed it
                 self._kept.popitem(last=False)
         return block

@@ -29,11 +29,14 @@ _HOME = {
 
 
 def open_source(config: DataConfig) -> Source:
-    """The data set a config asks for.
+    """Open the data set that the option group `data` describes.
+
+    Args:
+        config: options of the group; `name` selects the kind, `boxes` adds a table of boxes.
 
     Raises:
-        DataError: it is not there.
-        MissingExtraError: it comes with a package that is not installed.
+        DataError: the data set does not exist or cannot be read.
+        MissingExtraError: the kind needs a package that is not installed.
     """
     module = importlib.import_module(f"featx.sources.{_HOME[config.name]}")
     source: Source = module.open_source(config)
@@ -41,7 +44,11 @@ def open_source(config: DataConfig) -> Source:
 
 
 def with_boxes(source: Source, config: DataConfig) -> Source:
-    """A data set's regions as data.boxes names them, or the data set itself."""
+    """Apply the option data.boxes to a source.
+
+    Returns:
+        a `BoxedSource` with one row per box, or `source` itself if data.boxes is not set.
+    """
     if config.boxes is None:
         return source
     from featx.sources.boxes import BoxedSource
@@ -50,10 +57,14 @@ def with_boxes(source: Source, config: DataConfig) -> Source:
 
 
 def source_of(given: object) -> Source:
-    """A data set that Python gave as an object: a Source as it is, else a map-style one wrapped.
+    """Turn a data set object of a Python program into a Source.
+
+    Args:
+        given: a Source, which is checked but otherwise used as it is, or a map-style data set
+            (`__len__` and `__getitem__`), which is wrapped.
 
     Raises:
-        DataError: it is neither.
+        DataError: the object is neither.
     """
     source: Source = importlib.import_module("featx.sources.python").source_of_object(given)
     return source

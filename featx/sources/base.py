@@ -1,4 +1,4 @@
-"""A folder of image files as a Source: what the kinds that live on a local disk share."""
+"""Image files below a folder as a Source, and helpers that other kinds of sources share."""
 
 from __future__ import annotations
 
@@ -27,38 +27,51 @@ EXTENSIONS = frozenset(
     b".jpg .jpeg .jpe .jfif .png .apng .webp .bmp .dib .gif .tif .tiff .ppm .pgm .pbm .pnm "
     b".avif .avifs .heic .heif .hif".split()
 )
-"""Names with these endings, in any case, count as images; what they hold is found out later."""
+"""File name extensions that count as images, compared without regard to case. The content is
+checked only when the image is decoded."""
 
 MAX_FILE_BYTES = 1 << 30
-"""A larger file is a recorded failure; it is not read."""
+"""Size limit of an encoded image in bytes. A larger file is not read and is recorded as a
+failure."""
 
 _PIECE = 1 << 16
-"""Keys that are Python's objects at once."""
+"""Number of keys that are converted to Python objects at a time."""
 
 _DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENXIO}
-"""What opening one file may fail with that says nothing of the disk."""
+"""Error numbers of `open` and `stat` that concern one file. All others mean that the disk or the
+mount fails, and end the run."""
 
 
 _STATS = 512
-"""Files whose state is asked for in a row."""
+"""Number of files that one thread stats in a row."""
 
 _STAT_THREADS = 16
+"""Threads that stat files when a single `stat` takes longer than `_SLOW_STAT_S` seconds."""
 _SLOW_STAT_S = 1e-4
 
 
 def state_of(info: os.stat_result) -> tuple[int, int, int]:
-    """A file's IMAGE_STATE."""
+    """Return the IMAGE_STATE fields of a file: size in bytes, mtime in ns, and ctime in ns as the
+    tag."""
     return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
 def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt.NDArray[np.void]:
-    """(count,) the same IMAGE_STATE for all rows of some files: other where any of them is.
+    """Compute one IMAGE_STATE for rows that all come from the same files.
+
+    The state changes when any of the files or `tag` changes.
 
     Args:
-        paths: of the files.
-        count: of the rows.
-        tag: of what else changes with the images.
+        paths: the files.
+        count: number of rows.
+        tag: number that stands for anything else that changes with the images.
+
+    Returns:
+        (count,) IMAGE_STATE, the same value in every row.
+
+    Raises:
+        OSError: a file cannot be read.
     """
     infos = [os.stat(path) for path in paths]  # noqa: PTH116 - unusual bytes
     size = sum(info.st_size for info in infos)
@@ -68,34 +81,48 @@ def state_of_files(paths: Iterable[str | Path], count: int, tag: int = 0) -> npt
 
 
 def of_other_paths(states: npt.NDArray[np.void], paths: Iterable[bytes]) -> npt.NDArray[np.void]:
-    """States of files whose paths are no keys: another path is another image as well."""
+    """Mix file paths into states, for sources whose keys are not paths.
+
+    A row that names another file then counts as changed even if both files have equal states.
+
+    Args:
+        states: (n,) IMAGE_STATE of the files; changed in place.
+        paths: n paths, in the same order.
+
+    Returns:
+        `states`.
+    """
     there = states != NO_STATE
     states["tag"][there] ^= np.array([tag_of(path) for path in paths], dtype=np.int64)[there]
     return states
 
 
 def tag_of(told: object) -> int:
-    """A number for whatever has a repr."""
+    """Hash the `repr` of an object to a non-negative 63-bit integer."""
     return int.from_bytes(blake2b(repr(told).encode(), digest_size=8).digest(), "little") >> 1
 
 
 def endings(extensions: Iterable[str] | None) -> frozenset[bytes]:
-    """The key data.extensions as endings of names, in small letters with their dot."""
+    """Convert the option data.extensions to lower-case extensions with a leading dot.
+
+    Returns:
+        the extensions as bytes; `EXTENSIONS` if the option is None.
+    """
     if extensions is None:
         return EXTENSIONS
     return frozenset(os.fsencode("." + ending.lower().lstrip(".")) for ending in extensions)
 
 
 def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> Listing:
-    """A listing whose classes are folders, with other names or numbers for them.
+    """Replace the classes of a listing, which are folder names, by other names or numbers.
 
     Args:
-        listing: as `FolderSource` gives it.
-        names: folder -> the name or number of its class; several may share one.
-        where: the names stand, for messages.
+        listing: listing as returned by `FolderSource`.
+        names: folder name -> class name or class number; several folders may share a class.
+        where: origin of `names`, for error messages.
 
     Raises:
-        DataError: a folder is missing there, or a number is no class index.
+        DataError: a folder is missing in `names`, or a number is not a valid class index.
     """
     unknown = [name for name in listing.classes if name not in names]
     if unknown:
@@ -105,13 +132,18 @@ def relabelled(listing: Listing, names: Mapping[str, str | int], where: str) -> 
             f"{shown}."
         )
     values, classes = of_any_kind([names[name] for name in listing.classes], where)
-    table = np.append(values, -1)  # -1, an image in no folder, picks the last entry
+    table = np.append(values, -1)  # label -1 (no folder) selects the last entry
     return replace(listing, labels=table[listing.labels], classes=classes)
 
 
 def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
-    """(N,) keys in bytewise order, joined from pieces: as Python's objects they take twice as much
-    memory as the listing."""
+    """Sort keys bytewise.
+
+    Returns:
+        (N,) fixed-length bytes.
+    """
+    # Python bytes objects need about twice the memory of the array, so only _PIECE of them exist at
+    # a time.
     names = iter(found)
     pieces = []
     while piece := list(itertools.islice(names, _PIECE)):
@@ -122,27 +154,29 @@ def _in_order(found: Iterable[bytes]) -> npt.NDArray[np.bytes_]:
     while pieces:
         keys[row : row + len(pieces[-1])] = pieces[-1]
         row += len(pieces.pop())
-    keys.sort(kind="stable")  # which is quick where much is in order already
+    keys.sort(kind="stable")  # fast on input that is partly sorted
     return keys
 
 
 def _each(keys: npt.NDArray[np.bytes_]) -> Iterator[bytes]:
-    """Every key as Python's bytes, a piece of them at a time."""
+    """Yield every key as Python bytes, converting `_PIECE` keys at a time."""
     for start in range(0, len(keys), _PIECE):
         yield from keys[start : start + _PIECE].tolist()
 
 
 class FolderSource:
-    """All images below a folder; the first sub-folder is the label.
+    """Image files below a folder; the first sub-folder is the label.
 
-    Keys are paths relative to the folder, with extension, as the bytes the file system gives.
+    A key is the path relative to the folder, with extension, as the bytes that the file system
+    returns. Rows are in bytewise order of their keys. Hidden entries, featx stores and files with
+    other extensions are left out and counted in `Listing.skipped`.
 
     Args:
         root: the folder.
-        follow_links: list and read what lies outside of it, where links lead there.
-        extensions: endings of the names that count, in small letters.
-        depth: folders between the root and an image at the most, None for any number.
-        what: the files are, for messages.
+        follow_links: whether symbolic links that lead out of the folder are listed and read.
+        extensions: file name extensions to list, in lower case with a leading dot.
+        depth: maximum number of folders between `root` and an image, or None for no limit.
+        what: plural noun for the files, for error messages.
     """
 
     def __init__(
@@ -164,6 +198,12 @@ class FolderSource:
         self._skipped: Counter[str] = Counter()
 
     def listing(self) -> Listing:
+        """List all files below the folder.
+
+        Raises:
+            DataError: the folder does not exist, one of its folders cannot be listed, or no file in
+                it matches.
+        """
         if not self.root.is_dir():
             what = "is a file, not a folder" if self.root.exists() else "does not exist"
             raise DataError(
@@ -194,9 +234,16 @@ class FolderSource:
         )
 
     def read(self, key: bytes) -> bytes:
+        """Read one file.
+
+        Raises:
+            ImageFault: the file is missing, empty, not a regular file, or larger than
+                `MAX_FILE_BYTES`.
+            OSError: the disk or mount fails, or the folder itself is gone.
+        """
         path = os.path.join(self._root_bytes, key)
         try:
-            # Not blocking: a FIFO that took the file's place must not hang the run.
+            # O_NONBLOCK: opening a FIFO that has replaced the file must not hang the run.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             if error.errno not in _OF_THE_FILE:
@@ -218,10 +265,17 @@ class FolderSource:
             os.close(descriptor)
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Size, time of change and ctime of some files; the tag is the ctime, which no tool that
-        restores times can set back."""
+        """Stat the files of some keys.
+
+        Returns:
+            (n,) IMAGE_STATE with size, mtime and, as the tag, ctime, which tools that restore mtime
+            cannot set back; NO_STATE where a file cannot be accessed.
+
+        Raises:
+            OSError: the disk or mount fails.
+        """
         found = np.full(len(keys), NO_STATE, dtype=IMAGE_STATE)
-        # Relative to the folder: the kernel need not walk the whole path for every file.
+        # With dir_fd the kernel does not resolve the path of the folder for every file.
         folder = os.open(self._root_bytes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
         def look(start: int) -> None:
@@ -237,7 +291,8 @@ class FolderSource:
             look(0)
             is_slow = time.perf_counter() - begun > _STATS * _SLOW_STAT_S
             starts = range(_STATS, len(keys), _STATS)
-            # A server answers many at once; on a local disk threads would only wait for each other.
+            # A network file system serves many requests at once. On a local disk, threads would
+            # only contend with each other. The first _STATS files decide which of the two it is.
             with ThreadPoolExecutor(_STAT_THREADS if is_slow else 1) as threads:
                 for _ in threads.map(look, starts):
                     pass
@@ -246,10 +301,12 @@ class FolderSource:
         return found
 
     def read_inside(self, path: bytes) -> bytes:
-        """As `read`, for a path that was not listed: links out of the folder are not followed.
+        """Read a file whose path comes from a table and was not found by listing the folder.
 
         Raises:
-            ImageFault: also where the path leads out of the folder, unless that was asked for.
+            ImageFault: as for `read`, and if the path leads out of the folder while `follow_links`
+                is False.
+            OSError: as for `read`.
         """
         if not self._follow_links:
             real = os.path.realpath(os.path.join(self._root_bytes, path))
@@ -261,14 +318,20 @@ class FolderSource:
         return self.read(path)
 
     def check_root(self) -> None:
-        """Raise OSError where the whole folder is gone: that is no fault of the image."""
+        """Check that the folder still exists and is the one that was listed.
+
+        Raises:
+            OSError: the folder is gone, replaced or unmounted. The missing file is then no fault of
+                one image.
+        """
         info = os.stat(self._root_bytes)  # noqa: PTH116 - bytes paths
         if self._identity not in (None, (info.st_dev, info.st_ino)):
             raise OSError(errno.ESTALE, "the folder was replaced or unmounted", str(self.root))
         os.scandir(self._root_bytes).close()
 
     def _walk(self) -> Iterator[bytes]:
-        """The keys of all images, in no order; a loop of links is left where it closes."""
+        """Yield the keys of all images in arbitrary order. Links to a folder above are not
+        entered."""
         waiting = [_Folder(self._root_bytes, self._real_root, b"", frozenset())]
         while waiting:
             folder = waiting.pop()
@@ -298,7 +361,12 @@ class FolderSource:
     def _sort_out(
         self, entry: os.DirEntry[bytes], folder: _Folder, above: frozenset[bytes]
     ) -> bytes | _Folder | str:
-        """An entry as an image's key, a folder to go into, or the reason why it is left out."""
+        """Classify a directory entry.
+
+        Returns:
+            the key of an image as bytes, a folder to list next, or the reason to leave the entry
+            out.
+        """
         if entry.name.startswith(b"."):
             return "hidden"
         real = None
@@ -315,15 +383,16 @@ class FolderSource:
             return _Folder(entry.path, real, key + b"/", above)
         if os.path.splitext(entry.name)[1].lower() not in self._extensions:  # noqa: PTH122 - bytes
             return "other names"
-        # A link that leads nowhere is listed under its name; its row says 'missing'.
+        # A dangling link (mode 0) is listed, so that its row is recorded as 'missing'.
         return key if mode in (stat.S_IFREG, 0) else "not a regular file"
 
     def _is_inside(self, target: bytes) -> bool:
+        """Return whether a path without links lies in the folder."""
         return os.path.commonpath((target, self._real_root)) == self._real_root
 
 
 def _is_store(folder: bytes) -> bool:
-    """Whether a folder is a store of featx: its images (heat maps, sprites) are no data."""
+    """Return whether a folder is a featx store, whose images (heat maps, sprites) are output."""
     return os.path.lexists(os.path.join(folder, os.fsencode(layout.DESCRIPTOR)))
 
 
@@ -335,7 +404,8 @@ _OTHER_KINDS = {
 
 
 def _kind_of(path: Path) -> str:
-    """Which kind of data a file is, where its name tells, as the end of a message."""
+    """Return the sentence of an error message that names the data source for a file name extension,
+    or ''."""
     for kind, suffixes in _OTHER_KINDS.items():
         if path.is_file() and path.suffix.lower() in suffixes:
             return f" Such a file is read with data={kind}."
@@ -343,7 +413,14 @@ def _kind_of(path: Path) -> str:
 
 
 class _Folder(NamedTuple):
-    """A folder to be listed: its path, the same without links, its key, the folders above it."""
+    """A folder that is still to be listed.
+
+    Attributes:
+        path: its path as found, links included.
+        real: its path with links resolved; identifies loops.
+        prefix: beginning of the keys of its entries, '' or ending in '/'.
+        above: resolved paths of all folders above it.
+    """
 
     path: bytes
     real: bytes
@@ -352,7 +429,8 @@ class _Folder(NamedTuple):
 
 
 def _mode(entry: os.DirEntry[bytes]) -> int:
-    """S_IFREG, S_IFDIR, ... of what an entry leads to, 0 of a link that leads nowhere."""
+    """Return the file type of what an entry leads to: S_IFREG, S_IFDIR, ..., or 0 for a dangling
+    link."""
     try:
         if entry.is_file():  # known from the listing, mostly: no system call
             return stat.S_IFREG

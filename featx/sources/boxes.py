@@ -1,6 +1,6 @@
-"""data.boxes: a table of regions turns every picture into as many rows as it has boxes.
+"""Rows from boxes: data.boxes, a CSV table, turns every image into one row per box.
 
-A key is that of the picture, '#', and the box: 'cat/001.jpg#10,20,64,48'.
+A key is the key of the image, '#', and the box: 'cat/001.jpg#10,20,64,48'.
 """
 
 from __future__ import annotations
@@ -21,25 +21,34 @@ from featx.sources.row_keys import doubles
 from featx.types import Box, Listing, Source, Stateful
 
 COLUMNS = ("path", "x", "y", "width", "height")
-"""Of the table; a column `label` may stand beside them."""
+"""Required columns of the table. A column `label` is optional."""
 
 _MARK = b"#"
+"""Separator between the key of the image and the box."""
 
 
 class _Line(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        picture: key of the image.
+        key: key of the row.
+        label: class name of the box, or None without a column `label`.
+    """
+
     picture: bytes
     key: bytes
     label: str | None
 
 
 class BoxedSource:
-    """The regions of another data set's pictures, in bytewise order of their keys.
+    """Boxes of the images of another source, in bytewise order of their keys.
 
     Args:
-        source: of whole pictures.
-        file: CSV with a header, one box a line: `path` is a picture's key; x and y are the corner
-            at the top left, width and height the extent, in whole pixels of the upright picture.
-            `label` is the class of the box; without that column it is the picture's.
+        source: source of whole images.
+        file: CSV file with a header and one box per line. `path` is the key of an image; `x`, `y`
+            (top left corner), `width` and `height` are whole pixels of the upright image. `label`
+            is the class of the box; without this column a box has the class of its image.
     """
 
     def __init__(self, source: Source, file: Path) -> None:
@@ -47,6 +56,12 @@ class BoxedSource:
         self._file = file
 
     def listing(self) -> Listing:
+        """List all boxes.
+
+        Raises:
+            DataError: the table cannot be read, repeats a box, or names an image that `source` does
+                not list.
+        """
         whole = self._source.listing()
         lines, labelled = self._lines()
         keys = np.array([line.key for line in lines], dtype=np.bytes_)
@@ -56,6 +71,8 @@ class BoxedSource:
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(f"data.boxes={self._file} has some boxes more than once: {shown}.")
         pictures = np.array([lines[i].picture for i in order], dtype=np.bytes_)
+        # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
+        # valid, and the comparison below finds the mismatch.
         place = np.minimum(np.searchsorted(whole.keys, pictures), len(whole.keys) - 1)
         if (unknown := pictures[whole.keys[place] != pictures]).size:
             raise DataError(
@@ -75,10 +92,12 @@ class BoxedSource:
         return Listing(keys, labels, classes, whole.skipped, marks, columns)
 
     def read(self, key: bytes) -> bytes:
+        """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""
         return self._source.read(self.picture(key))
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Those of the pictures."""
+        """Return the states of the images that the boxes lie in, or None if `source` has no
+        states."""
         if not isinstance(self._source, Stateful):
             return None
         pictures, which = np.unique([self.picture(key) for key in keys], return_inverse=True)
@@ -86,16 +105,23 @@ class BoxedSource:
         return None if states is None else states[which]
 
     def picture(self, key: bytes) -> bytes:
-        """The key of the picture that a row is cut from."""
+        """Return the key of the image that a row is cut from."""
         return key.rpartition(_MARK)[0]
 
     def box(self, key: bytes) -> Box:
-        """The region that is a row."""
+        """Return the box that a row consists of, in pixels of the upright image."""
         x, y, width, height = map(int, key.rpartition(_MARK)[2].split(b","))
         return Box(x, y, width, height)
 
     def _lines(self) -> tuple[list[_Line], bool]:
-        """What the table says, and whether it has labels."""
+        """Read the table.
+
+        Returns:
+            the lines, and whether the table has a column `label`.
+
+        Raises:
+            DataError: the table cannot be read, lacks a column, or has no boxes.
+        """
         try:
             with self._file.open(
                 newline="", encoding="utf-8-sig", errors="surrogateescape"
@@ -119,6 +145,11 @@ class BoxedSource:
         return lines, "label" in names
 
     def _checked(self, reader: csv.DictReader[str]) -> Iterator[_Line]:
+        """Convert the lines of the table one by one.
+
+        Raises:
+            DataError: a line has too many fields, no path, or numbers that are no box.
+        """
         for line in reader:
             if None in line:
                 raise DataError(

@@ -1,4 +1,4 @@
-"""data=folder: the images below a folder of the user's own."""
+"""Source data=folder: image files below a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from featx.types import Listing, Source
 
 
 def open_source(config: DataConfig) -> Source:
-    """The folder data.root, as the user's shell sees it."""
+    """Open the folder data.root, in which '~' is expanded."""
     assert config.root is not None
     root = Path(config.root).expanduser()
     folder = FolderSource(root, config.follow_links, endings(config.extensions), config.depth)
@@ -23,11 +23,11 @@ def open_source(config: DataConfig) -> Source:
 
 
 class _Relabelled:
-    """A folder whose classes another file names.
+    """A folder whose classes are renamed by a file (option data.classes).
 
     Args:
-        folder: the images.
-        file: JSON or CSV, as `read_class_map` takes it.
+        folder: source of the images.
+        file: JSON or CSV file, as described at `read_class_map`.
     """
 
     def __init__(self, folder: FolderSource, file: Path) -> None:
@@ -38,17 +38,18 @@ class _Relabelled:
         self.states = folder.states
 
     def listing(self) -> Listing:
+        """List the folder with the classes of the file. Raises DataError as `relabelled` does."""
         return relabelled(self._folder.listing(), self._names, f"data.classes={self._file}")
 
 
 def read_class_map(file: Path) -> dict[str, str | int]:
-    """Folder name -> class name or number.
+    """Read a file that maps folder names to class names or numbers.
 
-    JSON: one object. CSV: two columns without a header, the folder and the class; classes that are
-    all whole numbers are numbers.
+    JSON: one object. CSV: two columns without a header, the folder and the class. Class names that
+    are all whole numbers become numbers.
 
     Raises:
-        DataError: the file is missing or something else, or a folder stands there twice.
+        DataError: the file is missing or malformed, or names a folder twice.
     """
     try:
         text = file.read_text(encoding="utf-8-sig")

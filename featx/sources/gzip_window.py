@@ -1,4 +1,4 @@
-"""Reading a gzip file in nearly rising order: forwards, with a little of what was passed kept."""
+"""Offset-based reads from a gzip file in nearly rising order, with a window of recent output."""
 
 from __future__ import annotations
 
@@ -12,28 +12,37 @@ from collections.abc import Callable
 from featx.errors import DataError
 
 WINDOW_BYTES = 32 << 20
-"""Kept behind the position, for readers that run side by side: more than a few images each."""
+"""Decompressed bytes that are kept behind the read position. Reader threads are a few images apart,
+so this holds more than a few images for each of them."""
 
 _BLOCK = 1 << 20
+"""Bytes that are decompressed at a time."""
 _REMOTE_BLOCK = 4 << 20
+"""Compressed bytes that are read at a time."""
 
 MAX_EXPANSION = 200
+"""Limit of decompressed bytes as a multiple of the compressed size, against decompression bombs."""
 _FREE = 256 << 20
-"""A shard may expand so many times, and to so many bytes whatever its size."""
+"""Decompressed bytes that any file may expand to, whatever its compressed size."""
 
 DAMAGE = (zlib.error, gzip.BadGzipFile, EOFError)
-"""What a compressed file raises that is damaged or cut off."""
+"""Exceptions that a damaged or truncated gzip file raises."""
 
 
 class GzipWindow:
-    """The decompressed bytes of a gzip file by offset; threads take turns.
+    """Decompressed bytes of a gzip file, addressed by offset.
 
-    An offset before the window opens the file anew, which costs all the bytes before it.
+    Reads at or behind the current position are cheap within the window; an offset before the window
+    decompresses the file again from its beginning. Threads may share an instance: a lock serialises
+    their reads.
 
     Args:
-        name: for messages.
-        read: (offset, length) -> bytes of the compressed file.
-        size: of the compressed file.
+        name: name of the file for error messages.
+        read: function (offset, length) -> compressed bytes.
+        size: compressed size in bytes.
+
+    Attributes:
+        opened: how often decompression started at the beginning.
     """
 
     def __init__(self, name: str, read: Callable[[int, int], bytes], size: int) -> None:
@@ -43,23 +52,24 @@ class GzipWindow:
         self._most = max(_FREE, MAX_EXPANSION * size)
         self._lock = threading.Lock()
         self.opened = 0
-        """How often the file was begun."""
+        """Number of times that decompression started at the beginning."""
         self._damage: Exception | None = None
         self._begin()
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes there, fewer only at the end.
+        """Return decompressed bytes, fewer than `length` only at the end of the data.
 
         Raises:
-            zlib.error, gzip.BadGzipFile, EOFError: the file is damaged or cut off before them.
-            DataError: it expands to far more than images do.
-            OSError: the shard cannot be read now.
+            zlib.error, gzip.BadGzipFile, EOFError: the file is damaged or truncated before these
+                bytes.
+            DataError: the file expands beyond the limit.
+            OSError: the file cannot be read at the moment.
         """
         with self._lock:
             try:
                 return self._advance(offset, length)
             except BaseException:
-                self._begin()  # what was decompressed halfway is of no use
+                self._begin()  # partly decompressed data are discarded
                 raise
 
     def _advance(self, offset: int, length: int) -> bytes:
@@ -80,7 +90,12 @@ class GzipWindow:
         return self._kept(offset, length)
 
     def _next_block(self) -> bytes:
-        """About _BLOCK bytes; all that can be had before damage, which is raised by the next."""
+        """Decompress about _BLOCK bytes.
+
+        Returns:
+            the bytes, empty at the end. Bytes before damaged data are returned; the next call
+            raises.
+        """
         pieces: list[bytes] = []
         size = 0
         while size < _BLOCK and self._damage is None:
@@ -98,6 +113,7 @@ class GzipWindow:
         return b"".join(pieces)
 
     def _begin(self) -> None:
+        """Start decompression at the beginning of the file."""
         self.opened += 1
         raw = io.BufferedReader(_Raw(self._raw_read, self._raw_size), _REMOTE_BLOCK)
         self._file = gzip.GzipFile(fileobj=raw, mode="rb")
@@ -106,10 +122,12 @@ class GzipWindow:
         self._damage = None
 
     def _drop_before(self, offset: int) -> None:
+        """Drop blocks that end at or before an offset."""
         while self._blocks and self._start + len(self._blocks[0]) <= offset:
             self._start += len(self._blocks.popleft())
 
     def _kept(self, offset: int, length: int) -> bytes:
+        """Copy bytes out of the window."""
         pieces, at = [], self._start
         for block in self._blocks:
             piece = block[max(0, offset - at) : max(0, offset + length - at)]
@@ -122,7 +140,7 @@ class GzipWindow:
 
 
 class _Raw(io.RawIOBase):
-    """A file that is read by offset, as a stream."""
+    """Sequential stream over a function that reads by offset, as `gzip` needs it."""
 
     def __init__(self, read: Callable[[int, int], bytes], size: int) -> None:
         self._read, self._size, self._at = read, size, 0

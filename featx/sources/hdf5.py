@@ -1,7 +1,8 @@
-"""data=hdf5: images in a dataset of an HDF5 file, as pixels or as encoded bytes.
+"""Source data=hdf5: images in a dataset of an HDF5 file, as pixels or as encoded bytes.
 
-The file may come from strangers: as with stores, links to other places, virtual and external
-datasets, and datasets that claim more than the file holds are refused before anything is read.
+The file may come from an untrusted origin: as for stores, links to other places, virtual and
+external datasets, and datasets that claim more data than the file holds are rejected before
+anything is read.
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from featx.store.hdf5_files import check_plain, open_hdf5
 from featx.types import ImageFault, Listing, Source, Status
 
 _CACHE_BYTES = 64 << 20
-"""Of chunks: one that holds many images is decompressed once for rows in order."""
+"""Size of the HDF5 chunk cache in bytes. A chunk that holds many images is then decompressed once
+when rows are read in order."""
 
 
 def open_source(config: DataConfig) -> Source:
-    """The dataset of the file data.root."""
+    """Open the dataset data.dataset of the file data.root."""
     assert config.root is not None
     assert config.dataset is not None
     return Hdf5Source(Path(config.root).expanduser(), config.dataset, config.labels)
 
 
 class Hdf5Source:
-    """Rows of a dataset; keys are their numbers.
+    """Rows of an HDF5 dataset; keys are row numbers.
 
     Args:
-        file: HDF5.
-        dataset: (N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8; or (N,) encoded bytes, of
-            variable length (uint8) or fixed length (padded with zeros).
-        labels: (N,) whole numbers or text; None for no labels.
+        file: HDF5 file.
+        dataset: name of a dataset: (N, H, W, 3|1), (N, 3|1, H, W) or (N, H, W) uint8 pixels; or
+            (N,) encoded images, as variable-length uint8 or as fixed-length bytes padded with
+            zeros.
+        labels: name of a dataset (N,) of whole numbers or text, or None for no labels.
     """
 
     def __init__(self, file: Path, dataset: str, labels: str | None) -> None:
@@ -55,6 +58,11 @@ class Hdf5Source:
         self._lock = threading.RLock()
 
     def listing(self) -> Listing:
+        """Check the datasets and list all rows.
+
+        Raises:
+            DataError: the file or a dataset cannot be read, or has an unexpected layout.
+        """
         file = self._open()
         self._images = self._plain(file, self._name)
         self._first_channels = _channels_come_first(self._images, f"{self._path}: /{self._name}")
@@ -66,6 +74,12 @@ class Hdf5Source:
         return Listing(numbered_keys(count), labels, classes, {}, marks)
 
     def read(self, key: bytes) -> bytes:
+        """Read one row as an encoded image; pixels become a PPM or PGM.
+
+        Raises:
+            ImageFault: the row is damaged or empty.
+            OSError: the file cannot be read at the moment.
+        """
         with self._lock:
             if self._images is None:
                 self.listing()
@@ -83,23 +97,31 @@ class Hdf5Source:
         if self._images.ndim > 1:
             pixels = value[0].transpose(1, 2, 0) if self._first_channels else value[0]
             return encode_pixels(pixels)
-        # Fixed-length bytes as they lie there: numpy would strip zeros that belong to the image.
+        # Fixed-length bytes are read as uint8: numpy strips trailing zeros of an 'S' value, which
+        # may belong to the image.
         whole = value[0] if value.dtype == object else value.view(np.uint8)
         if not len(whole) or not whole.any():
             raise ImageFault(Status.EMPTY, f"row {row} has no bytes")
         return np.asarray(whole, dtype=np.uint8).tobytes()
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """That of the file."""
+        """Return the state of the file for every row."""
         return state_of_files([self._path], len(keys))
 
     def _mark(self, row: int) -> bytes:
+        """Return the bytes whose checksum is the content tag of a row; a message if the row cannot
+        be read."""
         try:
             return self.read(b"%d" % row)
         except ImageFault as fault:
             return str(fault).encode()
 
     def _open(self) -> h5py.File:
+        """Open the file for reading.
+
+        Raises:
+            DataError: it is missing, or not a valid HDF5 file.
+        """
         try:
             with self._path.open("rb"):
                 pass
@@ -115,6 +137,11 @@ class Hdf5Source:
         return file
 
     def _plain(self, file: h5py.File, name: str) -> h5py.Dataset:
+        """Return a dataset that is stored in this file.
+
+        Raises:
+            DataError: there is no such dataset, or it refers to other files.
+        """
         try:
             return check_plain(file, name)
         except StoreError as error:
@@ -122,6 +149,11 @@ class Hdf5Source:
             raise DataError(f"{error} At the top of the file: {there or 'nothing'}.") from error
 
     def _labels(self, file: h5py.File, count: int) -> Labels:
+        """Read the labels of `count` rows.
+
+        Raises:
+            DataError: the dataset of labels has another length or type.
+        """
         if self._label_name is None:
             return np.full(count, -1, dtype=np.int64), ()
         where = f"{self._path}: /{self._label_name}"
@@ -137,10 +169,10 @@ class Hdf5Source:
 
 
 def _channels_come_first(images: h5py.Dataset, where: str) -> bool:
-    """Whether pixels are (N, C, H, W).
+    """Check the layout of the images and return whether it is (N, C, H, W).
 
     Raises:
-        DataError: the dataset holds no images of a known layout.
+        DataError: the shape or dtype is not supported, or the channel axis is ambiguous.
     """
     shape, dtype = images.shape, images.dtype
     if images.ndim == 1 and (

@@ -1,4 +1,4 @@
-"""data=huggingface: a data set that datasets.Dataset.save_to_disk wrote, read where it lies."""
+"""Source data=huggingface: a data set written by `datasets.Dataset.save_to_disk`, read in place."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PREFIX = "row-"
 
 
 def open_source(config: DataConfig) -> Source:
-    """The split of the data set below data.root.
+    """Open the data set below data.root, or its split data.split.
 
     Raises:
-        DataError: it is not there, or has no such split or column.
+        DataError: the data set, split or column does not exist.
         MissingExtraError: the package datasets is not installed.
     """
     try:
@@ -55,12 +55,13 @@ def open_source(config: DataConfig) -> Source:
 
 
 class HuggingFaceSource:
-    """Rows of a data set; keys are 'row-000123', their places.
+    """Rows of a `datasets.Dataset`; keys are 'row-000123', the position of the row.
 
     Args:
-        dataset: with a column of images.
-        root: its folder, which images that are kept as paths must lie in.
-        config: for the columns.
+        dataset: a `datasets.Dataset` with an image column.
+        root: folder of the data set. Images that are stored as paths must lie in it, unless
+            data.follow_links is set.
+        config: options `path_column`, `label_column` and `follow_links` of the group `data`.
     """
 
     def __init__(self, dataset: Any, root: Path, config: DataConfig) -> None:
@@ -71,23 +72,35 @@ class HuggingFaceSource:
         self._label_column = _label_column(dataset, config.label_column, root)
         self._folder = FolderSource(root, config.follow_links)
         self._dataset = dataset.with_format(None)
-        # Not decoded: the encoded bytes go to featx's own decoder.
+        # decode=False returns the encoded bytes, which featx decodes itself.
         self._images = self._dataset.select_columns([self._column]).cast_column(
             self._column, Image(decode=False)
         )
         self._lock = threading.Lock()
 
     def listing(self) -> Listing:
+        """List all rows; the content tag of every row is a checksum of the fingerprint of the data
+        set.
+
+        Raises:
+            DataError: there are no rows, or the labels are invalid.
+        """
         count = len(self._dataset)
         if not count:
             raise DataError(f"data.root={self._where} has no rows.")
         labels, classes = self._labels(count)
-        # Changes with every operation on the data set, and with another one.
+        # The fingerprint of the data set changes with every operation on it.
         mark = zlib.crc32(str(self._dataset._fingerprint).encode())
         marks = np.full(count, mark, dtype=np.int64)
         return Listing(numbered_keys(count, _PREFIX), labels, classes, {}, marks)
 
     def read(self, key: bytes) -> bytes:
+        """Read one encoded image, from the table or from the file that the row names.
+
+        Raises:
+            ImageFault: the row has no image, or its file cannot be read.
+            OSError: the disk or mount fails.
+        """
         with self._lock:
             value = self._images[row_of(key, _PREFIX)][self._column]
         if not value or not (value.get("bytes") or value.get("path")):
@@ -97,7 +110,11 @@ class HuggingFaceSource:
         return self._folder.read_inside(value["path"].encode())
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """That of the data set's files; of images that are files of their own, those of these."""
+        """Stat the Arrow files of the data set, or the image's own file where a row is a path.
+
+        Returns:
+            (n,) IMAGE_STATE.
+        """
         files = [file["filename"] for file in self._dataset.cache_files]
         states = state_of_files(files, len(keys), tag_of(self._dataset._fingerprint))
         rows = np.array([row_of(key, _PREFIX) for key in keys.tolist()])
@@ -109,20 +126,23 @@ class HuggingFaceSource:
         return states
 
     def _paths(self, rows: npt.NDArray[np.int64]) -> list[bytes | None]:
-        """The path of each of some rows whose image is a file of its own; else None."""
+        """Return the path of each image that is a file of its own, and None for images in the
+        table."""
         import pyarrow.compute as pc
 
-        # Only paths are copied, whatever the size of the images beside them.
+        # Flattening selects the field `path` alone, so image bytes are not copied.
         flat = self._images.flatten()
         column = flat.data.column(f"{self._column}.path")
         column = pc.if_else(pc.is_null(flat.data.column(f"{self._column}.bytes")), column, None)
-        chosen = self._images._indices  # of a selection; None where the table is the data set
+        chosen = self._images._indices  # row numbers of a selection (Dataset.select), or None
         if chosen is not None:
             rows = chosen.column(0).to_numpy()[rows]
         found = column.take(rows).to_pylist()
         return [None if not path else path.encode() for path in found]
 
     def _labels(self, count: int) -> Labels:
+        """Return the labels of `count` rows and the class names. Raises DataError for invalid
+        labels."""
         if self._label_column is None:
             return np.full(count, -1, dtype=np.int64), ()
         where = f"{self._where}, column {self._label_column}"
@@ -135,6 +155,11 @@ class HuggingFaceSource:
 
 
 def _image_column(dataset: Any, name: str | None, root: Path) -> str:
+    """Return data.path_column, or the only image column of the data set.
+
+    Raises:
+        DataError: there is no such image column, or the choice is ambiguous.
+    """
     from datasets import Image
 
     images: list[str] = [
@@ -152,6 +177,11 @@ def _image_column(dataset: Any, name: str | None, root: Path) -> str:
 
 
 def _label_column(dataset: Any, name: str | None, root: Path) -> str | None:
+    """Return data.label_column, 'label' by default if it exists, or None for no labels.
+
+    Raises:
+        DataError: there is no such column.
+    """
     if name is None:
         return "label" if "label" in dataset.features else None
     if name and name not in dataset.features:

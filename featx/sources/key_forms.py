@@ -1,7 +1,7 @@
-"""Forms of keys that name what a row was taken from: the image of a box, the video of a frame.
+"""Formats of keys that contain the origin of a row: the image of a box, the video of a frame.
 
-The keys are in every file of a store, of every age, also in merged files, so they say more reliably
-than a config which rows belong together.
+Every store file contains the keys, also after a merge, so they identify rows of one origin more
+reliably than the config of a run.
 """
 
 from __future__ import annotations
@@ -13,22 +13,36 @@ _FRAME = re.compile(rb"(.+)@\d{5,}\.\d{3}", re.DOTALL)
 
 
 def box_key(image: bytes, x: int, y: int, width: int, height: int) -> bytes:
-    """Key of a box (data.boxes): 'cat/001.jpg#10,20,64,48'."""
+    """Format the key of a box (data.boxes): 'cat/001.jpg#10,20,64,48'.
+
+    Args:
+        image: key of the image.
+        x, y, width, height: the box in pixels.
+    """
     return b"%s#%d,%d,%d,%d" % (image, x, y, width, height)
 
 
 def frame_key(video: bytes, time_s: float) -> bytes:
-    """Key of a frame (data=video): 'talks/clip.mp4@00012.000'; zeros let keys sort by time."""
+    """Format the key of a frame (data=video): 'talks/clip.mp4@00012.000'.
+
+    Leading zeros make keys of a video sort by time up to 99,999 seconds.
+
+    Args:
+        video: key of the video.
+        time_s: time of the frame in seconds, stored in milliseconds.
+    """
+    # Rounded down, after a small addition: a multiple of data.every_s such as 0.3 may lie just
+    # below a whole millisecond.
     milliseconds = int(time_s * 1000 + 1e-6)
     return b"%s@%05d.%03d" % (video, *divmod(milliseconds, 1000))
 
 
 def origin_of(key: bytes) -> tuple[bytes, str | None]:
-    """What a row was taken from.
+    """Return the key and the kind of what a row was taken from.
 
     Returns:
-        The key of the image and 'image' for a box; the key of the video and 'video' for a frame or
-        a box in a frame; the key itself and None for any other row.
+        (key of the image, 'image') for a box; (key of the video, 'video') for a frame or a box in a
+        frame; (the key itself, None) for any other row.
     """
     what = None
     if found := _BOX.fullmatch(key):

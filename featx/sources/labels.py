@@ -1,4 +1,4 @@
-"""Labels as data sets have them, numbers or names, -> what a listing holds."""
+"""Conversion of labels of data sets, numbers or names, to the labels and classes of a listing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy.typing as npt
 from featx.errors import DataError
 
 MAX_CLASS = 1_000_000
-"""Numbers above this are no class indices."""
+"""Largest number that counts as a class index."""
 
 Labels = tuple[npt.NDArray[np.int64], tuple[str, ...]]
-"""(N,) int64 with -1 where there is none, and the names of the classes."""
+"""Labels (N,) int64, -1 for none, and the class names in the order of the indices."""
 
 
 def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
-    """Whole numbers stay as they are; the name of a class is its number.
+    """Use whole numbers as class indices; the name of each class is its number.
 
     Args:
-        values: (N,), -1 where there is no label.
-        where: they stand, for messages.
+        values: (N,) integers, -1 for no label.
+        where: origin of the labels, for error messages.
 
     Raises:
-        DataError: one of them cannot be the index of a class.
+        DataError: a number is below -1 or above `MAX_CLASS`.
     """
     wrong = (values < -1) | (values > MAX_CLASS)
     if wrong.any():
@@ -39,18 +39,18 @@ def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
 
 
 def from_names(values: Iterable[str | None]) -> Labels:
-    """Names become classes in bytewise order; None and the empty name are no label."""
+    """Number class names in bytewise order; None and '' mean no label."""
     known: dict[str, int] = {}
     codes = np.fromiter((known.setdefault(v or "", len(known)) for v in values), dtype=np.int64)
     return renumbered(np.array(list(known), dtype=object), codes)
 
 
 def renumbered(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> Labels:
-    """Numbers into a list of names -> numbers into the sorted names that are in use.
+    """Convert indices into any list of names to indices into the sorted names that are in use.
 
     Args:
-        names: (C,) str; those that are empty stand for no label.
-        codes: (N,) into names, -1 for no label.
+        names: (C,) str objects; '' means no label.
+        codes: (N,) int64 indices into `names`, -1 for no label.
     """
     used = sorted({names[i] for i in np.unique(codes[codes >= 0]) if names[i]}, key=os.fsencode)
     place = {name: i for i, name in enumerate(used)}
@@ -59,10 +59,15 @@ def renumbered(names: npt.NDArray[np.object_], codes: npt.NDArray[np.int64]) -> 
 
 
 def named(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> Labels:
-    """Numbers whose classes have names already.
+    """Combine class indices with class names that are known already.
+
+    Args:
+        values: (N,) integers, -1 for no label.
+        names: class names in the order of the indices.
+        where: origin of the labels, for error messages.
 
     Raises:
-        DataError: there is no such class.
+        DataError: an index has no name.
     """
     labels, _ = from_numbers(values, where)
     if len(labels) and labels.max() >= len(names):
@@ -72,10 +77,14 @@ def named(values: npt.NDArray[np.integer], names: Sequence[str], where: str) -> 
 
 
 def of_any_kind(values: Sequence[object], where: str) -> Labels:
-    """Labels of which nothing is known beforehand: whole numbers, names, or none.
+    """Convert labels of unknown type: whole numbers or names, with None for no label.
+
+    Args:
+        values: N labels.
+        where: origin of the labels, for error messages.
 
     Raises:
-        DataError: they are of another kind, or of several.
+        DataError: the labels are of mixed or unsupported types.
     """
     kinds = {_kind(value) for value in values}
     if kinds <= {"none"}:
@@ -92,6 +101,12 @@ def of_any_kind(values: Sequence[object], where: str) -> Labels:
 
 
 def _kind(value: object) -> str:
+    """Return 'none', 'name' or 'number' for a label, or the name of its type if it is not
+    supported.
+
+    A number must have `__index__` and be whole, so 1.0 is no label, but integers of NumPy and torch
+    are.
+    """
     if value is None:
         return "none"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Image bytes in Parquet files: read a row group at a time, the last ones kept."""
+"""Encoded images in Parquet files, read by row group, with a cache of row groups."""
 
 from __future__ import annotations
 
@@ -20,26 +20,30 @@ from featx.sources.row_keys import row_of_key, rows_of
 from featx.types import ImageFault, Status
 
 KEPT_BYTES = 512 << 20
-"""Of row groups, while there is more than one."""
+"""Cache size for row groups in bytes; the row group in use is kept even if it is larger."""
 
 MAX_GROUP_BYTES = 2 << 30
-"""A row group is held whole; a larger one is refused."""
+"""Largest size of the image column of a row group in bytes, since a row group is held in memory
+whole."""
 
 _OPEN_FILES = 16
-"""Kept open, of many."""
+"""Maximum number of Parquet files that are open at a time."""
 
 
 class ImageColumn:
-    """A column of image bytes; threads take turns at reading a group, not at taking rows from it.
+    """A column of encoded images over several Parquet files.
+
+    Threads may share an instance: a lock serialises reads of row groups; rows are taken from a
+    group in parallel.
 
     Args:
-        files: Parquet, one after the other.
-        column: binary, or a struct with a binary field `bytes`.
-        keys: (N,) in bytewise order.
-        rows: (N,) the row that each key stands for, counted through all files.
+        files: Parquet files, in order.
+        column: name of a binary column, or of a struct column with a binary field `bytes`.
+        keys: (N,) keys in bytewise order.
+        rows: (N,) int64 row of each key, counted through all files.
 
     Raises:
-        DataError: a row group is too large to be held.
+        DataError: a row group is larger than `MAX_GROUP_BYTES`.
     """
 
     def __init__(
@@ -74,11 +78,11 @@ class ImageColumn:
         self._starts = np.concatenate([[0], np.cumsum(counts)])
 
     def read(self, key: bytes) -> bytes:
-        """The encoded bytes of one image.
+        """Read one encoded image.
 
         Raises:
-            ImageFault: there are none, or the file is damaged here.
-            OSError: the file cannot be read now.
+            ImageFault: the row has no bytes, or its row group is damaged.
+            OSError: the file cannot be read at the moment, or has changed since the listing.
         """
         row = int(self._rows[row_of_key(self._keys, key)])
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
@@ -91,7 +95,11 @@ class ImageColumn:
         return data
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """(n,) IMAGE_STATE of the files that some rows lie in."""
+        """Return the state of the file that contains each row.
+
+        Returns:
+            (n,) IMAGE_STATE.
+        """
         of_files = np.concatenate([state_of_files([file], 1) for file in self._files])
         rows = self._rows[rows_of(self._keys, keys)]
         groups = np.searchsorted(self._starts, rows, side="right") - 1
@@ -99,6 +107,12 @@ class ImageColumn:
         return states
 
     def _group(self, number: int) -> Any:
+        """Return the image column of a row group as a pyarrow Array, from the cache or from its
+        file.
+
+        Args:
+            number: row group, counted through all files.
+        """
         import pyarrow as pa
 
         with self._lock:
@@ -108,7 +122,7 @@ class ImageColumn:
                 try:
                     group = self._file(file).read_row_group(inside, columns=[self._column])
                 except (pa.ArrowException, OSError) as error:
-                    # Damage is an OSError as well, but without the number of a system's error.
+                    # pyarrow raises OSError for damaged data as well, but without an errno.
                     if getattr(error, "errno", None) is not None:
                         raise
                     raise ImageFault(
@@ -117,7 +131,8 @@ class ImageColumn:
                         type(error).__name__,
                     ) from error
                 group = group[self._column].combine_chunks()
-                if isinstance(group, pa.ChunkedArray):  # more than 2 GB in 32-bit offsets
+                # More than 2 GB of values, which 32-bit offsets of one array cannot address.
+                if isinstance(group, pa.ChunkedArray):
                     raise ImageFault(Status.TOO_LARGE, f"row group {inside} is too large")
             self._groups[number] = group
             while (
@@ -127,10 +142,10 @@ class ImageColumn:
             return group
 
     def _file(self, number: int) -> Any:
-        """One of the files, open; the last ones used are kept so.
+        """Open a file, or return it from the cache of open files. The caller holds the lock.
 
         Raises:
-            OSError: it cannot be opened now, or is another one than was listed.
+            OSError: the file cannot be opened at the moment, or has changed since the listing.
         """
         from pyarrow import parquet
 
@@ -139,7 +154,7 @@ class ImageColumn:
             path = self._files[number]
             if _state(path.stat()) != self._states[number]:
                 raise OSError(errno.ESTALE, "the table was changed while it was in use", str(path))
-            # Checksums of pages are compared where the writer kept any.
+            # Page checksums are verified if the writer stored them.
             opened = parquet.ParquetFile(path, page_checksum_verification=True)
         self._open[number] = opened
         if len(self._open) > _OPEN_FILES:
@@ -148,12 +163,18 @@ class ImageColumn:
 
 
 def _state(info: os.stat_result) -> tuple[int, int]:
-    """What changes when a file does."""
+    """Return size and mtime, which change when a file does."""
     return info.st_size, info.st_mtime_ns
 
 
 def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
-    """(N,) marks of the rows of a Parquet file: what its footer says of their row group's bytes."""
+    """Compute content tags of the rows of a Parquet file from its footer, without reading images.
+
+    The tag is a checksum of what the footer says about the image column of the row group.
+
+    Returns:
+        (N,) int64; rows of a row group share a tag.
+    """
     from pyarrow import parquet
 
     about = parquet.read_metadata(file)
@@ -170,7 +191,7 @@ def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
 
 
 def _bytes_of(about: Any, column: str) -> list[int]:
-    """Bytes of a column in each row group, not compressed."""
+    """Return the uncompressed bytes of a column in each row group."""
     groups = (about.row_group(i) for i in range(about.num_row_groups))
     return [
         sum(

@@ -1,4 +1,4 @@
-"""Names with braces and stars, as a user types them for several files at once."""
+"""Path patterns with braces and wildcards, such as 'train-{000..012}.tar' or 'images/*.csv'."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 from featx.errors import DataError
 
 _MAX_NAMES = 1_000_000
+"""Maximum number of names that a pattern may expand to."""
 
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}|\{([^{}]*,[^{}]*)\}")
 _STARS = re.compile(r"[*?\[]")
@@ -16,23 +17,27 @@ _SPECIAL = re.compile(r"[{*?\[]")
 
 
 def is_pattern(text: str) -> bool:
-    """Whether a text may stand for several names."""
+    """Return whether a text contains braces or wildcards and may therefore stand for several
+    names."""
     return bool(_SPECIAL.search(text))
 
 
 def has_stars(name: str) -> bool:
-    """Whether a name, without braces, has to be looked up."""
+    """Return whether a name without braces contains wildcards and has to be searched for."""
     return bool(_STARS.search(name))
 
 
 def base_of(pattern: str) -> str:
-    """What all names of a pattern begin with, up to its last '/': keys leave it out."""
+    """Return the fixed beginning of a pattern up to its last '/', which keys do not contain."""
     plain = _SPECIAL.split(pattern, maxsplit=1)[0]
     return plain[: plain.rfind("/") + 1]
 
 
 def matching_files(pattern: str) -> list[str]:
-    """The names on this machine that a pattern stands for, each once; those of braces unseen."""
+    """Expand a pattern to paths on this machine without repeats.
+
+    Paths that come from braces alone are returned whether or not they exist.
+    """
     names: list[str] = []
     for name in expand_braces(pattern):
         names += sorted(glob.glob(name, recursive=True)) if has_stars(name) else [name]  # noqa: PTH207 - names as they are typed
@@ -40,10 +45,10 @@ def matching_files(pattern: str) -> list[str]:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """'a-{000..012}.tar' -> 13 names; '{a,b}' -> two; several braces multiply.
+    """Expand braces: 'a-{000..012}.tar' gives 13 names, '{a,b}' two; several braces multiply.
 
     Raises:
-        DataError: a range runs backwards, or there are too many names.
+        DataError: a range runs backwards, or the pattern gives more than `_MAX_NAMES` names.
     """
     pieces: list[list[str]] = []
     end = 0

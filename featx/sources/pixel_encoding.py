@@ -1,8 +1,8 @@
-"""Pictures that a data set holds as pixels -> bytes that the one decoder reads without loss.
+"""Lossless encoding of images that a data set holds as pixels, for the decoder of all sources.
 
-A binary PPM or PGM is a line of text before the pixels: making and reading one copies them once.
-What these formats cannot hold (transparency, palettes, 16 bits, an orientation) becomes a PNG or a
-TIFF.
+A binary PPM or PGM is a line of text before the pixels, so writing and reading it copies the pixels
+once. Images that these formats cannot represent (transparency, palettes, 16 bits, an orientation)
+become PNG or TIFF.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from PIL import Image
 
 _ORIENTATION = 0x0112
 _AS_PNG = frozenset({"1", "L", "LA", "P", "RGB", "RGBA", "I;16"})
+"""Pillow modes that PNG stores without loss."""
 _AS_TIFF = frozenset({"I", "F", "CMYK"})
+"""Pillow modes that PNG does not have and uncompressed TIFF stores without loss."""
 
 
 def encode_pixels(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A PPM or PGM of (H, W, 3), (H, W, 1) or (H, W) uint8.
+    """Encode (H, W, 3) uint8 as PPM, (H, W, 1) or (H, W) uint8 as PGM.
 
     Raises:
-        ValueError: another shape or type, or no pixel.
+        ValueError: the shape or dtype is another one, or the image has no pixel.
     """
     if pixels.dtype != np.uint8:
         raise ValueError(f"pixels are {pixels.dtype}; expected uint8 in 0 to 255")
@@ -39,10 +41,13 @@ def encode_pixels(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def encode_array(array: npt.NDArray[Any]) -> bytes:
-    """An array as data sets give it: also (3, H, W) and (1, H, W), and RGBA.
+    """Encode an array in any layout that data sets use.
+
+    Args:
+        array: uint8 of shape (H, W), (H, W, 1|3|4) or (1|3, H, W); four channels are RGBA.
 
     Raises:
-        ValueError: as of `encode_pixels`.
+        ValueError: as for `encode_pixels`.
     """
     if array.ndim == 3 and array.shape[2] == 4 and array.dtype == np.uint8:
         return encode_image(Image.fromarray(array, "RGBA"))
@@ -52,11 +57,11 @@ def encode_array(array: npt.NDArray[Any]) -> bytes:
 
 
 def encode_image(image: Image.Image) -> bytes:
-    """A Pillow image of any mode; its orientation and its transparency travel along.
+    """Encode a Pillow image of any mode, with its EXIF orientation and transparency.
 
     Raises:
         ValueError: the image has no pixel.
-        Exception: whatever Pillow raises where it was not decoded yet and cannot be.
+        Exception: any exception of Pillow if the image is not decoded yet and cannot be.
     """
     image.load()
     turn = image.getexif().get(_ORIENTATION, 1)
@@ -64,7 +69,8 @@ def encode_image(image: Image.Image) -> bytes:
     if plain and image.mode in ("L", "RGB"):
         return encode_pixels(np.asarray(image))
     if image.mode not in _AS_PNG | _AS_TIFF:
-        # Of premultiplied alpha, YCbCr, LAB, HSV and byte orders: to what has a file format.
+        # Modes without a file format (premultiplied alpha, YCbCr, LAB, HSV, other byte orders) are
+        # converted to the nearest mode that has one.
         image = image.convert({"La": "LA", "PA": "RGBA", "RGBa": "RGBA"}.get(image.mode, "RGB"))
     file = io.BytesIO()
     if image.mode in _AS_TIFF:

@@ -1,4 +1,4 @@
-"""Data sets that a Python program hands over as objects: featx.extract(data=dataset)."""
+"""Data sets that a Python program passes as objects: `featx.extract(data=dataset)`."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from featx.types import (
 _WHERE = "labels of the data set"
 
 _FILES = FolderSource(Path("/"))
-"""Reads a file wherever it lies: the user's own code named it."""
+"""Reader of files at any path: the paths come from the user's own code, so they are not
+restricted."""
 
 
 def open_source(config: DataConfig) -> Source:
-    """Always an error: a config cannot hold the object.
+    """Raise an error: a config cannot contain the object.
 
     Raises:
-        DataError: says how it is given.
+        DataError: always; the message explains how to pass a data set.
     """
     raise DataError(
         "data=python is a data set that a Python program gave as an object; it can be opened from "
@@ -48,10 +49,13 @@ def open_source(config: DataConfig) -> Source:
 
 
 def source_of_object(given: Any) -> Source:
-    """A Source as it is, its listing checked; else a map-style data set.
+    """Turn a data set object into a Source.
+
+    Args:
+        given: a Source, whose listing is then checked, or a map-style data set.
 
     Raises:
-        DataError: it is neither.
+        DataError: the object is neither.
     """
     if isinstance(given, Source):
         return _Checked(given)
@@ -64,18 +68,18 @@ def source_of_object(given: Any) -> Source:
 
 
 class MapSource:
-    """A map-style data set: dataset[i] is (image, label) or the image alone.
+    """A map-style data set whose items are (image, label) or an image alone.
 
     An image is a Pillow image, an array (H, W), (H, W, 1|3|4) or (1|3, H, W) uint8, encoded bytes,
-    or the path of a file. Labels come from `dataset.targets`, else from `dataset.labels`, else
-    every item is asked for once before the run (only the first, where it has no label). Keys are
-    `dataset.keys` where it is a list of str or bytes, else numbers.
+    or the path of a file. Labels come from `dataset.targets`, else from `dataset.labels`, else from
+    every item, which is then read once before the run (only the first item if it has no label).
+    Keys are `dataset.keys` if that is a list of str or bytes, else row numbers.
 
-    One item is asked for at a time, whatever the number of reading threads: data sets that are made
-    for worker processes need not stand several threads.
+    Items are read one at a time, whatever the number of reading threads: data sets made for worker
+    processes are often not thread-safe.
 
     Args:
-        dataset: the user's own.
+        dataset: object with `__len__` and `__getitem__`.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -86,13 +90,19 @@ class MapSource:
         self._labels: list[object] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For another process, where nobody holds the lock."""
+        """Return the state for another process without the lock, which cannot be pickled."""
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the state with a new lock."""
         vars(self).update(state, _lock=threading.RLock())
 
     def listing(self) -> Listing:
+        """List the rows in bytewise order of their keys.
+
+        Raises:
+            DataError: the data set is empty, or its keys or labels are invalid.
+        """
         count = len(self._dataset)
         if not count:
             raise DataError("the data set has no rows: len(dataset) is 0.")
@@ -107,13 +117,20 @@ class MapSource:
         return Listing(self._keys, labels[order], classes)
 
     def read(self, key: bytes) -> bytes:
+        """Read one item and encode its image without loss.
+
+        Raises:
+            ImageFault: the item raises an exception, is no image, or has another label than when
+                listed.
+            OSError: the image is a path and the disk or mount fails.
+        """
         with self._lock:
             if self._rows is None:
                 self.listing()
         assert self._keys is not None
         assert self._rows is not None
         row = int(self._rows[row_of_key(self._keys, key)])
-        # The user's own code: whatever it raises is this row's, and recorded.
+        # The user's own code may raise anything; it is recorded as a failure of this row.
         try:
             with self._lock:
                 image, label = _split(self._dataset[row])
@@ -136,10 +153,14 @@ class MapSource:
         return found
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Of a list or tuple: of paths those of the files, of what lies in memory a checksum.
+        """Return states of a list or tuple; other data sets have none.
 
-        None of other data sets: only `__getitem__` knows what an item is made from, and what it
-        costs. None as well where a Pillow image of a list is still to be decoded.
+        The state of a path is that of its file, the state of any other item a checksum of its
+        encoded image.
+
+        Returns:
+            (n,) IMAGE_STATE. None for other data sets, since only `__getitem__` knows where an item
+            comes from and what reading it costs, and None if a Pillow image is not decoded yet.
         """
         if not isinstance(self._dataset, list | tuple):
             return None
@@ -155,7 +176,9 @@ class MapSource:
                 if isinstance(image, ImageFile.ImageFile):
                     return None
                 found = _encoded(image)
-            except (TypeError, ValueError) as error:  # it is no image, which its row will say
+            # The item is no image. Reading the row records the failure; here its message takes the
+            # place of an image, so that the state changes when the message does.
+            except (TypeError, ValueError) as error:
                 found = repr(error).encode()
             if isinstance(found, Path):
                 paths[place] = os.path.abspath(os.fsencode(found))  # noqa: PTH100 - bytes paths
@@ -167,6 +190,11 @@ class MapSource:
         return states
 
     def _keys_of(self, count: int) -> npt.NDArray[np.bytes_]:
+        """Return (count,) keys: `dataset.keys` if present, else row numbers.
+
+        Raises:
+            DataError: `dataset.keys` has another length or an invalid entry.
+        """
         given = getattr(self._dataset, "keys", None)
         if given is None or callable(given):  # callable: the method of a mapping
             return numbered_keys(count)
@@ -185,6 +213,11 @@ class MapSource:
         return np.array(keys, dtype=np.bytes_)
 
     def _labels_of(self, count: int) -> Labels:
+        """Return labels and class names from the attributes of the data set, or from its items.
+
+        Raises:
+            DataError: the labels have another length or an unsupported type.
+        """
         for name in ("targets", "labels"):
             values = getattr(self._dataset, name, None)
             if values is not None and not callable(values):
@@ -204,9 +237,11 @@ class MapSource:
         return labels, classes
 
     def _labels_of_items(self, count: int) -> list[Any]:
-        """The label of every item; None where the user's code fails, as it will when it is read.
+        """Read the label of every item; only the first item if it has no label.
 
-        Only one item is looked at where it has no label.
+        Returns:
+            count labels, None for an item that raises an exception, which is recorded when it is
+            read.
         """
         values: list[Any] = []
         for row in range(count):
@@ -223,13 +258,22 @@ class MapSource:
 
 
 class _Checked:
-    """A user's own Source whose listing is what every part of featx relies on."""
+    """Wrapper of a user's own Source that checks its listing and states.
+
+    Args:
+        source: the user's object.
+    """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.read = source.read
 
     def listing(self) -> Listing:
+        """Return the listing of the source after checking types, shapes, order and classes.
+
+        Raises:
+            DataError: the listing violates a requirement.
+        """
         listing = self._source.listing()
         keys, labels = listing.keys, listing.labels
         if not (isinstance(keys, np.ndarray) and keys.dtype.kind == "S" and keys.ndim == 1):
@@ -245,7 +289,11 @@ class _Checked:
         return listing
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Those that the source gives, if it does."""
+        """Return the states of the source, or None if it has none.
+
+        Raises:
+            DataError: their shape or dtype is wrong.
+        """
         if not isinstance(self._source, Stateful):
             return None
         states = self._source.states(keys)
@@ -261,7 +309,14 @@ _NO_LABEL = object()
 
 
 def _split(item: Any) -> tuple[Any, Any]:
-    """An item as image and label; _NO_LABEL where it is the image alone."""
+    """Split an item into image and label.
+
+    Returns:
+        (image, label), with _NO_LABEL if the item is the image alone.
+
+    Raises:
+        TypeError: the item is a tuple or list of another length than 2.
+    """
     if isinstance(item, tuple | list):
         if len(item) != 2:
             raise TypeError(f"the item has {len(item)} elements; expected (image, label)")
@@ -270,14 +325,15 @@ def _split(item: Any) -> tuple[Any, Any]:
 
 
 def _same(listed: Any, found: Any) -> bool:
+    """Return whether an item has the label that was listed; items without a label always match."""
     return found is _NO_LABEL or listed is found or bool(listed == found)
 
 
 def _encoded(image: Any) -> bytes | Path:
-    """What the decoder reads, or the file where it lies.
+    """Encode an image without loss, or return the path of its file.
 
     Raises:
-        TypeError, ValueError: it is no image.
+        TypeError, ValueError: the object is no image.
     """
     if isinstance(image, Image.Image):
         return encode_image(image)

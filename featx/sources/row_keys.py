@@ -1,4 +1,4 @@
-"""Keys of rows: made from numbers, and found in a sorted listing."""
+"""Keys made from row numbers, and lookup of keys in a sorted listing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ import numpy.typing as npt
 from featx.types import ImageFault, Status
 
 _DIGITS = 6
+"""Minimum number of digits of a numbered key."""
 
 
 def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
-    """(N,) bytes: '000000', '000001', ...; all of one length, so that they sort as numbers."""
+    """Make keys '000000', '000001', ... with a prefix.
+
+    All keys have the same length, so bytewise order is the order of the rows.
+
+    Returns:
+        (count,) fixed-length bytes.
+    """
     digits = max(_DIGITS, len(str(count - 1)))
     keys = np.empty(count, dtype=f"S{len(prefix) + digits}")
     form = f"{prefix}%0{digits}d".encode()
+    # In blocks, because a Python bytes object needs several times the memory of an array entry.
     for start in range(0, count, 1 << 16):
         stop = min(count, start + (1 << 16))
         keys[start:stop] = [form % row for row in range(start, stop)]
@@ -25,14 +33,21 @@ def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
 
 
 def row_of(key: bytes, prefix: str = "") -> int:
-    """The row that a numbered key stands for."""
+    """Return the row of a numbered key."""
     return int(key[len(prefix) :])
 
 
 def sampled_marks(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.int64]:
-    """(N,) marks: checksums of rows 0, 1, 2, 4, 8, ..., 0 elsewhere.
+    """Compute content tags for a data set without cheap ones: checksums of rows 0, 1, 2, 4, 8, ...
 
-    The rows that are looked at do not depend on N: a data set that grew keeps its marks.
+    The sampled rows do not depend on `count`, so a data set that has grown keeps its tags.
+
+    Args:
+        count: number of rows.
+        read: function row -> bytes to hash.
+
+    Returns:
+        (count,) int64, 0 in rows that are not sampled.
     """
     marks = np.zeros(count, dtype=np.int64)
     row = 0
@@ -43,16 +58,16 @@ def sampled_marks(count: int, read: Callable[[int], bytes]) -> npt.NDArray[np.in
 
 
 def row_of_key(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
-    """The row of a key.
+    """Find the row of a key.
 
     Args:
-        keys: (N,) in bytewise order.
-        key: one of them.
+        keys: (N,) keys in bytewise order.
+        key: the key to find.
 
     Raises:
-        ImageFault: it is none of them.
+        ImageFault: the key is not in the listing.
     """
-    # Of the array's own type: numpy would convert all keys to a longer one.
+    # With another dtype, searchsorted would convert the whole array of keys.
     row = int(np.searchsorted(keys, np.array(key, dtype=keys.dtype)))
     if row == len(keys) or keys[row] != key:
         raise ImageFault(Status.MISSING, "not in the data set")
@@ -60,17 +75,25 @@ def row_of_key(keys: npt.NDArray[np.bytes_], key: bytes) -> int:
 
 
 def rows_of(keys: npt.NDArray[np.bytes_], some: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-    """The rows of some keys, all of which are in the listing.
+    """Find the rows of several keys, all of which must be in the listing.
 
     Args:
-        keys: (N,) in bytewise order.
-        some: (n,) of them, in any order.
+        keys: (N,) keys in bytewise order.
+        some: (n,) keys in any order.
+
+    Returns:
+        (n,) int64.
     """
     rows: npt.NDArray[np.int64] = np.searchsorted(keys, some.astype(keys.dtype))
     return rows
 
 
 def doubles(keys: npt.NDArray[np.bytes_], most: int = 5) -> list[bytes]:
-    """Some keys that stand more than once in a sorted array."""
+    """Return some duplicate keys.
+
+    Args:
+        keys: (N,) keys in bytewise order.
+        most: maximum number of keys to return.
+    """
     found: list[bytes] = np.unique(keys[1:][keys[1:] == keys[:-1]])[:most].tolist()
     return found

@@ -1,4 +1,4 @@
-"""data=sample: a few small pictures of several formats that travel with featx itself."""
+"""Source data=sample: a few small images in several formats that are part of the featx package."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from featx.types import Source
 
 
 def open_source(config: DataConfig) -> Source:
-    """The pictures in data/sample, made by scripts/make_sample_images."""
+    """Open the folder data/sample of the package, which scripts/make_sample_images writes."""
     return FolderSource(shipped("data") / "sample")

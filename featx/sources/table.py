@@ -1,7 +1,7 @@
-"""data=table: CSV or Parquet files with a column of paths, or of image bytes, and others.
+"""Source data=table: CSV or Parquet files with a column of paths or encoded images.
 
-Image bytes are read from Parquet a row group at a time, as Hugging Face's data sets have them: a
-struct of `bytes` and `path`, or binary values alone.
+Encoded images are read from Parquet by row group, either as a struct of `bytes` and `path`, which
+Hugging Face's data sets use, or as plain binary values.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from featx.sources.table_files import Csv, Parquet, Table, find_tables
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
-"""Paths that may lead out of the folder, or to no file at all."""
+"""Regular expression for paths that may lead out of the folder, or that are no paths of files."""
 
 
 def open_source(config: DataConfig) -> Source:
-    """The table, or tables, that data.root names.
+    """Open the table or tables that data.root names.
 
     Raises:
         MissingExtraError: pyarrow is not installed.
@@ -48,13 +48,16 @@ def open_source(config: DataConfig) -> Source:
 class TableSource:
     """Rows of a table, in bytewise order of their keys.
 
-    A key is the path as the table has it; of image bytes their path where each row of a file has
-    one of its own, else 'row-000123', the place in the file. Where data.root names a folder or a
-    pattern, the name of the file and '/' stand before the keys of image bytes.
+    The key of a row is its path as written in the table. For encoded images it is the path next to
+    the bytes if every row of the file has a different one, else 'row-000123', the row number in the
+    file. If data.root is a folder or a pattern, keys of encoded images begin with the name of the
+    file and '/'.
 
     Args:
-        root: a file (.csv, .tsv, also with .gz behind, .parquet), a folder of them, or a pattern.
-        config: for the columns, the folder of the paths, and the policy of links.
+        root: a file (.csv, .tsv, both also with .gz, or .parquet), a folder of such files, or a
+            pattern.
+        config: options of the group `data` for columns, the folder that paths are relative to, and
+            links.
     """
 
     def __init__(self, root: str, config: DataConfig) -> None:
@@ -70,6 +73,11 @@ class TableSource:
         self._lock = threading.Lock()
 
     def listing(self) -> Listing:
+        """Read the columns of paths and labels and list all rows.
+
+        Raises:
+            DataError: a file, column, path or label is missing or invalid, or a path is repeated.
+        """
         import pyarrow as pa
 
         try:
@@ -80,6 +88,12 @@ class TableSource:
         return listing
 
     def read(self, key: bytes) -> bytes:
+        """Read one encoded image, from its file or from the table.
+
+        Raises:
+            ImageFault: the image is missing, empty or damaged.
+            OSError: the disk or mount fails, or the table has changed since the listing.
+        """
         with self._lock:
             if not self._listed:
                 self.listing()
@@ -88,10 +102,11 @@ class TableSource:
         return self._folder.read_inside(key)
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Of paths those of the files they name, of image bytes that of their own file."""
+        """Return the states of the image files, or of the Parquet files that contain the images."""
         return self._folder.states(keys) if self._images is None else self._images.states(keys)
 
     def _listing(self) -> Listing:
+        """List all rows; exceptions of pyarrow pass through."""
         found, skipped = find_tables(self._where, self._follow_links)
         files = [path for _, path in found]
         table = Table(files, self._where)
@@ -131,7 +146,11 @@ class TableSource:
         return Listing(keys, labels[order], classes, skipped, marks, self._columns(table, order))
 
     def _chosen(self, names: list[str]) -> str:
-        """The column of paths or images."""
+        """Return the column of paths or images: data.path_column, else 'path', else 'image'.
+
+        Raises:
+            DataError: there is no such column.
+        """
         if self._path_column is not None:
             return _known(self._where, "data.path_column", self._path_column, names)
         for name in ("path", "image"):
@@ -143,6 +162,7 @@ class TableSource:
         )
 
     def _chosen_label(self, names: list[str]) -> str | None:
+        """Return data.label_column, 'label' by default if it exists, or None for no labels."""
         if self._label_column is None:
             return "label" if "label" in names else None
         if not self._label_column:
@@ -150,7 +170,7 @@ class TableSource:
         return _known(self._where, "data.label_column", self._label_column, names)
 
     def _columns(self, table: Table, order: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """The columns that data.columns names, in the order of the listing."""
+        """Read the columns of the option data.columns in the order of the listing."""
         found = {}
         for name in self._column_names:
             name = _known(self._where, "data.columns", name, table.names)
@@ -159,17 +179,25 @@ class TableSource:
         return found
 
     def _paths(self, file: Path, column: Any) -> npt.NDArray[np.bytes_]:
+        """Check a column of paths and convert it to (n,) fixed-length bytes.
+
+        Raises:
+            DataError: a path is empty, or leads out of the folder while data.follow_links is off.
+        """
         import pyarrow.compute as pc
 
         empty = pc.or_kleene(pc.is_null(column), pc.equal(column, "")).fill_null(True)
         if (row := pc.index(empty, True).as_py()) >= 0:
             raise DataError(f"{file}: row {row} has no path.")
-        # Byte for byte: a path that is no UTF-8 never comes this far, Arrow refuses it.
+        # Arrow rejects text that is not UTF-8, so every path here encodes to the bytes of the file.
+        # Only suspicious paths are checked one by one in Python.
         for path in column.filter(pc.match_substring_regex(column, _SUSPECT)).to_pylist():
             self._check_path(file, path)
         return text_bytes(column)
 
     def _check_path(self, file: Path, path: str) -> None:
+        """Raise DataError if a path is a URL or contains NUL, or leads out of the folder of
+        images."""
         if "\0" in path or re.search(r"^[a-z0-9]+://", path):
             raise DataError(f"{file}: {path!r} is no path of a file.")
         whole = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
@@ -181,7 +209,13 @@ class TableSource:
             )
 
     def _keys_of_images(self, part: Parquet, column: str) -> npt.NDArray[np.bytes_]:
-        """Paths beside the bytes where each row of a file has its own, else numbers."""
+        """Return the keys of one file of encoded images: paths if all are different, else row
+        numbers.
+
+        Raises:
+            DataError: the column holds neither binary values nor a struct with a binary field
+                `bytes`.
+        """
         import pyarrow as pa
 
         if not part.num_rows:
@@ -204,6 +238,16 @@ class TableSource:
         return numbered_keys(part.num_rows, "row-")
 
     def _labels(self, table: Table, name: str | None, count: int) -> Labels:
+        """Convert the label column to labels and class names.
+
+        Args:
+            table: the files.
+            name: name of the column, or None for no labels.
+            count: number of rows.
+
+        Raises:
+            DataError: the column is neither text nor whole numbers.
+        """
         import pyarrow as pa
 
         if name is None:
@@ -233,10 +277,10 @@ class TableSource:
 
 
 def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
-    """Whether a column holds paths.
+    """Return whether a column holds paths.
 
     Raises:
-        DataError: in some files only.
+        DataError: it holds paths in some of the files only.
     """
     import pyarrow as pa
 
@@ -251,12 +295,13 @@ def _is_text(parts: Sequence[Csv | Parquet], column: str) -> bool:
 
 
 def _behind(name: bytes, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bytes_]:
-    """Keys of a file that was found by its name."""
+    """Prefix keys with the name of their file, if it has one."""
     return np.char.add(np.bytes_(name + b"/"), keys) if name else keys
 
 
 def _folder_of(root: str) -> Path:
-    """What paths start from: the folder that is named, or that the files are in."""
+    """Return the folder that paths are relative to: the named folder, or the folder of the named
+    files."""
     path = Path(root)
     if path.is_dir():
         return path
@@ -264,6 +309,17 @@ def _folder_of(root: str) -> Path:
 
 
 def _known(where: str, key: str, name: str, names: list[str]) -> str:
+    """Return a column name after checking that the table has it.
+
+    Args:
+        where: the table, for the error message.
+        key: full name of the option.
+        name: its value.
+        names: columns of the table.
+
+    Raises:
+        DataError: there is no such column.
+    """
     if name not in names:
         raise DataError(f"{key}={name}: {where} has {', '.join(names)}.{nearest(name, names)}")
     return name

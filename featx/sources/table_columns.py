@@ -1,4 +1,4 @@
-"""Columns of a table as a listing carries them: Arrow's values -> arrays of a store's types."""
+"""Conversion of Arrow columns to the column types of a listing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,27 @@ from featx.config.checks import column_name_problem
 from featx.errors import DataError
 
 MAX_TEXT_BYTES = 4096
-"""Of a text in a column: its longest costs every row as much, in memory and in the store."""
+"""Maximum length of a text in a column in bytes. Texts have a fixed length per column, so the
+longest one determines the size of every row in memory and in the store."""
 
 _BATCH_ROWS = 1 << 16
+"""Rows whose texts are Python objects at a time."""
 
 
 def column_values(column: Any, where: str) -> npt.NDArray[Any]:
-    """A column of a table as a listing carries it.
+    """Convert a column of a table to a column of a listing.
 
     Args:
         column: pyarrow.ChunkedArray.
-        where: the column stands, for messages.
+        where: origin of the column, for error messages.
 
     Returns:
-        (N,) int64, bool, float64 with NaN where a value is missing, or UTF-8 bytes, empty where one
-        is. Whole numbers and booleans of which some are missing become float64.
+        (N,) int64, bool, float64 with NaN for missing values, or UTF-8 bytes with '' for missing
+        ones. Whole numbers and booleans with missing values become float64.
 
     Raises:
-        DataError: its values are of another type, or cannot be kept exactly.
+        DataError: the type of the values is not supported, or a value cannot be represented
+            exactly.
     """
     import pyarrow as pa
 
@@ -59,7 +62,7 @@ def column_values(column: Any, where: str) -> npt.NDArray[Any]:
 
 
 def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
-    """A column of text as (N,) fixed-length bytes, a piece at a time."""
+    """Convert a column of text to (N,) fixed-length bytes, `_BATCH_ROWS` rows at a time."""
     pieces = [
         np.array([text.encode() for text in batch.to_pylist()], dtype=np.bytes_)
         for chunk in column.chunks
@@ -71,7 +74,11 @@ def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, where: str) -> None:
-    """Raise DataError unless these are columns that a listing of so many rows can carry."""
+    """Check that a listing of `num_rows` rows can have these columns.
+
+    Raises:
+        DataError: a name, the order of the names, a shape or a dtype is not allowed.
+    """
     if problem := column_name_problem(list(columns)):
         raise DataError(f"{where}: {problem}")
     if list(columns) != sorted(columns):
@@ -86,6 +93,11 @@ def check_columns(columns: Mapping[str, Any], num_rows: int, where: str) -> None
 
 
 def _texts(column: Any, where: str) -> npt.NDArray[np.bytes_]:
+    """Convert a column of text to (N,) UTF-8 bytes.
+
+    Raises:
+        DataError: a text contains NUL or is longer than `MAX_TEXT_BYTES`.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,4 +1,4 @@
-"""CSV or Parquet files as the columns of one table, each read when it is asked for."""
+"""CSV and Parquet files as the columns of one table; a column is read when it is requested."""
 
 from __future__ import annotations
 
@@ -14,28 +14,36 @@ from featx.sources.base import FolderSource
 from featx.sources.path_patterns import base_of, is_pattern, matching_files
 
 _WHOLE = r"^-?\d{1,18}$"
+"""Whole numbers that fit into int64, leading zeros included."""
 _NUMBER = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
+"""Decimal numbers in any usual notation."""
 
 _EXACT_WHOLE = r"^(0|-?[1-9]\d{0,17})$"
+"""Whole numbers whose text int64 preserves: no leading zeros, such as 007, and at most 18
+digits."""
 _EXACT_NUMBER = r"^-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE][-+]?\d+)?$"
-"""Numbers that are nothing but numbers: not 007, and no name of twenty digits."""
+"""Decimal numbers that are not identifiers: no leading zeros and at most 15 digits before the
+point."""
 
 _BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 _ENDINGS = frozenset({b".csv", b".tsv", b".gz", b".parquet"})
-"""Names in a folder with these endings are tables, but for .gz behind another name."""
+"""File name extensions of tables. `_is_table` leaves out .gz files that are no tables."""
 
 
 class Csv:
-    """Columns of a CSV file.
+    """Columns of a CSV file with a header.
 
     Args:
-        file: .csv or .tsv, also with .gz behind.
+        file: path ending in .csv or .tsv, optionally followed by .gz.
+
+    Attributes:
+        names: column names in order.
 
     Raises:
-        DataError: its name ends in something else, or it has two columns of the same name.
+        DataError: the extension is another one, or two columns have the same name.
     """
 
     def __init__(self, file: Path) -> None:
@@ -55,7 +63,11 @@ class Csv:
             raise DataError(f"{file} has two columns of the same name: {', '.join(self.names)}.")
 
     def column(self, name: str) -> Any:
-        """A column as text."""
+        """Read a column as text.
+
+        Returns:
+            pyarrow.ChunkedArray of strings.
+        """
         import pyarrow as pa
         from pyarrow import csv
 
@@ -64,7 +76,15 @@ class Csv:
 
 
 class Parquet:
-    """Columns of a Parquet file, which is open only while one is read."""
+    """Columns of a Parquet file, which is open only while a column is read.
+
+    Args:
+        file: path of the file.
+
+    Attributes:
+        num_rows: number of rows.
+        names: names of the top-level columns in order.
+    """
 
     def __init__(self, file: Path) -> None:
         from pyarrow import parquet
@@ -76,14 +96,20 @@ class Parquet:
         self.names: list[str] = self._schema.names
 
     def kind(self, name: str) -> Any:
-        """The type of a column's values."""
+        """Return the Arrow type of the values of a column; for a dictionary column, of its
+        values."""
         import pyarrow as pa
 
         kind = self._schema.field(name).type
         return kind.value_type if pa.types.is_dictionary(kind) else kind
 
     def column(self, name: str) -> Any:
-        """A column, or with a dot a field of a struct; nothing else is read."""
+        """Read a column, or a field of a struct column as 'column.field', without reading anything
+        else.
+
+        Returns:
+            pyarrow.ChunkedArray; dictionary columns are decoded.
+        """
         import pyarrow as pa
         import pyarrow.compute as pc
         from pyarrow import parquet
@@ -97,7 +123,8 @@ class Parquet:
         return column
 
     def class_names(self, name: str) -> list[str] | None:
-        """The names that Hugging Face's data sets keep for whole numbers."""
+        """Return the class names that Hugging Face's metadata has for a column of whole numbers, or
+        None."""
         about = (self._schema.metadata or {}).get(b"huggingface")
         try:
             names = json.loads(about)["info"]["features"][name]["names"] if about else None
@@ -107,14 +134,18 @@ class Parquet:
 
 
 class Table:
-    """One file, or several of the same columns one after the other.
+    """One or more files with the same columns, one after the other.
 
     Args:
-        files: in their order.
-        where: they are, for messages.
+        files: paths in order.
+        where: origin of the files, for error messages.
+
+    Attributes:
+        parts: one `Csv` or `Parquet` per file.
+        is_parquet: whether the files are Parquet.
 
     Raises:
-        DataError: one of them cannot be read or is no table, or they are of two kinds.
+        DataError: a file cannot be read or is no table, or both kinds of files occur.
     """
 
     def __init__(self, files: Sequence[Path], where: str) -> None:
@@ -134,11 +165,15 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns, as the first file has them."""
+        """Column names of the first file."""
         return self.parts[0].names
 
     def check_has(self, name: str) -> None:
-        """Raise DataError where a file lacks a column of the first one."""
+        """Check that every file has a column.
+
+        Raises:
+            DataError: a file lacks it.
+        """
         for part in self.parts:
             if name not in part.names:
                 raise DataError(
@@ -147,7 +182,11 @@ class Table:
                 )
 
     def pieces(self, name: str) -> list[Any]:
-        """A column, file by file; of a CSV as text."""
+        """Read a column of every file; columns of CSV files are text.
+
+        Returns:
+            one pyarrow.ChunkedArray per file.
+        """
         self.check_has(name)
         found = []
         for part in self.parts:
@@ -156,9 +195,11 @@ class Table:
         return found
 
     def labels(self, name: str) -> Any:
-        """A column; of a CSV as numbers where all of it is, else as text. Empty is null.
+        """Read the column of labels.
 
-        1 and 01 are text, for as numbers they would be one class.
+        A column of CSV files becomes numbers if all values are numbers, else text; empty values are
+        null. If two different texts would become the same number, such as 1 and 01, the column
+        stays text.
         """
         import pyarrow as pa
         import pyarrow.compute as pc
@@ -174,7 +215,8 @@ class Table:
         return found
 
     def values(self, name: str) -> Any:
-        """A column; of a CSV as booleans or numbers where all of it is and nothing is lost."""
+        """Read any column; one of CSV files becomes booleans or numbers if no value loses
+        information."""
         import pyarrow as pa
 
         column = self._joined(name)
@@ -184,10 +226,10 @@ class Table:
         return _as_far_as_it_fits(column, kinds)
 
     def class_names(self, name: str) -> list[str] | None:
-        """The names that Parquet files keep for whole numbers.
+        """Return the class names that Parquet files store for a column of whole numbers, or None.
 
         Raises:
-            DataError: two files keep different ones.
+            DataError: two files store different names.
         """
         said = [part.class_names(name) for part in self.parts if isinstance(part, Parquet)]
         if any(names != said[0] for names in said):
@@ -195,7 +237,11 @@ class Table:
         return said[0] if said else None
 
     def _joined(self, name: str) -> Any:
-        """A column of all files; whole numbers of several sizes become the largest."""
+        """Concatenate a column of all files; integer types of different widths become the widest.
+
+        Raises:
+            DataError: the types of the files cannot be combined.
+        """
         import pyarrow as pa
 
         pieces = self.pieces(name)
@@ -210,14 +256,19 @@ class Table:
 
 
 def find_tables(root: str, follow_links: bool) -> tuple[list[tuple[bytes, Path]], dict[str, int]]:
-    """The files that data.root names, and what was left out.
+    """Find the files that data.root names.
+
+    Args:
+        root: file, folder or pattern.
+        follow_links: whether links out of a folder are followed.
 
     Returns:
-        (name below the folder or behind the fixed beginning of the pattern, path) in bytewise order
-        of the names; of a single file that is named itself, no name.
+        (name, path) of each file in bytewise order of the names, and the counts of left-out entries
+        by reason. The name is the path below the folder, or behind the fixed beginning of the
+        pattern; it is empty for a file that is named directly.
 
     Raises:
-        DataError: there are none.
+        DataError: no file is found.
     """
     folder = Path(root).expanduser()
     if folder.is_dir():
@@ -236,11 +287,16 @@ def find_tables(root: str, follow_links: bool) -> tuple[list[tuple[bytes, Path]]
 
 
 def _is_table(name: bytes) -> bool:
+    """Return whether a lower-case file name with an extension of `_ENDINGS` is that of a table."""
     return not name.endswith(b".gz") or name.endswith((b".csv.gz", b".tsv.gz"))
 
 
 def _open(file: Path) -> Csv | Parquet:
-    """A file as what its content says it is."""
+    """Open a file as Parquet or CSV, which is decided by its first bytes.
+
+    Raises:
+        DataError: it is not a file.
+    """
     if not file.is_file():
         raise DataError(
             f"data.root={file} is no file (taken from {Path.cwd()}); expected .csv, .tsv or "
@@ -253,7 +309,7 @@ def _open(file: Path) -> Csv | Parquet:
 
 @contextlib.contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """What goes wrong with a file, told as a DataError that names it."""
+    """Convert exceptions while reading a file to a DataError that names it."""
     import pyarrow as pa
 
     try:
@@ -263,7 +319,15 @@ def _reading(file: Path) -> Iterator[None]:
 
 
 def _as_far_as_it_fits(text: Any, kinds: tuple[tuple[str, Any], ...]) -> Any:
-    """Text as the first of some types whose form all of it has; empty becomes null."""
+    """Convert a text column to the first type whose pattern all values match; '' becomes null.
+
+    Args:
+        text: pyarrow.ChunkedArray of strings.
+        kinds: pairs of regular expression and Arrow type, in order of preference.
+
+    Returns:
+        the converted column, a null column if all values are empty, or the text column.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -1,8 +1,8 @@
-"""The headers of a tar, one after the other, without extracting anything.
+"""Reader of tar headers that extracts nothing and reports where and why it stopped.
 
-Python's tarfile ends in silence where it meets a damaged header, keeps every member in memory, and
-reads extended headers of whatever size they claim; a listing that must not lose a row needs a
-reader that says where it stopped and why. Formats: POSIX ustar and pax, GNU, and v7.
+Python's tarfile stops silently at a damaged header, keeps every member in memory, and reads
+extended headers of any size they claim, so a listing made with it could lose rows unnoticed.
+Formats: POSIX ustar and pax, GNU, and v7.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 BLOCK = 512
+"""Size of a tar block in bytes."""
 _MAX_EXTENDED = 1 << 20
-"""Bytes of an extended header: a name of a megabyte is none."""
+"""Maximum size of an extended header in bytes."""
 
 _REGULAR = b"\0", b"0", b"7"
+"""Type flags of regular files."""
 _WITHOUT_DATA = b"1", b"2", b"3", b"4", b"5", b"6"
+"""Type flags of members whose size field is not followed by data: links, devices, folders,
+FIFOs."""
 _ZEROS = bytes(BLOCK)
 
 
 class Member(NamedTuple):
-    """One entry of a tar.
+    """One member of a tar file.
 
     Attributes:
-        name: as it stands there.
-        offset, size: of its bytes in the (decompressed) tar.
-        regular: a plain file, no link, device or sparse file.
+        name: full name as stored.
+        offset: position of its data in the decompressed tar, in bytes.
+        size: length of its data in bytes.
+        regular: whether it is a plain file, and not a link, device or sparse file.
     """
 
     name: bytes
@@ -35,11 +40,11 @@ class Member(NamedTuple):
 
 
 class CutOffError(Exception):
-    """The tar ends before its end mark, or goes on with something that is no header.
+    """The tar ends before its end mark, or continues with something that is not a header.
 
     Attributes:
-        at: offset of the first byte that is not accounted for.
-        cut: the member that is there in part, or None.
+        at: offset of the first byte that belongs to no complete member.
+        cut: the incomplete member, or None.
     """
 
     def __init__(self, message: str, at: int, cut: Member | None = None) -> None:
@@ -49,14 +54,15 @@ class CutOffError(Exception):
 
 
 Read = Callable[[int, int], bytes]
-"""(offset, length) -> the bytes there, fewer only at the end. Called with rising offsets."""
+"""Function (offset, length) -> bytes, fewer than `length` only at the end. Offsets rise from call
+to call."""
 
 
 def members(read: Read) -> Iterator[Member]:
-    """All members but folders, in the order of the tar.
+    """Yield all members except folders in the order of the tar.
 
     Raises:
-        CutOffError: after the last member that is whole.
+        CutOffError: after the last complete member, if the tar is damaged or truncated.
     """
     at, name, size = 0, None, None
     while True:
@@ -86,7 +92,8 @@ def members(read: Read) -> Iterator[Member]:
                     kind = b"sparse"
             if kind != b"sparse":
                 continue
-            # A sparse file in pax form: the next header is its own; it is no regular file.
+            # In pax format a sparse file has an extended header, followed by its own header. It is
+            # reported as not regular.
             header = read(at, BLOCK)
             if len(header) < BLOCK or not _sum_is_right(header):
                 raise CutOffError(f"the header at byte {at} is damaged", at)
@@ -98,6 +105,7 @@ def members(read: Read) -> Iterator[Member]:
         length = 0 if kind in _WITHOUT_DATA else length
         full = name if name is not None else _name(header)
         member = Member(full, at, length, kind in _REGULAR)
+        # The last byte of the data shows whether they are complete, without reading all of them.
         if length and len(read(at + length - 1, 1)) < 1:
             raise CutOffError(f"it ends in the middle of {member.name!r}", start, member)
         if kind != b"5" and not full.endswith(b"/"):
@@ -107,7 +115,11 @@ def members(read: Read) -> Iterator[Member]:
 
 
 def _check_end(read: Read, at: int) -> None:
-    """Behind the end mark only zeros may stand: other tars joined to this one would be missed."""
+    """Check that only zeros follow the end mark.
+
+    Raises:
+        CutOffError: other data follow, such as a concatenated tar, whose members would be missed.
+    """
     while block := read(at, 1 << 16):
         if block.count(0) != len(block):
             raise CutOffError(f"it goes on behind its end mark at byte {at}", at)
@@ -115,7 +127,10 @@ def _check_end(read: Read, at: int) -> None:
 
 
 def _sum_is_right(header: bytes) -> bool:
-    """The checksum counts its own field as spaces; some writers sum signed bytes."""
+    """Return whether the header checksum is correct; it counts its own field as spaces.
+
+    Some old writers sum signed bytes, which is accepted as well.
+    """
     try:
         stored = int(header[148:156].split(b"\0")[0].strip() or b"0", 8)
     except ValueError:
@@ -128,7 +143,11 @@ def _sum_is_right(header: bytes) -> bool:
 
 
 def _number(field: bytes, at: int) -> int:
-    """Octal digits, or a binary number where the first bit is set."""
+    """Parse a numeric field: octal digits, or a big-endian binary number if the first bit is set.
+
+    Raises:
+        CutOffError: the field is no number.
+    """
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:])
     try:
@@ -138,13 +157,19 @@ def _number(field: bytes, at: int) -> int:
 
 
 def _name(header: bytes) -> bytes:
+    """Return the name of a member from the fields of its own header."""
     name = header[:100].split(b"\0", 1)[0]
     prefix = header[345:500].split(b"\0", 1)[0]
-    # GNU's own format keeps times where POSIX has the beginning of a long name.
+    # Only POSIX headers have a prefix; the GNU format stores times in the same bytes.
     return prefix + b"/" + name if prefix and header[257:263] == b"ustar\0" else name
 
 
 def _extended(read: Read, at: int, size: int) -> bytes:
+    """Read the data of an extended header.
+
+    Raises:
+        CutOffError: it is too large or truncated.
+    """
     if size > _MAX_EXTENDED:
         raise CutOffError(f"the header at byte {at - BLOCK} claims a name of {size} bytes", at)
     text = read(at, size)
@@ -154,7 +179,11 @@ def _extended(read: Read, at: int, size: int) -> bytes:
 
 
 def _pax(text: bytes, at: int) -> dict[bytes, bytes]:
-    """Records 'length key=value\\n', whose length counts all of it."""
+    r"""Parse pax records 'length key=value\n', where the length includes the whole record.
+
+    Raises:
+        CutOffError: a record is malformed.
+    """
     records = {}
     while text.strip(b"\0"):
         digits, _, rest = text.partition(b" ")
@@ -170,7 +199,11 @@ def _pax(text: bytes, at: int) -> dict[bytes, bytes]:
 
 
 def _after_sparse_map(read: Read, header: bytes, at: int) -> int:
-    """Where the data of an old GNU sparse file begins."""
+    """Return the offset of the data of an old GNU sparse file, behind its extension headers.
+
+    Raises:
+        CutOffError: the tar ends before.
+    """
     more = header[482]
     while more:
         block = read(at, BLOCK)
@@ -181,4 +214,5 @@ def _after_sparse_map(read: Read, header: bytes, at: int) -> int:
 
 
 def _padded(size: int) -> int:
+    """Round a size in bytes up to whole tar blocks."""
     return -(-size // BLOCK) * BLOCK

@@ -1,8 +1,8 @@
-"""Where the images of a tar lie: found once by reading its headers, kept for the next run.
+"""Positions of the images in a tar shard, found by reading its headers once and cached on disk.
 
-Indexes lie in $XDG_CACHE_HOME/featx/shards (~/.cache/featx/shards), one file a shard, named for
-the shard's place, size and version. A file that is damaged or belongs to another state is made
-anew; all of them may be deleted at any time.
+Index files lie in $XDG_CACHE_HOME/featx/shards (~/.cache/featx/shards), one per shard, named by a
+hash of the shard's URL, size and version. A damaged or outdated file is replaced; all of them may
+be deleted at any time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from featx.sources.tar_headers import CutOffError, Member
 from featx.sources.tar_shards import Shard
 
 NO_LABEL = -2
-"""In `TarIndex.labels`: there is no .cls beside the image."""
+"""Value in `TarIndex.labels` for an image without a .cls member."""
 
 _VERSION = 1
+"""Version of the format of index files."""
 _BLOCK = 1 << 20
+"""A read of a plain local tar covers `_BLOCK // _SKIP_FROM` bytes."""
 _REMOTE_BLOCK = 8 << 20
+"""Bytes that a request for a part of a remote shard covers."""
 _MAX_LABEL_BYTES = 64
 _SKIP_FROM = 4
-"""Data of more blocks than this are not read but jumped over, in plain tars."""
+"""Divisor of `_BLOCK`: with reads this small, the data of large members are skipped, not read."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,14 @@ class TarIndex:
     """The images of one shard, in the order of the tar.
 
     Attributes:
-        names: (n,) bytes, unique.
-        offsets, sizes: (n,) int64, of their bytes in the (decompressed) tar.
-        labels: (n,) int64, of the member <base>.cls; NO_LABEL where there is none.
-        skipped: what was left out, reason -> count.
-        cut: why the tar ends early, empty where it does not.
-        compressed: whether it is gzip.
+        names: (n,) fixed-length bytes, unique.
+        offsets: (n,) int64 position of the data in the decompressed tar, in bytes.
+        sizes: (n,) int64 length of the data in bytes; -1 for an image that the end of the tar cuts
+            off.
+        labels: (n,) int64 number in the member <base>.cls; NO_LABEL without such a member.
+        skipped: reason -> number of members that were left out.
+        cut: reason why the tar ends early, or ''.
+        compressed: whether the shard is compressed with gzip.
     """
 
     names: npt.NDArray[np.bytes_]
@@ -60,16 +65,21 @@ class TarIndex:
 
 
 def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """The index of a shard as it is now, from the kept ones where it is among them.
+    """Return the index of a shard in its current state, from the cache if it is there.
+
+    Args:
+        shard: the shard.
+        endings: file name extensions to list, in lower case with a leading dot.
 
     Raises:
-        DataError: it is no tar, or one that cannot be read without loss.
-        OSError: it cannot be read now.
+        DataError: the shard is no tar, or is damaged in a way that makes all images doubtful.
+        OSError: the shard cannot be read at the moment.
     """
     state = json.dumps(
         [_VERSION, shard.url, shard.size, shard.version, sorted(map(os.fsdecode, endings))]
     )
     path = cache_folder() / f"{hashlib.sha256(state.encode()).hexdigest()}.index"
+    # Without a version (no ETag, no mtime) a cached index could belong to an older shard.
     if shard.version and (kept := _load(path, state)) is not None:
         return kept
     index = build(shard, endings)
@@ -79,13 +89,14 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
 
 
 def cache_folder() -> Path:
-    """Where indexes are kept."""
+    """Return the folder of cached index files."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "featx" / "shards"
 
 
 def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Read all headers of a shard. Raises as `index_of`."""
+    """Build the index of a shard by reading all its headers. Arguments and exceptions as for
+    `index_of`."""
     compressed = _is_gzip(shard)
     skipped: Counter[str] = Counter()
     found: list[Member] = []
@@ -130,7 +141,8 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
 
 
 class _Blocks:
-    """Bytes of a plain tar by rising offset; what is not asked for is jumped over."""
+    """Buffered reads of a plain tar at rising offsets; ranges that are not requested are
+    skipped."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -138,6 +150,7 @@ class _Blocks:
         self._start, self._data = 0, b""
 
     def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes at `offset`, fewer only at the end of the shard."""
         end = self._start + len(self._data)
         if not self._start <= offset <= offset + length <= end:
             wanted = max(length, self._size)
@@ -147,6 +160,11 @@ class _Blocks:
 
 
 def _is_gzip(shard: Shard) -> bool:
+    """Return whether a shard is compressed with gzip.
+
+    Raises:
+        DataError: it is empty, or compressed with something else.
+    """
     head = shard.read(0, 6)
     if not head:
         raise DataError(f"{shard.url} is empty; expected a tar.")
@@ -157,12 +175,12 @@ def _is_gzip(shard: Shard) -> bool:
 
 
 def _clean(name: bytes) -> bytes:
-    """'./a//b.jpg' -> 'a/b.jpg': names as `tar -cf x.tar .` writes them."""
+    """Normalise a member name: './a//b.jpg', as `tar -cf x.tar .` writes it, becomes 'a/b.jpg'."""
     return b"/".join(part for part in name.split(b"/") if part not in (b"", b"."))
 
 
 def _left_out(name: bytes, member: Member, endings: frozenset[bytes]) -> str | None:
-    """Why a member is no row, None where it is one."""
+    """Return the reason why a member is not an image, or None if it is one."""
     if not member.regular:
         return "no regular files"
     if any(part.startswith(b".") for part in name.split(b"/")):
@@ -174,6 +192,11 @@ def _left_out(name: bytes, member: Member, endings: frozenset[bytes]) -> str | N
 
 
 def _class(shard: Shard, name: bytes, data: bytes) -> int:
+    """Parse the class number in a .cls member.
+
+    Raises:
+        DataError: the member holds something else.
+    """
     try:
         number = int(data[:_MAX_LABEL_BYTES])
         if number >= -1 and len(data) <= _MAX_LABEL_BYTES:
@@ -187,18 +210,27 @@ def _class(shard: Shard, name: bytes, data: bytes) -> int:
 
 
 def _label(name: bytes, classes: Mapping[bytes, int]) -> int:
-    """Of the member of the same base: the name up to its last dot, or to the first of its file."""
+    """Return the number of the .cls member with the same base name, or NO_LABEL.
+
+    The base is the name up to its last dot or, as in WebDataset, up to the first dot of the file
+    name.
+    """
     folder, slash, file = name.rpartition(b"/")
     short = folder + slash + file.split(b".", 1)[0]
     return classes.get(name.rpartition(b".")[0], classes.get(short, NO_LABEL))
 
 
 def _load(path: Path, state: str) -> TarIndex | None:
-    """A kept index, None where there is none of this state."""
+    """Read a cached index file.
+
+    Returns:
+        the index, or None if the file is missing, damaged, or describes another state of the shard.
+    """
     try:
         data = path.read_bytes()
     except OSError:
         return None
+    # The file begins with the SHA-256 of the rest, so a damaged or partly written file is detected.
     digest, body = data[:32], memoryview(data)[32:]
     if hashlib.sha256(body).digest() != digest:
         return None
@@ -217,7 +249,8 @@ def _load(path: Path, state: str) -> TarIndex | None:
 
 
 def _keep(path: Path, state: str, index: TarIndex) -> None:
-    """Write an index beside the others; where that cannot be, the next run reads headers again."""
+    """Write an index file. Errors are ignored: without the file, the next run reads the headers
+    again."""
     about = {
         "state": state,
         "count": len(index.names),
@@ -228,6 +261,7 @@ def _keep(path: Path, state: str, index: TarIndex) -> None:
     }
     columns = (index.names, *(c.astype("<i8") for c in (index.offsets, index.sizes, index.labels)))
     body = json.dumps(about).encode() + b"\n" + b"".join(column.tobytes() for column in columns)
+    # No fsync: after a power failure the checksum identifies an incomplete file.
     with contextlib.suppress(OSError), _replacing(path) as file:
         os.write(file, hashlib.sha256(body).digest())
         with open(file, "wb", closefd=False) as whole:
@@ -236,7 +270,8 @@ def _keep(path: Path, state: str, index: TarIndex) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[int]:
-    """A new file that takes the place of `path` at the end, whole or not at all."""
+    """Open a temporary file that atomically replaces `path` when the block ends without an
+    exception."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:

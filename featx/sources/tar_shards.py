@@ -1,7 +1,8 @@
-"""Tar shards by folder, name, glob or brace range, on a disk or behind a URL; bytes of one of them.
+"""Discovery and reading of tar shards on a disk or behind a URL.
 
-URLs go through fsspec (the extra `remote`), whose credentials come from where each service keeps
-them (AWS_* in the environment, ~/.aws, .netrc), never from data.root.
+Shards are named by a folder, a path, or a pattern of wildcards and brace ranges. URLs are read with
+fsspec (extra `remote`). Its credentials come from where each service looks for them (AWS_* in the
+environment, ~/.aws, .netrc), never from data.root.
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ PROTOCOLS = (
     "http", "https", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss", "hf",
     "sftp", "hdfs", "webhdfs", "memory",
 )  # fmt: skip
-"""What data.root may name: stores of files, nothing that runs a command or wraps another URL."""
+"""URL protocols that data.root may have. Protocols that run a command or wrap another URL are left
+out."""
 
 _VERSIONS = (
     "ETag", "etag", "md5Hash", "LastModified", "Last-Modified", "last_modified", "mtime", "updated",
 )  # fmt: skip
-"""Where the services of fsspec say which state of a file it is, the surest first."""
+"""Keys of fsspec's file information that identify the state of a file, the most reliable first."""
 
 _ENDINGS = (b".tar", b".tar.gz", b".tgz")
 _REQUESTS = 16
-"""That are under way at once, while shards are found."""
+"""Maximum number of parallel requests while shards are discovered."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One tar.
+    """One tar file.
 
     Attributes:
-        name: the path that keys begin with, '/' between its parts.
-        url: where it lies, a path or a URL.
-        size: in bytes.
-        version: changes with its content: the time of its last change, or a server's ETag.
-        read: (offset, length) -> its bytes there; any number of threads.
-        mtime_ns: the time of its last change, None where a server has it.
+        name: path that its keys begin with, with '/' as separator.
+        url: path or URL of the file.
+        size: size in bytes.
+        version: text that changes with the content: mtime or a server's ETag; '' if unknown.
+        read: function (offset, length) -> bytes, safe to call from several threads.
+        mtime_ns: mtime in nanoseconds since 1970, or None for a remote file.
     """
 
     name: bytes
@@ -63,11 +65,17 @@ class Shard:
 
 
 def find_shards(root: str, follow_links: bool) -> list[Shard]:
-    """The shards that data.root names, in bytewise order of their names.
+    """Find the shards that data.root names, in bytewise order of their names.
+
+    Args:
+        root: folder, path, pattern or URL.
+        follow_links: whether links out of a folder are followed.
 
     Raises:
-        DataError: there are none, one is missing, or data.root is no place of files.
-        MissingExtraError: a URL, and fsspec or the package for it is not installed.
+        DataError: no shard is found, a named one is missing, or data.root is a command, a chained
+            URL, or a URL with credentials.
+        MissingExtraError: data.root is a URL, and fsspec or the package for its protocol is
+            missing.
     """
     protocol = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", root)
     command = root.startswith("pipe:") or "::" in root
@@ -88,6 +96,7 @@ def find_shards(root: str, follow_links: bool) -> list[Shard]:
 
 
 def _local(root: str, follow_links: bool) -> list[Shard]:
+    """Find shards in the local file system."""
     folder = Path(root)
     if folder.is_dir():
         tars = FolderSource(folder, follow_links, frozenset({b".tar", b".gz", b".tgz"}))
@@ -101,6 +110,11 @@ def _local(root: str, follow_links: bool) -> list[Shard]:
 
 
 def _local_shard(name: bytes, path: str) -> Shard:
+    """Describe a local shard.
+
+    Raises:
+        DataError: it does not exist or is not a file.
+    """
     path = os.path.abspath(path)  # noqa: PTH100 - names as they are typed
     try:
         info = os.stat(path)  # noqa: PTH116
@@ -114,6 +128,8 @@ def _local_shard(name: bytes, path: str) -> Shard:
     state = info.st_size, info.st_mtime_ns
 
     def read(offset: int, length: int) -> bytes:
+        # Opened for each read: the file behind the path is compared with the listed one, so a shard
+        # that was replaced is noticed.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             now = os.fstat(descriptor)
@@ -132,6 +148,12 @@ def _local_shard(name: bytes, path: str) -> Shard:
 
 
 def _remote(root: str) -> list[Shard]:
+    """Find shards behind a URL.
+
+    Raises:
+        DataError: the URL cannot be listed, or the server does not support range requests.
+        MissingExtraError: fsspec or the package for the protocol is missing.
+    """
     try:
         import fsspec
     except ImportError as error:
@@ -143,18 +165,19 @@ def _remote(root: str) -> list[Shard]:
         system, path = fsspec.core.url_to_fs(root)
     except (ImportError, ValueError) as error:
         raise MissingExtraError(f"data.root={root}: {error}") from error
-    # Of URLs fsspec keeps http://host in the path and leaves s3:// out of it.
     try:
+        # fsspec keeps http://host in the path, but strips s3:// and similar protocols.
         found = _remote_paths(system, path)
         with ThreadPoolExecutor(_REQUESTS) as threads:
             shards = list(threads.map(lambda pair: _remote_shard(system, *pair), found))
         if shards and "http" in system.protocol:
-            shards[0].read(1, 1)  # a server without ranges is told now
+            shards[0].read(1, 1)  # fails here, not in the run, if the server ignores Range
         return shards
     except (DataError, MissingExtraError):
         raise
     except FileNotFoundError as error:
-        # fsspec's word for every answer of a web server that is not the file.
+        # fsspec raises FileNotFoundError for every error response of a web server; the cause has
+        # the status.
         why = f" ({error.__cause__})" if error.__cause__ else ""
         raise DataError(f"data.root={root}: {error} is not there{why}.") from error
     except Exception as error:
@@ -164,7 +187,11 @@ def _remote(root: str) -> list[Shard]:
 
 
 def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
-    """(path for fsspec, name for keys) of every shard."""
+    """Return (path for fsspec, name for keys) of every shard.
+
+    Raises:
+        DataError: an HTTP URL names a folder, which a web server cannot list.
+    """
     if is_pattern(path):
         base, paths = base_of(path), []
         for name in expand_braces(path):
@@ -183,6 +210,11 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
 
 
 def _remote_shard(system: Any, path: str, name: str) -> Shard:
+    """Describe a remote shard.
+
+    Raises:
+        DataError: the server does not report its size.
+    """
     info = system.info(path)
     url = system.unstrip_protocol(path)
     size = info.get("size")
@@ -210,7 +242,7 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
             ) from error
         except OSError:
             raise
-        except Exception as error:  # of the service's own package: no fault of an image
+        except Exception as error:  # exception of a service's own package
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
         if len(data) != length:
             raise OSError(errno.EIO, f"{len(data)} of {length} bytes came", url)

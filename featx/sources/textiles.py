@@ -1,7 +1,7 @@
-"""data=textiles: 2000 labelled pictures of woven textile that come with a pip package.
+"""Source data=textiles: 2000 labelled images of woven textile from a pip package.
 
-Simulated textile images, 500 with a global and 500 with a local defect and 1000 without, from the
-package conformal-clip-data 0.1.4 (MIT licence).
+The package conformal-clip-data 0.1.4 (MIT licence) contains simulated images: 500 with a global
+defect, 500 with a local defect and 1000 without a defect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from featx.types import Source
 
 
 def open_source(config: DataConfig) -> Source:
-    """The textile pictures; their class is global, local or nominal."""
+    """Open the textile images, whose classes are global, local and nominal.
+
+    Raises:
+        MissingExtraError: the package conformal-clip-data is not installed.
+    """
     try:
         import conformal_clip_data
     except ImportError as error:

@@ -1,7 +1,8 @@
-"""data=torchvision: data sets that torchvision.datasets downloaded before, in their own formats.
+"""Source data=torchvision: data sets that torchvision.datasets has downloaded, in their own
+formats.
 
-Nothing is downloaded here. CIFAR's pickles are opened by torchvision only after their checksums
-were found right.
+Nothing is downloaded here. torchvision unpickles the files of CIFAR only after it has verified
+their checksums.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class _Kind:
     """How one class of torchvision.datasets is opened.
 
     Attributes:
-        splits: its own names for its parts -> the keyword arguments of its constructor.
-        files: its attribute with the paths of the images; None where it holds pixels in `data`.
-        labels: its attribute with their labels.
+        splits: name of a split -> keyword arguments of the constructor.
+        files: name of the attribute with the paths of the images, or None if the data set holds
+            pixels in its attribute `data`.
+        labels: name of the attribute with the labels.
     """
 
     splits: dict[str, dict[str, Any]]
@@ -44,6 +46,7 @@ _TRAIN_TEST = {"train": {"train": True}, "test": {"train": False}}
 
 
 def _splits(*names: str) -> dict[str, dict[str, Any]]:
+    """Return the constructor arguments of a class with a parameter `split`."""
     return {name: {"split": name} for name in names}
 
 
@@ -56,14 +59,16 @@ KINDS = {
     "Food101": _Kind(_splits("train", "test"), "_image_files", "_labels"),
     "OxfordIIITPet": _Kind(_splits("trainval", "test"), "_images", "_labels"),
 }
+"""Supported classes of torchvision.datasets other than ImageFolder."""
 _FOLDER = "ImageFolder"
+"""The class that is read as a plain folder, without torchvision."""
 
 
 def open_source(config: DataConfig) -> Source:
-    """The part data.split of the data set data.dataset below data.root.
+    """Open the split data.split of the data set data.dataset below data.root.
 
     Raises:
-        DataError: it is not there, or none of those that are known.
+        DataError: the data set is not supported or not there, or has no such split.
     """
     assert config.root is not None
     assert config.dataset is not None
@@ -92,6 +97,11 @@ def open_source(config: DataConfig) -> Source:
 
 
 def _opened(name: str, root: Path, arguments: dict[str, Any]) -> Any:
+    """Construct a data set of torchvision without downloading it.
+
+    Raises:
+        DataError: it is missing or incomplete, or torchvision lacks a package to open it.
+    """
     from torchvision import datasets
 
     make: Callable[..., Any] = getattr(datasets, name)
@@ -109,11 +119,11 @@ def _opened(name: str, root: Path, arguments: dict[str, Any]) -> Any:
 
 
 class _Pixels:
-    """Pixels that a data set holds in memory; keys are numbers.
+    """A data set that holds its pixels in memory; keys are row numbers.
 
     Args:
         pixels: (N, H, W) or (N, H, W, 3) uint8.
-        labels: of the rows, and the names of the classes.
+        labels: (N,) int64 labels and the class names.
     """
 
     def __init__(self, pixels: npt.NDArray[np.uint8], labels: Labels) -> None:
@@ -121,28 +131,33 @@ class _Pixels:
         self._labels = labels
 
     def listing(self) -> Listing:
+        """List all rows with content tags of a sample of the rows."""
         count = len(self._pixels)
         labels, classes = self._labels
         marks = sampled_marks(count, lambda row: self._pixels[row].tobytes())
         return Listing(numbered_keys(count), labels, classes, {}, marks)
 
     def read(self, key: bytes) -> bytes:
+        """Encode the pixels of one row as PPM or PGM."""
         return encode_pixels(self._pixels[row_of(key)])
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Of pixels, which lie in memory, their checksums."""
+        """Return states whose tag is the CRC-32 of the pixels of the row."""
         states = np.full(len(keys), UNTOLD)
         states["tag"] = [zlib.crc32(self._pixels[row_of(key)].tobytes()) for key in keys.tolist()]
         return states
 
 
 class _Files:
-    """Image files of a data set; keys are their paths below data.root.
+    """A data set of image files; keys are their paths below data.root.
 
     Args:
-        folder: data.root.
-        paths: of the images.
-        labels: of the images, and the names of the classes.
+        folder: source for data.root.
+        paths: N paths of image files.
+        labels: (N,) int64 labels and the class names.
+
+    Raises:
+        DataError: a path is repeated.
     """
 
     def __init__(self, folder: FolderSource, paths: list[bytes], labels: Labels) -> None:
@@ -156,7 +171,9 @@ class _Files:
             raise DataError(f"{folder.root} names {os.fsdecode(twice[0])} more than once.")
 
     def listing(self) -> Listing:
+        """Return the rows in bytewise order of their keys."""
         return Listing(self._keys, self._labels, self._classes)
 
     def read(self, key: bytes) -> bytes:
+        """Read one file. Raises as `FolderSource.read_inside` does."""
         return self._folder.read_inside(key)

@@ -1,6 +1,6 @@
-"""data=video: a frame of each video every data.every_s seconds.
+"""Source data=video: frames of videos, one every data.every_s seconds.
 
-A key is the video's path and the time of the frame: 'talks/clip.mp4@00012.000'.
+A key is the path of the video and the time of the frame in seconds: 'talks/clip.mp4@00012.000'.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 
 EXTENSIONS = frozenset(b".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg".split())
-"""Names with these endings, in any case, count as videos; what they hold is found out later."""
+"""File name extensions that count as videos, compared without regard to case. The content is
+checked only when a video is opened."""
 
 
 def open_source(config: DataConfig) -> Source:
-    """The videos below data.root, or the one that it names.
+    """Open the videos below the folder data.root, or the single video data.root.
 
     Raises:
         MissingExtraError: torchcodec is not installed.
@@ -37,12 +38,13 @@ def open_source(config: DataConfig) -> Source:
 
 
 class VideoSource:
-    """Frames of videos, in bytewise order of their keys: video after video, each in its time.
+    """Frames of videos in bytewise order of their keys: grouped by video and sorted by time.
 
-    A video that cannot be opened is one row, of its beginning, which fails and says why.
+    A video that cannot be opened has a single row, at time 0, which fails and records the reason.
 
     Args:
-        config: for the folder or file, the names that count, the time between frames, and limits.
+        config: options of the group `data` for the path, extensions, links, the interval between
+            frames, and limits.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -59,6 +61,13 @@ class VideoSource:
         self._states: dict[bytes, tuple[int, int]] = {}
 
     def listing(self) -> Listing:
+        """Open every video to find its duration and list its frames; the content tag is the size of
+        the file.
+
+        Raises:
+            DataError: there are no videos, a video cannot be read, or one claims an implausible
+                duration.
+        """
         videos = self._videos()
         keys: list[bytes] = []
         labels, marks = [], []
@@ -78,6 +87,12 @@ class VideoSource:
         )
 
     def read(self, key: bytes) -> bytes:
+        """Decode one frame and return it as PPM.
+
+        Raises:
+            ImageFault: the video is missing or the frame cannot be decoded.
+            OSError: the disk or mount fails, or the video has changed since the listing.
+        """
         video, _, time_s = key.rpartition(b"@")
         path = self._path(video)
         try:
@@ -90,19 +105,24 @@ class VideoSource:
         return self._frames.frame(path, float(time_s), self._max_pixels)
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Those of the videos."""
+        """Return the state of the video of each frame."""
         videos, which = np.unique([key.rpartition(b"@")[0] for key in keys], return_inverse=True)
         states: npt.NDArray[np.void] = self._folder.states(videos)[which]
         return states
 
     def _videos(self) -> Listing:
-        """The videos themselves, one row each."""
+        """List the videos, one row each."""
         if self._file is None:
             return self._folder.listing()
         return Listing(np.array([os.fsencode(self._file.name)]), np.array([-1], dtype=np.int64))
 
     def _count(self, video: bytes) -> int:
-        """How many frames a video gives; one where it cannot be opened, to say so."""
+        """Return the number of frames of a video; 1 if it cannot be opened.
+
+        Raises:
+            DataError: the file cannot be read, or its claimed duration implies more frames than
+                bytes.
+        """
         path = self._path(video)
         try:
             self._states[video] = _state(path)
@@ -112,19 +132,21 @@ class VideoSource:
                     f"{path} claims to last {lasts_s:g} s, more frames than its {size} bytes can "
                     "hold. Leave it out, or choose a larger data.every_s."
                 )
+            # The small subtraction keeps rounding errors from adding a frame at the very end.
             return max(1, math.ceil(lasts_s / self._every_s - 1e-6))
         except ImageFault:
             return 1
-        except FileNotFoundError:  # a link that leads nowhere
+        except FileNotFoundError:  # a dangling link
             return 1
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}.") from error
 
     def _path(self, video: bytes) -> str:
+        """Return the absolute path of a video."""
         return os.path.abspath(os.path.join(self._folder.root, os.fsdecode(video)))  # noqa: PTH100 - unusual bytes
 
 
 def _state(path: str) -> tuple[int, int]:
-    """What changes when a file does."""
+    """Return size and mtime, which change when a file does."""
     info = os.stat(path)  # noqa: PTH116 - unusual bytes
     return info.st_size, info.st_mtime_ns

@@ -1,8 +1,8 @@
-"""A process that opens videos and decodes their frames: `python -m featx.sources.video_process`.
+"""Process that opens videos and decodes frames: `python -m featx.sources.video_process`.
 
-FFmpeg reads dozens of formats in C, and what it is given may come from strangers: it crashes and
-hangs here, never in the run. A request is a line of JSON on stdin; the answer is a line of JSON on
-stdout, with the frame behind it.
+FFmpeg parses dozens of formats in C, and videos may come from untrusted origins, so its crashes and
+hangs are confined to this process. A request is a line of JSON on stdin. The answer is a line of
+JSON on stdout, followed by the bytes of the frame.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from featx.sources.pixel_encoding import encode_pixels
 from featx.types import ImageFault, Status
 
 _KEPT = 4
-"""Videos that are kept open."""
+"""Maximum number of videos that are open at a time."""
 
 _BEHIND_THE_END_S = 0.5
-"""A container may claim to be longer than its pictures, by its sound mostly: the last one stays."""
+"""Seconds behind the last frame for which the last frame is returned. The duration in a container
+often includes sound that is longer than the images."""
 
 _BEGINNINGS = (
     (0, b"\x1aE\xdf\xa3"),  # Matroska, WebM
@@ -36,14 +37,15 @@ _BEGINNINGS = (
     (4, b"wide"),
     (4, b"free"),
 )
-"""What the containers begin with that are opened; a playlist could lead FFmpeg to other files."""
+"""Offset and signature of the containers that are opened. Others are rejected, since a playlist
+could make FFmpeg open other files."""
 
 
 class Videos:
-    """Open videos, the last ones used kept.
+    """Open videos, with a cache of the last ones.
 
     Args:
-        decoder: torchcodec's VideoDecoder.
+        decoder: the class torchcodec.decoders.VideoDecoder.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -51,10 +53,12 @@ class Videos:
         self._open: OrderedDict[tuple[str, tuple[int, int]], Any] = OrderedDict()
 
     def duration_s(self, path: str) -> float:
-        """Seconds that a video lasts, as its header says; where it does not, as its packets do.
+        """Return the duration of a video in seconds, from its header or, without one there, from
+        its packets.
 
         Raises:
-            ImageFault: it cannot be opened.
+            ImageFault: the video cannot be opened, or its duration is not a positive finite number.
+            OSError: the file cannot be read.
         """
         _check_container(path)
         try:
@@ -69,10 +73,19 @@ class Videos:
         return float(found)
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """The frame that is shown at a time, as PPM, upright.
+        """Decode the frame that is displayed at a time.
+
+        Args:
+            path: path of the video.
+            time_s: time in seconds.
+            max_pixels: maximum of width times height.
+
+        Returns:
+            the upright frame as PPM.
 
         Raises:
-            ImageFault: there is none, or it is damaged or too large.
+            ImageFault: there is no such frame, or it is damaged or too large.
+            OSError: the file cannot be read.
         """
         video = self._opened(path)
         about = video.metadata
@@ -91,13 +104,19 @@ class Videos:
         return encode_pixels(frame.data.numpy())
 
     def _opened(self, path: str) -> Any:
+        """Return an open decoder for a file, identified by path, size and mtime.
+
+        Raises:
+            ImageFault: the video cannot be opened.
+        """
         info = Path(path).stat()
         state = path, (info.st_size, info.st_mtime_ns)
         video = self._open.pop(state, None)
         if video is None:
             _check_container(path)
             try:
-                # Exact: every packet's time is read, so a time is always the same frame.
+                # seek_mode="exact" scans the time stamps of all packets, so a time always gives the
+                # same frame.
                 video = self._decoder(path, dimension_order="NHWC", seek_mode="exact")
             except (RuntimeError, ValueError) as error:
                 raise _fault(error) from error
@@ -108,6 +127,11 @@ class Videos:
 
 
 def _check_container(path: str) -> None:
+    """Check the first bytes of a file.
+
+    Raises:
+        ImageFault: the file is empty or not a supported container.
+    """
     with open(path, "rb") as file:  # noqa: PTH123 - a path as the file system gives it
         head = file.read(16)
     if not head:
@@ -117,11 +141,21 @@ def _check_container(path: str) -> None:
 
 
 def _fault(error: Exception) -> ImageFault:
+    """Convert an exception of torchcodec to an ImageFault."""
     text = " ".join(str(error).split())[-200:] or "it cannot be decoded"
     return ImageFault(Status.DECODE_ERROR, text, type(error).__name__)
 
 
 def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """Answer one request.
+
+    Args:
+        videos: open videos.
+        request: `path` for the duration; `path`, `time_s` and `max_pixels` for a frame.
+
+    Returns:
+        the JSON object, and the bytes of the frame or b''. Failures are part of the object.
+    """
     try:
         if "time_s" not in request:
             return {"duration_s": videos.duration_s(request["path"])}, b""
@@ -134,13 +168,13 @@ def _answer(videos: Videos, request: Mapping[str, Any]) -> tuple[dict[str, Any],
 
 
 def _decoder() -> Any:
-    """torchcodec's VideoDecoder.
+    """Import torchcodec's VideoDecoder.
 
     Raises:
-        ImportError, RuntimeError, OSError: torchcodec, or FFmpeg, is not there.
+        ImportError, RuntimeError, OSError: torchcodec or FFmpeg is not installed.
     """
     decoder = importlib.import_module("torchcodec.decoders").VideoDecoder
-    # Since 0.17 it can be imported without FFmpeg, and fails at each video.
+    # torchcodec 0.17 and later can be imported without FFmpeg and then fail at each video.
     if getattr(sys.modules["torchcodec"], "ffmpeg_major_version", 0) is None:
         raise ImportError("torchcodec finds none of them")
     return decoder
@@ -148,7 +182,8 @@ def _decoder() -> Any:
 
 def main() -> None:
     """Answer requests until stdin ends."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # for the run, which ends its children
+    # Ctrl-C reaches the whole process group; the run decides when its children end.
+    for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     answers = sys.stdout.buffer
     try:

@@ -1,4 +1,4 @@
-"""Frames of videos from processes that may crash or hang (video_process.py)."""
+"""Pool of processes (video_process.py) that decode frames of videos and may crash or hang."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ from featx.errors import MissingExtraError, RunError
 from featx.types import ImageFault, Status
 
 _MOST = 4
-"""Processes; each takes a few hundred MB."""
+"""Maximum number of processes; each takes a few hundred MiB of memory."""
 
 _TRIES = 2
-"""What a process died of may have been another video's doing: once more in a new one."""
+"""Attempts per request. A process may have died because of an earlier video, so a failed request is
+repeated once in a new process."""
 
 
 class FrameReader:
-    """Durations and frames of videos, several at once; a video always goes to the same process.
+    """Durations and frames of videos, decoded in parallel; all requests for a video go to one
+    process.
 
     Args:
-        timeout_s: that an answer may take, None for any time.
+        timeout_s: seconds that an answer may take, or None for no limit.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
@@ -40,23 +42,30 @@ class FrameReader:
         weakref.finalize(self, _end, self._children)
 
     def duration_s(self, path: str) -> float:
-        """Seconds that a video lasts. Raises as `frame` does."""
+        """Return the duration of a video in seconds. Raises as `frame` does."""
         about, _ = self._ask(path, {"path": path})
         return float(about["duration_s"])
 
     def frame(self, path: str, time_s: float, max_pixels: int) -> bytes:
-        """The frame that is shown at a time, as PPM.
+        """Return the frame that is displayed at a time, as PPM.
+
+        Args:
+            path: path of the video.
+            time_s: time in seconds.
+            max_pixels: maximum of width times height.
 
         Raises:
-            ImageFault: there is none, or decoding it ends or hangs its process.
-            OSError: the file cannot be read now.
-            MissingExtraError: torchcodec, or FFmpeg, is not installed.
-            RunError: no such process can be started.
+            ImageFault: there is no such frame, or decoding it crashes or exceeds the time limit.
+            OSError: the file cannot be read at the moment.
+            MissingExtraError: torchcodec or FFmpeg is not installed.
+            RunError: the process ended for a reason other than a decoder crash.
         """
         request = {"path": path, "time_s": time_s, "max_pixels": max_pixels}
         return self._ask(path, request)[1]
 
     def _ask(self, path: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Send a request to the process of a video and return the answer. Raises as `frame`
+        does."""
         child = self._children[hash(path) % len(self._children)]
         with child.lock:
             for left in reversed(range(_TRIES)):
@@ -67,7 +76,7 @@ class FrameReader:
                     child.end()
                     if not left:
                         raise
-                except BaseException:  # what it would still answer is nobody's
+                except BaseException:  # a late answer would be taken for the next one
                     child.end()
                     raise
         if "status" in found:
@@ -78,7 +87,11 @@ class FrameReader:
 
 
 class _Child:
-    """One process, started with the first request."""
+    """One process, which is started by the first request.
+
+    Attributes:
+        lock: held by the thread that talks to the process.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -86,17 +99,27 @@ class _Child:
         self._pending = bytearray()
 
     def ask(self, request: dict[str, Any], limit_s: float | None) -> tuple[dict[str, Any], bytes]:
-        """What the process answers; it has to be ended where that raises."""
+        """Send a request and wait for the answer. If this raises an exception, the caller must call
+        `end`.
+
+        Args:
+            request: JSON object.
+            limit_s: seconds that the answer may take, or None for no limit.
+
+        Returns:
+            the JSON object and the bytes behind it.
+        """
         process = self._process or self._start()
         assert process.stdin is not None
         until = None if limit_s is None else time.monotonic() + limit_s
-        with contextlib.suppress(BrokenPipeError):  # told by the end of its answers
+        # If the process has ended, reading its answer reports that.
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(request).encode() + b"\n")
         found = json.loads(self._line(process, until))
         return found, self._take(process, found["bytes"], until)
 
     def end(self) -> None:
-        """Kill the process, if there is one; the next request starts another."""
+        """Kill the process if it runs; the next request starts a new one."""
         process, self._process = self._process, None
         self._pending.clear()
         if process is not None:
@@ -108,18 +131,23 @@ class _Child:
                         pipe.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
+        """Start the process and wait until torchcodec is imported.
+
+        Raises:
+            MissingExtraError: torchcodec or FFmpeg is not installed.
+        """
         home = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # -P keeps the user's folder off the child's path: a types.py there would be imported.
+        # -P keeps the current folder off sys.path, where a types.py of the user would be imported.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "featx.sources.video_process"],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # FFmpeg's remarks on each frame
+            stderr=subprocess.DEVNULL,  # FFmpeg logs a line per frame
             bufsize=0,
         )
-        about = json.loads(self._line(self._process, None))  # the limit is not that of imports
+        about = json.loads(self._line(self._process, None))  # imports have no time limit
         if "lacks" in about:
             self.end()
             raise MissingExtraError(
@@ -129,6 +157,7 @@ class _Child:
         return self._process
 
     def _line(self, process: subprocess.Popen[bytes], until: float | None) -> bytes:
+        """Return the next line of the answer without its end."""
         while b"\n" not in self._pending:
             self._more(process, until)
         line, _, rest = bytes(self._pending).partition(b"\n")
@@ -136,6 +165,7 @@ class _Child:
         return line
 
     def _take(self, process: subprocess.Popen[bytes], size: int, until: float | None) -> bytes:
+        """Return the next `size` bytes of the answer."""
         while len(self._pending) < size:
             self._more(process, until)
         taken = bytes(self._pending[:size])
@@ -143,10 +173,16 @@ class _Child:
         return taken
 
     def _more(self, process: subprocess.Popen[bytes], until: float | None) -> None:
-        """Wait for more of an answer.
+        """Wait for more bytes of an answer and add them to the buffer.
+
+        Args:
+            process: the process.
+            until: limit as a value of time.monotonic, or None.
 
         Raises:
-            ImageFault: it takes too long, or the process was ended by what it decodes.
+            ImageFault: the limit has passed, or a crash of the decoder ended the process.
+            MemoryError: the process was killed with SIGKILL.
+            RunError: the process ended for another reason.
         """
         assert process.stdout is not None
         wait_s = None if until is None else max(0.0, until - time.monotonic())
@@ -169,5 +205,6 @@ class _Child:
 
 
 def _end(children: list[_Child]) -> None:
+    """Kill all processes, when the reader is garbage-collected or at exit."""
     for child in children:
         child.end()

@@ -1,7 +1,8 @@
-"""data=webdataset: images in tar shards, read where they lie and never extracted.
+"""Source data=webdataset: images in tar shards, which are read in place and never extracted.
 
-A key is the shard's path and the member's name. Plain tars are read by row; tar.gz has no places to
-jump to and is read forwards, quick where rows are in the order of the tar.
+A key is the path of the shard, '/', and the name of the member. Plain tars allow access to any row.
+A tar.gz can only be decompressed from its beginning, which is fast as long as rows are read in the
+order of the tar.
 """
 
 from __future__ import annotations
@@ -27,35 +28,37 @@ from featx.sources.tar_shards import Shard, find_shards
 from featx.types import UNTOLD, ImageFault, Listing, Source, Status
 
 _OPEN_WINDOWS = 4
-"""Compressed shards that are held open at once, each with its window."""
+"""Maximum number of compressed shards that are open at a time."""
 
 _INDEXING = 8
-"""Shards whose headers are read at once."""
+"""Number of shards whose headers are read in parallel."""
 
 _CUT_SIZE = -1
-"""Of a member that is there in part, or of what stands for all that is missing."""
+"""Size that marks an incomplete member, or the row that stands for the missing rest of a shard."""
 
 _MISSING_NAME = b"(the rest of the shard)"
+"""Member name of the row that stands for the missing rest of a shard."""
 
 logger = logging.getLogger(__name__)
 
 
 def open_source(config: DataConfig) -> Source:
-    """The shards that data.root names."""
+    """Open the tar shards that data.root names."""
     assert config.root is not None
     return ShardSource(config.root, config.follow_links, endings(config.extensions))
 
 
 class ShardSource:
-    """Images in tars.
+    """Images in tar shards.
 
-    A tar that ends early, or goes on with something that is no tar, gives the images that are
-    whole, and one row more that fails as 'truncated' and says so.
+    A shard that ends early, or continues with something that is no tar, provides its complete
+    images and one more row, which fails with the status 'truncated'.
 
     Args:
-        root: a folder, one tar, a glob or a brace range, on a disk or behind a URL.
-        follow_links: of a folder.
-        extensions: endings of the names that count, in small letters.
+        root: a folder, one tar, or a pattern with wildcards or brace ranges, on a disk or behind a
+            URL.
+        follow_links: whether links out of a folder are followed.
+        extensions: file name extensions to list, in lower case with a leading dot.
     """
 
     def __init__(self, root: str, follow_links: bool, extensions: frozenset[bytes]) -> None:
@@ -70,6 +73,12 @@ class ShardSource:
         self._lock = threading.RLock()
 
     def listing(self) -> Listing:
+        """Find the shards, index them in parallel and list all images; the content tag is the
+        member's size.
+
+        Raises:
+            DataError: there are no shards or images, or a shard is damaged or cannot be read.
+        """
         self._shards = find_shards(self._root, self._follow_links)
         try:
             with ThreadPoolExecutor(_INDEXING, thread_name_prefix="featx-index") as threads:
@@ -95,6 +104,13 @@ class ShardSource:
         return Listing(keys, labels, classes, dict(skipped), self._places[2])
 
     def read(self, key: bytes) -> bytes:
+        """Read one member.
+
+        Raises:
+            ImageFault: the member is incomplete, empty or too large.
+            OSError: the shard cannot be read, has changed since the listing, or returns too few
+                bytes.
+        """
         with self._lock:
             if not len(self._keys):
                 self.listing()
@@ -116,7 +132,12 @@ class ShardSource:
         return data
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """The size of each member; its place and the version of its shard are the tag."""
+        """Return the size of each member, the mtime of its shard, and a tag from its offset and the
+        version of its shard.
+
+        Returns:
+            (n,) IMAGE_STATE.
+        """
         shards, offsets, sizes = self._places[:, rows_of(self._keys, keys)]
         versions = np.array([tag_of((shard.version, shard.size)) for shard in self._shards])
         states = np.full(len(keys), UNTOLD)
@@ -128,6 +149,11 @@ class ShardSource:
         return states
 
     def _read_compressed(self, number: int, offset: int, size: int) -> bytes:
+        """Read a member of a compressed shard through its window.
+
+        Raises:
+            OSError: the shard cannot be read or decompressed.
+        """
         shard = self._shards[number]
         with self._lock:
             window = self._windows.pop(number, None)
@@ -137,17 +163,25 @@ class ShardSource:
                 self._windows.popitem(last=False)
         try:
             return window.read(offset, size)
-        except DAMAGE as error:  # though it could be read to this place when it was indexed
+        except DAMAGE as error:  # indexing has read past this point, so the shard has changed
             raise OSError(errno.EIO, f"the shard cannot be decompressed: {error}", shard.url) from (
                 error
             )
 
     def _columns(self) -> tuple[npt.NDArray[np.bytes_], npt.NDArray[np.int64], tuple[str, ...]]:
-        """Keys in bytewise order, with their labels and classes; the places stay here."""
+        """Combine the indexes of all shards, sorted bytewise by key.
+
+        Positions stay in `_places` (3, N): shard, offset and size of every row.
+
+        Returns:
+            keys (N,), labels (N,) and class names.
+        """
         keys, places, numbers = [], [], []
         for i, (shard, index) in enumerate(zip(self._shards, self._indexes, strict=True)):
             names, offsets, sizes, labels = index.names, index.offsets, index.sizes, index.labels
             if index.cut and not (len(sizes) and sizes[-1] == _CUT_SIZE):
+                # The end cuts between two members: an extra row stands for what is missing, so that
+                # the run reports it as a failure.
                 names = np.append(names, np.array([_MISSING_NAME]))
                 offsets, sizes = np.append(offsets, 0), np.append(sizes, _CUT_SIZE)
                 labels = np.append(labels, NO_LABEL)
@@ -168,7 +202,8 @@ class ShardSource:
         return every, labels, classes
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
-        """The numbers beside the images where there are any, else the members' class folders."""
+        """Return labels from the .cls members if there are any, else from the folders in member
+        names."""
         if (numbers != NO_LABEL).any():
             return from_numbers(np.maximum(numbers, -1), f"the .cls members of {self._root}")
         starts = [len(shard.name) + 1 for shard in self._shards]
@@ -181,12 +216,13 @@ class ShardSource:
 
 
 def _without_columns(index: TarIndex) -> TarIndex:
-    """What is still needed of an index once its columns are part of the listing."""
+    """Drop the columns of an index, which the listing contains now, to save memory."""
     none = np.empty(0, dtype=np.int64)
     return TarIndex(index.names[:0], none, none, none, {}, index.cut, index.compressed)
 
 
 def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:
+    """Warn about a compressed shard whose members are not sorted by name, which is slow to read."""
     backwards = int((names[1:] < names[:-1]).sum())
     if backwards:
         logger.warning(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check(config: Config) -> None:
-    """Raise MissingExtraError where the package is missing that the key `executor` needs."""
+    """Raise MissingExtraError if the package that the option `executor` needs is not installed."""
     module: Any = importlib.import_module(f"featx.pipeline.executors.{config.executor.name}")
     module.check(config)
 
@@ -25,17 +25,17 @@ def check(config: Config) -> None:
 def run_distributed(
     prepared: RunContext, session: Session, product: PartTask, config_yaml: str
 ) -> RunOutcome:
-    """Compute what is missing, as the keys `executor` and `devices` say.
+    """Compute the missing parts with the executor that the options `executor` and `devices` choose.
 
     Args:
-        prepared: the run.
-        session: its store or statistics, held.
-        product: what the workers make.
-        config_yaml: as the user gave it.
+        prepared: Run context.
+        session: Write session of the store or statistics.
+        product: Part task of the workers.
+        config_yaml: Config as the user wrote it.
 
     Raises:
-        FeatxError: a worker failed; the message names it, the part and its rows.
-        Interrupted: a signal asked for the end; what was whole is committed.
+        FeatxError: A worker failed; the message names it, the part and its rows.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     from featx.pipeline.executors.worker_spec import worker_spec
 
@@ -43,6 +43,7 @@ def run_distributed(
         f"featx.pipeline.executors.{prepared.config.executor.name}"
     )
     order = worker_spec(prepared, session, product, config_yaml)
+    # Workers load their own copy of the model and need the memory of the device.
     with prepared.engine.off_device():
         outcome: RunOutcome = module.run(prepared, session, order)
     return outcome

@@ -1,4 +1,4 @@
-"""executor=local without `devices`: this process computes all parts."""
+"""executor=local without `devices`: the process of the command computes all parts."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 def run(
     prepared: RunContext, session: Session, maker: Maker, observer: RunObserver | None = None
 ) -> RunOutcome:
-    """Compute what is missing in this process.
+    """Compute the missing parts in this process.
 
     Args:
-        prepared: the run.
-        session: its store or statistics, held.
-        maker: computes the parts, and commits them to the session.
-        observer: follows the run.
+        prepared: Run context.
+        session: Write session of the store or statistics.
+        maker: Sink that computes parts and commits them to the session.
+        observer: Observer of the run, or None.
 
     Raises:
-        FeatxError: the run failed on its way.
-        Interrupted: a signal asked for the end; what was whole is committed.
+        FeatxError: The run failed.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     figures = run_parts(prepared, _WorkHere(session, maker), session.disk, observer)
     return RunOutcome(figures, maker.faint, peak_memory_mib())
 
 
 class _WorkHere:
-    """What the session lacks, computed by the maker."""
+    """Batch sink made of a maker, which computes, and a session, which knows what is missing."""
 
     def __init__(self, session: Session, maker: Maker) -> None:
         self.compute: Callable[[Engine, Batch], Any] = maker.compute

@@ -1,7 +1,7 @@
-"""executor=local with `devices`: one worker process a device, which draw parts from one queue.
+"""executor=local with `devices`: one worker process per device; all draw parts from one queue.
 
-The driver holds the store's lock, hands out the parts, and notes what is durable. A worker that
-dies is replaced and its parts are done again; one that fails ends the run.
+The driver holds the lock of the store, assigns parts, and records committed ones. A worker that
+dies is replaced and its parts are computed again; a worker that reports an error ends the run.
 """
 
 from __future__ import annotations
@@ -43,25 +43,30 @@ from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.types import Part
 
 MAX_DEATHS = 3
-"""Workers that a part may take with it, or that may die with no part, before the run ends."""
+"""Number of workers that may die in the same part, or before they have a part, until the run
+ends.
+"""
 
 _LISTEN_S = 0.2
 _LAST_WORDS = 20
 
 COMMAND = (sys.executable, "-P", "-m", "featx.pipeline.executors.local_worker")
-"""-P keeps the user's folder off the path until the worker is told the driver's."""
+"""Command that starts a worker.
+
+-P keeps the current folder off sys.path until the worker receives the path of the driver.
+"""
 
 
 def check(config: Config) -> None:
-    """Nothing is needed beside featx."""
+    """Do nothing: this executor needs no further package."""
 
 
 def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
-    """Compute what is missing in processes of their own.
+    """Compute the missing parts in worker processes.
 
     Raises:
-        RunError: a worker failed, or a part took MAX_DEATHS workers with it.
-        Interrupted: a signal asked for the end; what was whole is committed.
+        RunError: A worker failed, or MAX_DEATHS workers died in the same part.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     parts = session.missing()
     devices = [str(device) for device in prepared.devices]
@@ -73,7 +78,7 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
 
 
 def _warn(prepared: RunContext, num_workers: int) -> None:
-    """Say what is slow, or not the same on all devices."""
+    """Warn about too many threads, and about GPUs of different models."""
     threads = prepared.at_once.threads or 0
     if threads * num_workers > num_cpus():
         log_message(
@@ -94,12 +99,20 @@ def _warn(prepared: RunContext, num_workers: int) -> None:
 
 @dataclass
 class _Worker:
-    """A process, as its driver knows it.
+    """Worker process as seen by the driver.
 
     Attributes:
-        held: parts that it drew and has not told of as durable.
-        waits: it asked for a part and wants to wait for one.
-        words: the last lines of its output.
+        number: Index of the worker.
+        device: Device that it computes on.
+        process: Process handle; its stdout carries stderr as well.
+        connection: Socket for messages.
+        held: Index -> part, for parts that it received and has not reported as committed.
+        ready: Whether it has reported that it can compute.
+        waits: Whether it waits for an answer to its request for a part.
+        finished: Whether it has reported its end, or is no longer needed.
+        closed: Whether its end of the socket is closed.
+        rest: Last line of its output as long as it is incomplete.
+        words: Last lines of its output.
     """
 
     number: int
@@ -118,33 +131,33 @@ class _Worker:
         return f"worker {self.number} ({self.device})"
 
     def close(self) -> None:
-        """Let go of what leads to a process that ended."""
+        """Close the pipe and the socket of a process that has ended."""
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.connection.close()
 
     @property
     def output(self) -> int:
-        """Where its stdout and stderr arrive."""
+        """File descriptor from which stdout and stderr of the worker are read."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
 
 class WorkerPool:
-    """The workers of a run and the queue of its parts.
+    """Workers of a run and the queue of its parts; all methods run in the main thread.
 
-    A part whose worker died is given out alone from then on: when it happens again, it is known
-    which part it was.
+    A part in which a worker died is assigned alone from then on, so that another death is known to
+    belong to it.
 
     Args:
-        order: for every worker.
-        devices: one for each worker.
-        session: of the store, held; told of every durable part.
-        parts: to do, in order.
-        command: starts a worker.
+        order: Worker spec for every worker.
+        devices: Device of each worker.
+        session: Write session of the store; records every committed part.
+        parts: Parts to compute, in order.
+        command: Command that starts a worker.
 
     Attributes:
-        harvest: what the workers did so far.
+        harvest: Results and measurements of the workers so far.
     """
 
     def __init__(
@@ -168,7 +181,9 @@ class WorkerPool:
         self._ending: BaseException | None = None
 
     def work(self) -> None:
-        """Start the workers and see to it that every part is done."""
+        """Start the workers and serve them until every part is committed or an error ends the
+        run.
+        """
         session = self._session
         with (
             stop_signals() as stop,
@@ -189,7 +204,7 @@ class WorkerPool:
             raise self._ending
 
     def _start(self, number: int, device: str) -> None:
-        """Another process; it hears of parts when it says that it is ready."""
+        """Start a worker; it asks for parts once it has reported that it is ready."""
         ours, theirs = Pipe()
         home = str(Path(__file__).resolve().parents[3])
         path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -200,19 +215,19 @@ class WorkerPool:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                # The lock as well: nobody else can begin to write while a worker lives.
+                # A worker inherits the lock: no other run can start while a worker still lives.
                 pass_fds=(theirs.fileno(), self._session.lock),
-                process_group=0,  # the terminal's Ctrl-C is for the driver
+                process_group=0,  # Ctrl-C in the terminal reaches the driver only
             )
         worker = _Worker(number, device, process, ours)
         os.set_blocking(worker.output, False)
         self._workers.append(worker)
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is seen later
+        with contextlib.suppress(BrokenPipeError):  # a dead worker is handled in `_look_after`
             ours.send([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - '' too
             ours.send((self._order, device))
 
     def _listen(self) -> None:
-        """Wait a moment for what the workers say, and do it."""
+        """Wait up to _LISTEN_S seconds for messages and output of the workers, and handle them."""
         sources: dict[Any, _Worker] = {}
         for worker in self._workers:
             if not worker.closed:
@@ -226,7 +241,7 @@ class WorkerPool:
                 self._read_output(worker)
 
     def _hear(self, worker: _Worker) -> None:
-        """Every message that has arrived from a worker."""
+        """Handle every message that has arrived from a worker."""
         try:
             while worker.connection.poll():
                 kind, *values = worker.connection.recv()
@@ -235,18 +250,21 @@ class WorkerPool:
             worker.closed = True
 
     def _on_ready(self, worker: _Worker) -> None:
+        """Start the clock of the run with the first worker that is ready."""
         worker.ready = True
         if not self.harvest.begun:
             self.harvest.begin()
             self._progress.begin()
 
     def _on_ask(self, worker: _Worker, waits: bool) -> None:
+        """Answer a request for a part, at once or in `_look_after`."""
         if waits:
-            worker.waits = True  # answered with all others that wait
+            worker.waits = True  # answered in `_look_after`
         else:
             self._give(worker, self._next_for(worker))
 
     def _on_done(self, worker: _Worker, done: PartResult) -> None:
+        """Record a committed part."""
         del worker.held[done.part.index]
         self._session.committed(done.part, done.failures)
         self.harvest.add(done)
@@ -258,6 +276,7 @@ class WorkerPool:
             self._end(error)
 
     def _on_failed(self, worker: _Worker, kind: str, text: str, trace: str, at: str) -> None:
+        """End the run with the error that a worker reported."""
         worker.finished = True
         found = getattr(errors, kind, None)
         known = isinstance(found, type) and issubclass(found, FeatxError)
@@ -270,39 +289,43 @@ class WorkerPool:
         self._end(error)
 
     def _on_bye(self, worker: _Worker, labour: WorkerStats) -> None:
+        """Add the measurements of a worker that has ended."""
         worker.finished = True
         self.harvest.labour.add(labour)
 
     def _next_for(self, worker: _Worker) -> Part | None:
-        """The part that a worker is given now; None where it has to wait, or there is none."""
+        """Part to assign to a worker now; None if it has to wait or no part is left."""
         if self._ending is not None:
             return None
         if not worker.held:
             queue = self._pending or self._suspects
             return queue.popleft() if queue else None
         alone = any(self._deaths[index] for index in worker.held)
-        few = len(self._pending) <= len(self._workers)  # nobody should sit on the last ones
+        # Keep the last parts for workers without one
+        few = len(self._pending) <= len(self._workers)
         return None if alone or few else self._pending.popleft()
 
     def _give(self, worker: _Worker, part: Part | None) -> None:
+        """Send a part, or None, to a worker that asked for one."""
         if part is not None:
             worker.held[part.index] = part
-        with contextlib.suppress(OSError):  # it is dead, which is seen later
+        with contextlib.suppress(OSError):  # a dead worker is handled in `_look_after`
             worker.connection.send(part)
 
     def _look_after(self, worker: _Worker) -> None:
         """Answer a worker that waits; replace one that died."""
         if worker.waits:
             part = self._next_for(worker)
-            # What others hold may come back.
+            # Parts of other workers return to the queue if those workers die.
             others = any(other.held for other in self._workers)
             if part is not None or not others or self._ending is not None:
                 worker.waits = False
                 self._give(worker, part)
         elif not worker.ready and not self._is_work_left():
-            worker.process.kill()  # it came too late to be of use
+            worker.process.kill()  # it is still loading the model, and no part is left for it
             worker.finished = True
         if worker.process.poll() is not None:
+            # What the process sent before its end is still in the socket and the pipe.
             self._hear(worker)
             self._read_output(worker)
             self._workers.remove(worker)
@@ -312,14 +335,18 @@ class WorkerPool:
                 self._replace(worker)
 
     def _is_work_left(self) -> bool:
+        """Whether a part is queued or assigned to a worker."""
         queued = self._pending or self._suspects
         return bool(queued) or any(worker.held for worker in self._workers)
 
     def _replace(self, worker: _Worker) -> None:
-        """Somebody else takes over from a worker that died, unless it goes on like that."""
+        """Start another worker in place of one that died, or end the run after MAX_DEATHS
+        deaths.
+        """
         self.harvest.is_labour_complete = False
         held = [worker.held[index] for index in sorted(worker.held)]
-        # The next worker decodes with care what this one noted, so it is not the part's fault.
+        # If a decoder crashed, the in-flight journal names the image and the next worker decodes it
+        # in a subprocess, so the death does not count against the part.
         crashed = -worker.process.returncode in CRASHES
         decoding = crashed and was_decoding(self._session.root, worker.process.pid)
         self._crashes += decoding
@@ -345,7 +372,7 @@ class WorkerPool:
         )
 
     def _read_output(self, worker: _Worker) -> None:
-        """Pass on what a worker printed, line by line."""
+        """Print the output of a worker, line by line, with its name."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(worker.output, 1 << 16):
                 *lines, worker.rest = (worker.rest + data).split(b"\n")
@@ -355,7 +382,7 @@ class WorkerPool:
                     self._progress.tell(f"{worker}: {text}")
 
     def _end(self, error: BaseException) -> None:
-        """Have the workers commit what is whole and go; `error` is raised then."""
+        """Ask the workers to commit complete parts and end; `work` raises the error afterwards."""
         if self._ending is not None:
             return
         self._ending = error
@@ -368,7 +395,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _reap_workers(self) -> Iterator[None]:
-        """No worker is left behind, whatever ends the run."""
+        """Kill and wait for all workers when the block ends, whatever ends it."""
         try:
             yield
         finally:
@@ -376,13 +403,13 @@ class WorkerPool:
                 worker.process.kill()
             for worker in self._workers:
                 worker.process.wait()
-                self._hear(worker)  # what it made durable before
+                self._hear(worker)  # parts that it committed before
                 worker.close()
                 clear_sign(self._session.disk, sign_name(worker.process.pid))
 
 
 def _how(code: int) -> str:
-    """How a process came to its end."""
+    """How a process ended, as text."""
     if code >= 0:
         return f"ended with exit code {code}"
     with contextlib.suppress(ValueError):

@@ -1,8 +1,8 @@
-"""One worker process of executor=local.
+"""Worker process of executor=local.
 
 The driver starts it as `python -m featx.pipeline.executors.local_worker DESCRIPTOR PARENT`.
-It is told its order over a socket, asks for parts as it has room for more, and tells of those that
-are durable. It ends at once when its driver does.
+The worker receives its worker spec over a socket, asks for parts while it has room for more, and
+reports each committed part. It ends at once when its driver does.
 """
 
 from __future__ import annotations
@@ -25,32 +25,45 @@ if TYPE_CHECKING:
     from featx.types import Part
 
 STOP = "stop"
-"""What the driver sends instead of a part when the run ends before all are done."""
+"""Message of the driver, in place of a part, that ends the run early."""
 
 
 class DriverConnection:
-    """The worker's end of the socket: what it tells, and the parts it is given.
+    """Connection of a worker to its driver: sends messages and receives parts.
 
     Attributes:
-        stopping: the driver asked for the end.
-        held: parts drawn and not told as durable yet.
+        stopping: Set when the driver has asked the worker to stop.
+        held: Index -> part, for parts that were received and not yet reported as committed.
     """
 
     def __init__(self, connection: Connection) -> None:
         self.stopping = threading.Event()
         self.held: dict[int, Part] = {}
         self._connection = connection
+        # The main thread asks for parts while the thread that commits reports them; a message must
+        # not be interleaved with another.
         self._telling = threading.Lock()
         self._given: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True, name="featx-link").start()
 
     def tell(self, kind: str, *values: Any) -> None:
-        """Send a message; any thread may. It has arrived also when this process dies next."""
+        """Send a message; any thread may call this.
+
+        The bytes are in the socket when this returns, so they arrive even if this process dies
+        next.
+        """
         with self._telling:
             self._connection.send((kind, *values))
 
     def draw(self, wait: bool) -> Part | None:
-        """The next part; None where there is none now or, with wait, none any more."""
+        """Receive the next part.
+
+        Args:
+            wait: Whether the driver may delay its answer until a part is available.
+
+        Returns:
+            The part, or None if there is none now or, with `wait`, none any more.
+        """
         if self.stopping.is_set():
             return None
         self.tell("ask", wait)
@@ -60,30 +73,39 @@ class DriverConnection:
         return part
 
     def parts(self, first: Part) -> Iterator[Part]:
-        """One part, and those that can be had without waiting."""
+        """Yield the given part, and then further parts as long as the driver has some at once."""
         yield first
         while (part := self.draw(wait=False)) is not None:
             yield part
 
     def done(self, done: Any) -> None:
-        """Tell of a part that is durable."""
+        """Report a committed part."""
         self.tell("done", done)
         self.held.pop(done.part.index)
 
     def _listen(self) -> None:
+        """Receive parts and STOP in a thread of its own; end the process if the driver is gone."""
         while True:
             try:
                 message = self._connection.recv()
             except (EOFError, OSError):
-                os._exit(1)  # the driver is gone, and with it the use of what is being computed
+                os._exit(1)  # without a driver nobody needs the part that is being computed
             if message == STOP:
                 self.stopping.set()
-                message = None  # for who waits for a part
+                message = None  # wakes a thread that waits for a part
             self._given.put(message)
 
 
 def main(descriptor: int, parent: int) -> int:
-    """Do parts until there are no more; returns the exit code."""
+    """Compute parts until there are no more.
+
+    Args:
+        descriptor: File descriptor of the socket to the driver.
+        parent: Process id of the driver.
+
+    Returns:
+        Exit code of the process.
+    """
     os.set_inheritable(descriptor, False)
     _die_with(parent)
     connection = Connection(descriptor)
@@ -92,7 +114,7 @@ def main(descriptor: int, parent: int) -> int:
     if device == "cpu":
         keep_freed_memory()  # before any thread allocates
     link = DriverConnection(connection)
-    # Only now: what the order names may lie in folders that this process did not know.
+    # Imported after sys.path is set, so that all of featx comes from the driver's folders.
     from featx.pipeline.executors.part_worker import PartWorker, rows_text
     from featx.pipeline.executors.worker_spec import worker_context
     from featx.pipeline.executors.worker_stats import WorkerStats
@@ -121,10 +143,13 @@ def main(descriptor: int, parent: int) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its driver dies, even while no Python code can run."""
+    """Have the kernel end this process when its driver dies, even if no Python code can run
+    then.
+    """
     if sys.platform.startswith("linux"):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # The driver may have died before the call above; then no signal will come.
     if os.getppid() != parent:
         os._exit(1)
 

@@ -1,4 +1,4 @@
-"""How a worker does parts: the same for every executor."""
+"""Computes parts in a worker; shared by all executors that use workers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ if TYPE_CHECKING:
 
 
 class PartWorker:
-    """Parts of an order, one after the other, each committed and told.
+    """Batch sink of a worker: computes parts one after the other, commits and reports each.
 
     Args:
-        prepared: as ordered.
-        order: of the driver.
-        tell: is given every part that is durable; called in the thread that commits.
-        heart: is told what part is computed.
-        stopping: is set when the run is to end after the batch; None where nobody sets it.
+        prepared: Run context of the worker, equal to that of the driver.
+        order: Worker spec from the driver.
+        tell: Receives the result of every committed part; called in the thread that commits.
+        heart: Heartbeat that records the current part.
+        stopping: Event that ends the worker before its next batch, or None.
 
     Attributes:
-        part: whose batch is being computed; None between two batches.
-        seconds: busy ones of stages that not every run has, since `do` began.
+        part: Part whose batch is being taken, or None between two batches.
+        rows_asked: Number of rows of the run, over all workers.
+        rows_done: Number of rows that this worker has committed.
+        rows_failed: Always 0: the driver counts the failures of all workers and ends the run.
+        seconds: Stage -> busy seconds since `do` began, for stages that not every run has.
     """
 
     def __init__(
@@ -53,7 +56,7 @@ class PartWorker:
         self.part: Part | None = None
         self.rows_asked = order.num_rows
         self.rows_done = 0
-        self.rows_failed = 0  # the driver knows of all workers', and ends the run
+        self.rows_failed = 0
         self._prepared = prepared
         self._tell = tell
         self._parts: Iterable[Part] = ()
@@ -61,10 +64,16 @@ class PartWorker:
         self._at: tuple[Part, float] | None = None
 
     def do(self, parts: Iterable[Part]) -> WorkerStats:
-        """Compute and commit parts as they come.
+        """Compute and commit parts as the iterable yields them.
+
+        Args:
+            parts: Parts to compute; drawn one at a time.
+
+        Returns:
+            Measurements of these parts.
 
         Raises:
-            Interrupted: a signal asked for the end; what was whole is committed.
+            Interrupted: A signal arrived, or `stopping` was set; complete parts are committed.
         """
         self._parts = parts
         self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
@@ -75,15 +84,19 @@ class PartWorker:
 
     @property
     def seconds(self) -> Mapping[str, float]:
+        """Stage -> busy seconds of stages that only this sink has."""
         return self._maker.seconds
 
     def missing(self) -> Iterable[Part]:
+        """Parts given to `do`."""
         return self._parts
 
     def compute(self, engine: Engine, batch: Batch) -> Any:
+        """Compute the values of a batch."""
         return self._maker.compute(engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
+        """Consume the next batch of a part; return the failures of its rows."""
         if self._stopping.is_set():
             raise Interrupted(signal.SIGTERM)
         if batch.start == part.start:
@@ -94,8 +107,13 @@ class PartWorker:
         return failures
 
     def finish_part(self) -> Callable[[], None]:
+        """Detach the part whose last batch was taken; return a function that commits and reports
+        it.
+        """
         assert self._at is not None, "no batch of a part was taken"
         part, begun = self._at
+        # These counts are taken here, in the thread of `take`: the commit runs in another thread,
+        # when the sink already counts for the next part.
         faint, self._maker.faint = self._maker.faint, Counter()
         waited = self._unseen.take_waited()
         commit = self._maker.finish_part()
@@ -109,7 +127,7 @@ class PartWorker:
 
 
 def rows_text(parts: Sequence[Part]) -> str:
-    """Parts and their rows, for messages: 'part 3 (rows 24 to 31)'."""
+    """Parts and their rows for messages: 'part 3 (rows 24 to 31)'."""
     if not parts:
         return "no part"
     if len(parts) > 2:
@@ -119,7 +137,14 @@ def rows_text(parts: Sequence[Part]) -> str:
 
 @contextlib.contextmanager
 def add_worker_context(worker: str, at: Callable[[], str]) -> Iterator[None]:
-    """Whatever is raised says by whom and where, in an error that any process can read."""
+    """Turn every exception of the block into a RunError that names the worker and its position.
+
+    RunError has no arguments but its message, so any process can unpickle it.
+
+    Args:
+        worker: Name of the worker.
+        at: Returns the parts that the worker is computing, as text.
+    """
     try:
         yield
     except Interrupted as interrupted:

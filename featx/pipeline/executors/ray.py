@@ -1,8 +1,8 @@
-"""executor=ray: a pool of actors that each load the backbone once, on this machine or a cluster.
+"""executor=ray: actors on this machine or a cluster, each of which loads the backbone once.
 
-The driver holds the store's lock (in a bucket there is none), gives each actor a part at a time,
-and notes what is durable. An actor that dies, or whose node does, is replaced and its part is done
-again.
+The driver holds the lock of the store (none exists in a bucket), gives each actor one part at a
+time, and records committed parts. An actor that dies, or whose node does, is replaced and its part
+is computed again.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ WAIT_S = 0.5
 CONNECT_S = 10.0
 
 MAX_DEATHS = 3
-"""Actors that may die at a part, or before they are ready, before the run ends."""
+"""Number of actors that may die in the same part, or before they are ready, until the run ends."""
 
 
 def check(config: Config) -> None:
-    """Raise where Ray is not installed, or no cluster answers at its address."""
+    """Raise MissingExtraError without Ray, or ConfigError if no cluster answers at
+    executor.address.
+    """
     _ray()
     host, _, port = (config.executor.address or "").removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():  # Ray itself goes on asking for many minutes
+    if host and port.isdigit():  # Ray itself would retry for many minutes
         try:
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError as error:
@@ -57,11 +59,11 @@ def check(config: Config) -> None:
 
 
 def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
-    """Compute what is missing in actors of a Ray cluster.
+    """Compute the missing parts in actors of a Ray cluster.
 
     Raises:
-        RunError: an actor failed; the message names its part and rows.
-        Interrupted: a signal asked for the end; what was whole is committed.
+        RunError: An actor failed; the message names its part and rows.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
         pool = Pool(ray, order, prepared, session)
@@ -70,7 +72,12 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
 
 
 class Actor:
-    """A process somewhere that does parts; it loads the backbone once."""
+    """Ray actor that computes parts; it loads the backbone once.
+
+    Args:
+        order: Worker spec.
+        device: Type of the device to compute on, such as 'cuda'.
+    """
 
     def __init__(self, order: PickledWorkerSpec, device: str) -> None:
         self._order = order
@@ -81,7 +88,7 @@ class Actor:
         self._done: list[PartResult] = []
 
     def ready(self) -> str:
-        """Returns once this process can do parts: the name of its sign of life."""
+        """Build the run context; return the name of the heartbeat file of this process."""
         with add_worker_context(self._name, lambda: rows_text([])):
             order = self._order.open()
             heart = Heartbeat(open_folder(order.root), f"actor on {self._device}", order.driver)
@@ -91,7 +98,9 @@ class Actor:
         return sign_name(os.getpid())
 
     def do(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
-        """Compute and commit a part."""
+        """Compute and commit a part; return the results since the last call, and the
+        measurements.
+        """
         assert self._work is not None, "the actor is not ready"
         with add_worker_context(self._name, lambda: rows_text([part])):
             labour = self._work.do(iter([part]))
@@ -100,17 +109,17 @@ class Actor:
         return done, labour
 
     def leave(self) -> None:
-        """Let go of everything."""
+        """Release the model and the heartbeat."""
         self._stack.close()
 
 
 @dataclass
 class _Hand:
-    """An actor, as its driver knows it.
+    """Actor as seen by the driver.
 
     Attributes:
-        handle: Ray's.
-        sign: the name of its sign of life, once it is ready.
+        handle: Handle of Ray.
+        sign: Name of its heartbeat file once it is ready, otherwise None.
     """
 
     handle: Any
@@ -118,11 +127,17 @@ class _Hand:
 
 
 class Pool:
-    """The actors of a run and the queue of its parts.
+    """Actors of a run and the queue of its parts.
+
+    Args:
+        ray: The module, connected to a cluster.
+        order: Worker spec for every actor.
+        prepared: Run context of the driver.
+        session: Write session of the store or statistics.
 
     Attributes:
-        harvest: what was done so far.
-        size: how many actors there are.
+        harvest: Results and measurements of the actors so far.
+        size: Number of actors.
     """
 
     def __init__(self, ray: Any, order: WorkerSpec, prepared: RunContext, session: Session) -> None:
@@ -143,7 +158,7 @@ class Pool:
         self._deaths: Counter[int | None] = Counter()
 
     def work(self) -> None:
-        """Start the actors and see to it that every part is done."""
+        """Start the actors and serve them until every part is committed."""
         session = self._session
         with (
             stop_signals() as stop,
@@ -162,15 +177,16 @@ class Pool:
                 self._dismiss()
 
     def _is_work_left(self) -> bool:
+        """Whether a part is queued or being computed."""
         return bool(self._pending) or any(part is not None for _, part in self._at.values())
 
     def _start(self) -> None:
-        """One more actor; it gets a part when it is ready, for which a machine may have to come."""
+        """Start an actor; it gets a part when it is ready, which may have to wait for a node."""
         hand = _Hand(self._kind.remote(self._order, self._device))
         self._at[hand.handle.ready.remote()] = hand, None
 
     def _give(self, hand: _Hand) -> None:
-        """The next part for an actor, which waits where there is none now."""
+        """Assign the next part to an actor, or let it idle if none is queued now."""
         if self._pending:
             part = self._pending.popleft()
             self._at[hand.handle.do.remote(part)] = hand, part
@@ -178,7 +194,7 @@ class Pool:
             self._idle.append(hand)
 
     def _take(self, reference: Any) -> None:
-        """What an actor gives back, and the next part for it."""
+        """Handle the result of an actor, and assign its next part."""
         hand, part = self._at.pop(reference)
         try:
             result = self._ray.get(reference)
@@ -209,7 +225,7 @@ class Pool:
         self._give(hand)
 
     def _replace(self, part: Part | None, reason: str) -> None:
-        """Another actor takes over from one that died, unless it goes on like that."""
+        """Give the part of a dead actor to another one, or end the run after MAX_DEATHS deaths."""
         index = None if part is None else part.index
         self._deaths[index] += 1
         where = rows_text([] if part is None else [part])
@@ -222,21 +238,24 @@ class Pool:
         if part is not None:
             self._pending.appendleft(part)
         if self._idle:
-            self._give(self._idle.pop())  # a full cluster may have no room for one more
+            self._give(self._idle.pop())  # a full cluster may have no room for a new actor
         else:
             self._start()
 
     def _dismiss(self) -> None:
-        """No actor goes on, whatever ends the run."""
+        """Kill all actors, whatever ends the run."""
         for hand in (*self._idle, *(hand for hand, _ in self._at.values())):
             self._ray.kill(hand.handle)
-        # Also of those that were not ready yet.
+        # This covers actors that were not ready, whose heartbeat names are unknown here.
         clear_signs(self._session.disk, self._asked.driver)
 
 
 @contextlib.contextmanager
 def _cluster(config: Config) -> Iterator[Any]:
-    """Ray, connected to a cluster that is there or to one of this machine alone."""
+    """Connect Ray to the cluster of the config, or start one on this machine.
+
+    A connection of the caller is used as it is and stays open.
+    """
     ray = _ray()
     ours = not ray.is_initialized()
     if ours:
@@ -258,6 +277,7 @@ def _cluster(config: Config) -> Iterator[Any]:
 
 
 def _no_cluster(config: Config, error: Exception) -> ConfigError:
+    """Error for an address at which no cluster answers."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
         f"executor.address={config.executor.address}: no Ray cluster answers there ({reason}). "
@@ -266,6 +286,11 @@ def _no_cluster(config: Config, error: Exception) -> ConfigError:
 
 
 def _ray() -> Any:
+    """Import Ray.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+    """
     try:
         import ray
     except ImportError as error:

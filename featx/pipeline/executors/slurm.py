@@ -1,9 +1,9 @@
-"""executor=slurm: a job array over the parts, by submitit; each task has some that are neighbours.
+"""executor=slurm: a job array over the parts, by submitit; each task computes neighbouring parts.
 
-The driver holds the store's lock (in a bucket there is none), waits for the tasks, notes the parts
-that they commit, packs, and writes the summary. A task that is told to end, by its time limit, by
-preemption or by scancel, commits what is whole and returns; the driver submits the rest again.
-Where the driver is gone, the task is queued again by itself.
+The driver holds the lock of the store (none exists in a bucket), waits for the tasks, records the
+parts that they commit, packs, and writes the summary. A task that is told to end, by its time
+limit, by preemption or by scancel, commits complete parts and returns; the driver submits the rest
+again. Without a driver, the task puts itself into the queue again.
 """
 
 from __future__ import annotations
@@ -57,30 +57,38 @@ from featx.store.heartbeat import Heartbeat, clear_signs, signs_of_life
 from featx.types import Part
 
 POLL_S = 2.0
+"""Seconds between two looks at the parts and tasks."""
 SIGNAL_DELAY_S = 90
-"""At most this long before its time limit a task is told to end."""
+"""Seconds before its time limit at which a task is told to end, at the most."""
 
 MAX_LOSSES = 3
-"""How often a part is submitted at which tasks ended, before that ends the run."""
+"""Number of tasks that may end at the same part before the run ends."""
 
 RESULT_S = 15.0
-"""How long the file of a task that has ended is waited for, which a shared disk may show late."""
+"""Seconds to wait for the result file of an ended task, which a network file system may show
+late.
+"""
 
 SUBMIT_AGAIN_S = 30.0
-"""In mid run a controller that does not answer is asked again after this."""
+"""Seconds until parts are submitted again if the controller does not answer during a run."""
 
 TIME_LIMIT = "its time limit"
 
 _TASKS = 8
+"""Number of tasks if executor.tasks is not given."""
 _ENDLESS = 10**9
-"""How often submitit queues a task again after its time limit; `Task` counts those in vain."""
+"""How often submitit may queue a task again after its time limit; `Task` counts runs in vain
+itself.
+"""
 
 
 def check(config: Config) -> None:
-    """Raise where submitit is not installed, or Slurm, its controller or the partition not there.
+    """Check that submitit, Slurm, its controller and the partition are available.
 
     Raises:
-        RunError: the controller does not answer.
+        MissingExtraError: submitit is not installed.
+        ConfigError: This machine has no Slurm, or the cluster no such partition.
+        RunError: The controller does not answer.
     """
     _submitit()
     if config.executor.mode == "local":
@@ -94,30 +102,30 @@ def check(config: Config) -> None:
 
 
 def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
-    """Compute what is missing in tasks of a job array.
+    """Compute the missing parts in tasks of a job array.
 
     Raises:
-        RunError: a task failed; the message names it, the part and its rows.
-        Interrupted: a signal asked for the end; the tasks were told to commit what is whole.
+        RunError: A task failed; the message names it, the part and its rows.
+        Interrupted: SIGINT or SIGTERM arrived; the tasks were told to commit complete parts.
     """
     folder = _folder_of_tasks(prepared.config, session)
     array = _Array(order, prepared, session, folder)
     with Heartbeat(session.disk, "driver"):
         array.work()
-    clear_signs(session.disk, order.driver)  # of tasks that were killed
+    clear_signs(session.disk, order.driver)  # killed tasks leave their heartbeat files behind
     AtomicFolder(folder.parent).remove(folder)
     return array.harvest.outcome(array.num_tasks, order)
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """What a task returns to the driver.
+    """Return value of a task.
 
     Attributes:
-        done: the parts that it committed.
-        labour: what all of them took; nothing where it was told to end.
-        told_by: what told it to end, TIME_LIMIT or a signal; None where all is done.
-        doing: what it did until then.
+        done: Results of the parts that it committed.
+        labour: Measurements of these parts; empty if the task was told to end.
+        told_by: What told it to end, TIME_LIMIT or a signal; None if all parts are done.
+        doing: What it did until then, as text.
     """
 
     done: Sequence[PartResult]
@@ -127,13 +135,13 @@ class TaskResult:
 
 
 class Task:
-    """What one task of the array does; pickled by submitit, and again when it is queued again.
+    """Task of the array; submitit pickles it on submission, and again when it is requeued.
 
     Args:
-        order: of the driver.
-        device: to compute on.
-        parts: to do, in order.
-        limit_s: the time limit of the task; None where there is none.
+        order: Worker spec.
+        device: Device to compute on.
+        parts: Parts to compute, in order.
+        limit_s: Time limit of the task in seconds, or None if there is none.
     """
 
     def __init__(
@@ -151,7 +159,7 @@ class Task:
         self._done: list[PartResult] = []
 
     def __call__(self) -> TaskResult:
-        """Compute and commit what is missing of the parts, until told to end."""
+        """Compute and commit those parts that are missing, until told to end."""
         began = time.monotonic()
         order = self._order.open()
         self._done = []
@@ -184,10 +192,10 @@ class Task:
         return TaskResult(self._done, WorkerStats(), told[0], doing)
 
     def checkpoint(self) -> Any:
-        """What submitit queues again: the same, which does what is missing then.
+        """Submission by which submitit queues this task again; it computes what is missing then.
 
         Raises:
-            RunError: nothing was committed in MAX_LOSSES runs.
+            RunError: MAX_LOSSES runs in succession committed nothing.
         """
         self._runs_in_vain = 0 if self._done else self._runs_in_vain + 1
         if self._runs_in_vain >= MAX_LOSSES:
@@ -195,7 +203,7 @@ class Task:
                 f"the task was told to end {MAX_LOSSES} times before it could commit a part of "
                 f"{rows_text(self._parts[:1])}"
             )
-        self._done = []  # it does not travel
+        self._done = []  # results need not be pickled: the next run finds the parts committed
         return _submitit().helpers.DelayedSubmission(self)
 
 
@@ -203,17 +211,17 @@ class Task:
 def _told_to_end(limit_s: float | None, order: WorkerSpec) -> Iterator[list[str]]:
     """Raise Interrupted within the block when this task is told to end.
 
-    That is SIGTERM (scancel, preemption), SIGUSR2 (Slurm's announcement of either, as submitit
-    asks for it), or a clock of our own: Slurm announces a time limit up to a minute too early,
-    which is all of a short one. Where the driver is gone, an announcement is left to submitit,
-    which queues the task again.
+    It is told so by SIGTERM (scancel, preemption), by SIGUSR2 (Slurm's announcement of either,
+    which submitit requests), or by a timer of its own: Slurm announces a time limit up to a minute
+    early, which may be all of a short limit. If the driver is gone, an announcement is left to
+    submitit, which queues the task again.
 
     Args:
-        limit_s: the time limit of the task; None where there is none.
-        order: of the driver.
+        limit_s: Time limit of the task in seconds, or None if there is none.
+        order: Worker spec, which names the driver.
 
     Yields:
-        one text, what told it: TIME_LIMIT or the name of a signal.
+        list of one text: what told the task to end, TIME_LIMIT or the name of a signal.
     """
     told = ["SIGTERM"]
     if threading.current_thread() is not threading.main_thread():
@@ -230,7 +238,7 @@ def _told_to_end(limit_s: float | None, order: WorkerSpec) -> Iterator[list[str]
             return
         if told[0] != TIME_LIMIT:
             told[0] = "SIGUSR2"
-        os.kill(os.getpid(), signal.SIGTERM)  # for whoever handles it now: a run in progress
+        os.kill(os.getpid(), signal.SIGTERM)  # `end`, or the handler of a run in progress
 
     def time_is_over() -> None:
         told[0] = TIME_LIMIT
@@ -255,12 +263,12 @@ def _told_to_end(limit_s: float | None, order: WorkerSpec) -> Iterator[list[str]
 
 
 def _end_margin_s(limit_s: float) -> float:
-    """Seconds that a task keeps to commit what is whole before its time limit."""
+    """Seconds before its time limit at which a task stops, in order to commit complete parts."""
     return min(SIGNAL_DELAY_S, limit_s / 6)
 
 
 def _driver_lives(order: WorkerSpec) -> bool:
-    """Whether there is somebody who submits what a task leaves undone."""
+    """Whether a driver is alive that submits again what a task leaves undone."""
     try:
         signs = signs_of_life(order.root)
     except OSError:
@@ -269,11 +277,17 @@ def _driver_lives(order: WorkerSpec) -> bool:
 
 
 class _Array:
-    """The tasks of a run, as their driver follows them.
+    """Tasks of a run as seen by the driver.
+
+    Args:
+        order: Worker spec for every task.
+        prepared: Run context of the driver.
+        session: Write session of the store or statistics.
+        folder: Folder for the pickled tasks, their results and logs.
 
     Attributes:
-        harvest: what was done so far.
-        num_tasks: that share the parts.
+        harvest: Results and measurements of the tasks so far.
+        num_tasks: Number of tasks that share the parts.
     """
 
     def __init__(
@@ -297,7 +311,7 @@ class _Array:
         self._queue = None if keys.mode == "local" else SlurmQueue(self._report)
 
     def work(self) -> None:
-        """Submit the parts and follow them until each is done."""
+        """Submit the parts and follow the tasks until every part is committed."""
         session = self._session
         with (
             stop_signals() as stop,
@@ -320,14 +334,20 @@ class _Array:
                 self._cancel()
 
     def _report(self, text: str) -> None:
+        """Print a line for the user."""
         self._progress.tell(text)
 
     def _submit(self, parts: Sequence[Part], is_first: bool = False) -> None:
-        """Submit parts as tasks; in mid run those wait that Slurm cannot take now.
+        """Submit parts as tasks; during a run they are kept for later if Slurm cannot take them
+        now.
+
+        Args:
+            parts: Parts to submit; committed ones are left out.
+            is_first: Whether nothing has been submitted yet.
 
         Raises:
-            ConfigError: Slurm refuses what the config asks for.
-            RunError: its controller does not answer at first, or refuses something in mid run.
+            ConfigError: Slurm refuses what the config requests.
+            RunError: The controller does not answer the first submission, or refuses a later one.
         """
         parts = [part for part in parts if part.index in self._missing]
         self._unsubmitted = []
@@ -361,15 +381,15 @@ class _Array:
         self._report(f"submitted {counted(len(jobs), 'task')}: {ids}")
 
     def _ended(self) -> list[tuple[Any, TaskState | None]]:
-        """The tasks that have ended.
+        """Find the tasks that have ended.
 
         Returns:
-            each with its state where it left no result.
+            Each task with None, or with its state if it left no result.
         """
         if self._queue is None:
             return [(job, None) for job in self._jobs if job.done()]
         now = time.monotonic()
-        # One listing shows what is new also where a network disk would answer from its memory.
+        # Listing the folder shows new files even if a network file system caches lookups of names.
         results = {path.name for path in self._folder.glob("*_result.pkl")}
         states = self._queue.states([job.job_id for job in self._jobs])
         ended: list[tuple[Any, TaskState | None]] = []
@@ -384,7 +404,7 @@ class _Array:
         return ended
 
     def _look_at_parts(self) -> None:
-        """Note what is committed since the last look: the files say so, whoever wrote them."""
+        """Record the parts that were committed since the last look, whoever committed them."""
         is_first = not self.harvest.begun
         for part, failures in self._session.arrived(list(self._missing.values())):
             del self._missing[part.index]
@@ -396,11 +416,11 @@ class _Array:
             self.harvest.refuse_failures(self._order, self._session)
 
     def _look_at_job(self, job: Any, state: TaskState | None) -> None:
-        """Take what a task that ended returned; submit again what it left undone.
+        """Take the result of an ended task; submit again what it left undone.
 
         Args:
-            job: that ended.
-            state: of a task without a result.
+            job: Job of submitit that has ended.
+            state: State of a task without a result, otherwise None.
         """
         parts = self._jobs.pop(job)
         self._ended_at.pop(job, None)
@@ -410,7 +430,7 @@ class _Array:
             return
         try:
             result: TaskResult = job.result()
-        except Exception as error:  # whatever the task raised comes through here
+        except Exception as error:  # submitit re-raises here whatever the task raised
             if type(error).__name__ == "FailedJobError":  # with the task's traceback
                 raise self._failed(job, error) from error
             self._lost(job, parts, f"was lost ({str(error).strip().splitlines()[0][:200]})")
@@ -424,7 +444,7 @@ class _Array:
             self._lost(job, parts, f"was told to end by {result.told_by} ({result.doing})")
 
     def _failed(self, job: Any, error: Exception) -> RunError:
-        """The error for a task that raised one."""
+        """Error for a task that raised one."""
         lines = [line for line in str(error).strip().splitlines() if line.strip()]
         said = next((line for line in reversed(lines) if "RunError: " in line), lines[-1])
         said = said.rpartition("RunError: ")[2].rstrip(".")
@@ -435,13 +455,13 @@ class _Array:
         return failed
 
     def _lost(self, job: Any, parts: Sequence[Part], how: str, is_late: bool = False) -> None:
-        """Submit again what a task left undone that ended before its time.
+        """Submit again what a task left undone that ended early.
 
         Args:
-            job: that ended.
-            parts: of the task.
-            how: it ended, the rest of a sentence.
-            is_late: its time limit ended it.
+            job: Job of submitit that has ended.
+            parts: Parts of the task.
+            how: How it ended, the rest of a sentence.
+            is_late: Whether its time limit ended it.
 
         Raises:
             RunError: MAX_LOSSES tasks have ended at the same part.
@@ -462,7 +482,7 @@ class _Array:
         self._submit([*self._unsubmitted, *left])
 
     def _advice(self, part: Part) -> str:
-        """What to change where the time limit ends tasks before they can commit a part."""
+        """Advice for tasks that reach their time limit before they can commit a part."""
         minutes = (self._limit_s or 0) / 60
         advice = (
             f" Within executor.time_limit_min={minutes:.0f} a task has to load the model and to "
@@ -477,7 +497,7 @@ class _Array:
         )
 
     def _cancel(self) -> None:
-        """No task goes on, whatever ends the run."""
+        """Cancel all tasks, whatever ends the run."""
         if self._queue is not None:
             self._queue.cancel(job.job_id for job in self._jobs)
             return
@@ -486,15 +506,15 @@ class _Array:
 
 
 def _parts_text(left: Sequence[Part]) -> str:
-    """The parts that a task left undone, as a subject."""
+    """Parts that a task left undone, as the subject of a sentence."""
     return "its missing part is" if len(left) == 1 else f"its {len(left)} missing parts are"
 
 
 def _with_last_words(job: Any, state: TaskState) -> str:
-    """The state of a task that left no result, and what its log says of it, if anything."""
+    """State of a task that left no result, with the last error line of its log, if any."""
     with contextlib.suppress(OSError):
         lines = [line.strip() for line in job.paths.stderr.read_text(errors="replace").split("\n")]
-        # srun ends its report on a task that was killed with lines that say nothing more.
+        # The last lines of srun about a killed task name no reason; lines with "error" do.
         errors = [line for line in lines if "error" in line.lower()]
         if said := errors or [line for line in lines if line]:
             return f"{state}; its log: {said[-1][:200]}"
@@ -502,7 +522,7 @@ def _with_last_words(job: Any, state: TaskState) -> str:
 
 
 def _refused(executor: Any, said: str) -> Exception:
-    """The error for tasks that sbatch did not take, by what it printed."""
+    """Error for tasks that sbatch did not accept, from what it printed."""
     if is_no_controller(said):
         return no_controller(said)
     parameters = {
@@ -522,7 +542,7 @@ def _refused(executor: Any, said: str) -> Exception:
 
 
 def _chunks(parts: Sequence[Part], count: int) -> Iterator[list[Part]]:
-    """Neighbouring parts in at most `count` lists of about the same length."""
+    """Split parts into at most `count` lists of neighbouring parts of about the same length."""
     count = min(count, len(parts))
     for number in range(count):
         begin, end = number * len(parts) // count, (number + 1) * len(parts) // count
@@ -530,10 +550,10 @@ def _chunks(parts: Sequence[Part], count: int) -> Iterator[list[Part]]:
 
 
 def _folder_of_tasks(config: Config, session: Session) -> Path:
-    """Where tasks find what they are to do, and leave what they say.
+    """Folder for the pickled tasks, their results and logs.
 
     Raises:
-        ConfigError: there can be no such folder where the config wants it.
+        ConfigError: The folder of executor.folder cannot be created.
     """
     given = config.executor.folder
     if given is None:
@@ -541,7 +561,7 @@ def _folder_of_tasks(config: Config, session: Session) -> Path:
     folder = Path(given).expanduser().absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # One for each driver: nothing but conditions keeps two from one store in a bucket.
+        # One folder per driver: a store in a bucket has no lock that keeps a second driver out.
         return Path(tempfile.mkdtemp(prefix="featx-", dir=folder))
     except OSError as error:
         raise ConfigError(
@@ -551,7 +571,7 @@ def _folder_of_tasks(config: Config, session: Session) -> Path:
 
 
 def _executor(config: Config, folder: Path) -> Any:
-    """submitit's, with what the config asks of the cluster."""
+    """Executor of submitit with the resources that the config requests."""
     keys = config.executor
     mode = keys.mode or "slurm"
     more = {"slurm_max_num_timeout": _ENDLESS} if mode == "slurm" else {}
@@ -563,8 +583,8 @@ def _executor(config: Config, folder: Path) -> Any:
         "name": "featx",
     }
     if mode == "slurm":
-        # Slurm's own announcement comes up to a minute early. It is a second clock for long limits
-        # only: for a short one it would end a task that has just begun (0: none).
+        # Slurm announces a limit up to a minute early. That is a second safeguard for long limits
+        # only: it would end a task with a short limit right after its start (0 means none).
         is_long = limit_min * 60 > 10 * SIGNAL_DELAY_S
         asked["slurm_signal_delay_s"] = SIGNAL_DELAY_S if is_long else 0
         asked["slurm_additional_parameters"] = {"requeue": True}
@@ -581,6 +601,11 @@ def _executor(config: Config, folder: Path) -> Any:
 
 
 def _submitit() -> Any:
+    """Import submitit, with its log messages below ERROR silenced.
+
+    Raises:
+        MissingExtraError: submitit is not installed.
+    """
     try:
         import submitit
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""What Slurm's controller says: of partitions, of the tasks of a run, and of the time they have.
+"""State of Slurm's queue: partitions, the tasks of a run, and their remaining time.
 
-submitit asks the accounting database alone (sacct), which not every cluster has; without it a
-cancelled task looks like one that waits for ever. So featx asks squeue, which every cluster has,
-and sacct only about tasks that the controller has forgotten.
+submitit asks the accounting database only (sacct), which not every cluster has; without it a
+cancelled task looks like one that waits for ever. featx asks squeue, which every cluster has, and
+sacct only about tasks that the controller has forgotten.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from featx.base.text import time_text
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
 
 ASK_S = 10.0
-"""The controller is asked about the tasks this often, to spare one that many people ask."""
+"""Seconds between two requests about the tasks, to spare a controller that many people ask."""
 
 REPORT_S = 60.0
-"""Tasks that wait, and a controller that does not answer, are reported this often."""
+"""Seconds between two reports on waiting tasks, or on a controller that does not answer."""
 
 _ANSWER_S = 60.0
+"""Seconds to wait for the answer of a Slurm command."""
 _ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
 })  # fmt: skip
-"""States that a task does not leave again; one that is queued again becomes PENDING."""
+"""States in which a task stays; one that is queued again becomes PENDING."""
 
 FORGOTTEN = "no longer known to Slurm"
+"""State of a task that neither the controller nor the accounting database knows."""
 
 _NO_CONTROLLER = re.compile(
     "unable to contact slurm controller|socket timed out|connection refused|connection reset|"
@@ -51,33 +53,34 @@ _ADVICE = {
     "JobHeldAdmin": "only an administrator can release it",
     "launch failed requeued held": "its node could not start it; scontrol release JOB tries again",
 }
+"""Reason of squeue for a waiting task -> what to do about it."""
 
 
 def is_no_controller(text: str) -> bool:
-    """Whether what a command of Slurm printed says that the controller does not answer now."""
+    """Whether the output of a Slurm command says that the controller does not answer now."""
     return _NO_CONTROLLER.search(text) is not None
 
 
 def last_line(text: str) -> str:
-    """What a command of Slurm says in the end, without its name: 'Invalid partition name'."""
+    """Last line of the output of a Slurm command without its name: 'Invalid partition name'."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return re.sub(r"^\w+(:? (error|fatal))?: ", "", lines[-1]) if lines else "no reason given"
 
 
 def check_partition(partition: str | None) -> None:
-    """Ask the controller for its partitions, before anything is listed, loaded or begun.
+    """Ask the controller for its partitions, before images are listed or a model is loaded.
 
     Args:
-        partition: the option `executor.partition`, several separated by commas; None for the
-            cluster's default.
+        partition: Option executor.partition, several separated by commas; None for the default
+            partition.
 
     Raises:
-        RunError: the controller does not answer.
-        ConfigError: this machine has no configuration of Slurm, or the cluster no such partition.
+        RunError: The controller does not answer.
+        ConfigError: This machine has no configuration of Slurm, or the cluster no such partition.
     """
     code, out, error = _asked(["sinfo", "--noheader", "--all", "--format=%R"])
     if code is None:
-        return  # sbatch will say what is wrong
+        return  # there is no sinfo: sbatch will report what is wrong
     if code:
         raise no_controller(error)
     names = sorted(set(out.split()))
@@ -90,7 +93,7 @@ def check_partition(partition: str | None) -> None:
 
 
 def no_controller(said: str) -> FeatxError:
-    """The error for a cluster that cannot be asked, by what its command printed on stderr."""
+    """Error for a cluster that cannot be asked, from what its command printed on stderr."""
     if is_no_controller(said):
         return RunError(
             f"the controller of Slurm does not answer ({last_line(said)}). Nothing was submitted; "
@@ -103,10 +106,10 @@ def no_controller(said: str) -> FeatxError:
 
 
 def seconds_left(limit_s: float) -> float:
-    """How long this task may still run.
+    """Seconds that this task may still run.
 
     Args:
-        limit_s: its time limit, where Slurm does not say when it began.
+        limit_s: Time limit of the task in seconds, used if Slurm does not tell its end.
     """
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():  # since Slurm 23.02
         return int(end) - time.time()
@@ -121,11 +124,11 @@ def seconds_left(limit_s: float) -> float:
 
 @dataclass(frozen=True)
 class TaskState:
-    """What Slurm says of a task.
+    """State of a task as reported by Slurm.
 
     Attributes:
-        state: as squeue names it, such as PENDING or NODE_FAIL.
-        reason: why it waits, as squeue says; of a forgotten one what it was when last seen.
+        state: State as squeue names it, such as PENDING or NODE_FAIL.
+        reason: Reason of squeue for a waiting task; for a forgotten task its last known state.
     """
 
     state: str
@@ -141,11 +144,11 @@ class TaskState:
 
 
 class SlurmQueue:
-    """The tasks of one run in Slurm's queue.
+    """Tasks of one run in Slurm's queue.
 
     Args:
-        report: takes a line for the user.
-        clock: seconds, as time.monotonic.
+        report: Prints a line for the user.
+        clock: Returns seconds, as time.monotonic does.
     """
 
     def __init__(
@@ -159,11 +162,10 @@ class SlurmQueue:
         self._reported_at: dict[str, float] = {}
 
     def states(self, ids: Iterable[str]) -> Mapping[str, TaskState]:
-        """What is known of some tasks, at most ASK_S old; a task of which nothing is known yet is
-        left out.
+        """States of some tasks, at most ASK_S seconds old; tasks not seen yet are left out.
 
         Args:
-            ids: of tasks that have not ended: '7_0' of an array, '8' of a single job.
+            ids: Ids of tasks that have not ended: '7_0' in an array, '8' for a single job.
         """
         ids = list(ids)
         now = self._clock()
@@ -174,11 +176,14 @@ class SlurmQueue:
         return {task: self._states[task] for task in ids if task in self._states}
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Cancel tasks, as far as the controller can be reached."""
+        """Cancel tasks, as far as the controller answers."""
         if ids := list(ids):
             _asked(["scancel", *ids])
 
     def _ask(self, ids: list[str]) -> None:
+        """Ask the controller for the states of tasks, and the database for those that it has
+        forgotten.
+        """
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
         code, out, error = _asked([*command, f"--jobs={jobs}"])
@@ -198,10 +203,10 @@ class SlurmQueue:
             )
 
     def _of_accounting(self, ids: list[str]) -> dict[str, TaskState]:
-        """The states of tasks that the controller does not know any more.
+        """States of tasks that the controller has forgotten, from the accounting database.
 
-        It forgets a task some minutes after its end, and at once where a task of an array is
-        cancelled while it waits.
+        The controller forgets a task some minutes after its end, and at once if a task of an array
+        is cancelled while it waits.
         """
         if not ids:
             return {}
@@ -212,7 +217,7 @@ class SlurmQueue:
         for line in out.splitlines() if code == 0 else ():
             task, _, state = line.partition("|")
             known[task] = TaskState(state.split(" ")[0])  # 'CANCELLED by 1000'
-        # The database may lag behind: what is gone from the controller has ended all the same.
+        # The database may lag behind, but a task that the controller has forgotten has ended.
         return {
             task: known[task]
             if task in known and known[task].has_ended
@@ -221,20 +226,22 @@ class SlurmQueue:
         }
 
     def _last_seen(self, task: str) -> str:
+        """Last known state of a task as text."""
         before = self._states.get(task)
         if before is None:
             return "never seen in the queue"
         return before.reason if before.state == FORGOTTEN else f"last seen as {before.state}"
 
     def _report_waiting(self, ids: list[str], now: float) -> None:
-        """Say why tasks wait, REPORT_S after they began to and as often from then on."""
+        """Report why tasks wait: first after 2 * ASK_S seconds, then every REPORT_S seconds."""
         waiting = [self._states[t] for t in ids if t in self._states and _waits(self._states[t])]
         if not waiting:
             self._waiting_since = None
             return
         if self._waiting_since is None:
             self._waiting_since = now
-            self._reported_at["waiting"] = now - REPORT_S + 2 * ASK_S  # first soon, then seldom
+            # The first report comes early
+            self._reported_at["waiting"] = now - REPORT_S + 2 * ASK_S
         if not self._is_due("waiting", now):
             return
         reasons = Counter(state.reason or "no reason yet" for state in waiting)
@@ -248,7 +255,9 @@ class SlurmQueue:
         )
 
     def _is_due(self, what: str, now: float) -> bool:
-        """Whether REPORT_S are over since this was last reported, which it is now."""
+        """Whether REPORT_S seconds have passed since this was last reported; restarts the clock if
+        so.
+        """
         last = self._reported_at.get(what)
         if last is not None and now - last < REPORT_S:
             return False
@@ -257,13 +266,17 @@ class SlurmQueue:
 
 
 def _waits(state: TaskState) -> bool:
+    """Whether a task is queued and not running."""
     return state.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED")
 
 
 def _asked(command: list[str]) -> tuple[int | None, str, str]:
-    """Exit code, stdout and stderr of a command of Slurm; no code where there is no such command.
+    """Run a Slurm command.
 
-    The messages are in English whatever the user's language, and no terminal is passed on.
+    Messages are in English whatever the locale, and the terminal is not passed on.
+
+    Returns:
+        Exit code, stdout and stderr; the code is None if there is no such command.
     """
     try:
         done = subprocess.run(

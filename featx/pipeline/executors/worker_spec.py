@@ -1,7 +1,7 @@
-"""What a worker is told, the same for every executor, and how it gets ready to do it.
+"""Worker spec: what a worker receives from its driver, and how it builds its run context from it.
 
-A worker decides nothing: every `auto` comes from the driver, the rows from the store's listing. It
-compares its fingerprint with the driver's before it computes its first row.
+A worker decides nothing: every `auto` comes from the driver, the rows from the listing of the
+store. It compares its fingerprint with that of the driver before it computes its first row.
 """
 
 from __future__ import annotations
@@ -36,36 +36,39 @@ if TYPE_CHECKING:
 
 
 class Maker(Protocol):
-    """Computes parts batch by batch, and makes each durable.
+    """Batch sink of a part task: computes parts batch by batch and commits each.
 
     Attributes:
-        faint: layer -> rows that float16 hardly holds.
-        seconds: busy ones of stages that not every run has.
+        faint: Layer -> number of underflow rows.
+        seconds: Stage -> busy seconds of stages that not every run has.
     """
 
     faint: Counter[str]
     seconds: dict[str, float]
 
     def compute(self, engine: Engine, batch: Batch) -> Any:
-        """What becomes of a batch by itself; in any thread, several at once."""
+        """Compute the values of one batch; called from several threads with different engines."""
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
-        """Take the next batch of a part, computed as soon as that is done; its failed rows."""
+        """Consume the next batch of a part, as `BatchSink.take`; return the failures of its
+        rows.
+        """
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
-        """The part whose last batch was taken; calling what is returned makes it durable.
+        """Detach the part whose last batch was taken.
 
-        What is called returns the failures of the part that is there then.
+        Returns:
+            Function that commits the part and returns the failures of the part that is stored then.
         """
 
 
 class PartTask(Protocol):
-    """What the workers of a run are to make, and where they commit it; travels with the order.
+    """What workers compute and where they commit it; travels with the worker spec.
 
     Attributes:
-        dtype: in which the engine gives its values.
-        settings: of the fingerprint, beside those of every run.
-        datasets: the names of what is computed.
+        dtype: Name of the dtype in which the engine returns values.
+        settings: Entries of the fingerprint that only this kind of run has.
+        datasets: Names of the datasets to compute.
     """
 
     @property
@@ -76,23 +79,39 @@ class PartTask(Protocol):
     def datasets(self) -> frozenset[str]: ...
 
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Raise RunError where something else was begun in the folder since this was ordered."""
+        """Raise RunError if the folder was overwritten or changed since the run was started.
+
+        Args:
+            root: Folder of the store or statistics.
+            fingerprint: Fingerprint of the driver.
+        """
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """The rows of the run, as the folder has them; None where it has not so many."""
+        """Read the listing of the run from its folder.
+
+        Args:
+            root: Folder of the store or statistics.
+            num_rows: Number of rows of the run.
+            identity: Digest of the listing.
+
+        Returns:
+            The listing, or None if the folder has no such listing.
+        """
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        """Those of some parts that nobody has committed yet."""
+        """Select the parts that no process has committed yet."""
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> Maker:
-        """What computes the parts and commits each."""
+        """Create the sink that computes parts and commits each of them."""
 
 
 class Session(Protocol):
-    """The folder that a driver holds: what is asked for, what is there, and what is missing.
+    """Write session of a driver: what is requested, what is committed, and what is missing.
 
     Attributes:
-        lock: the descriptor that holds it.
+        root: Folder of the store or statistics.
+        disk: Performs every write to the folder.
+        lock: File descriptor that holds the lock of the folder.
     """
 
     root: Path
@@ -101,42 +120,42 @@ class Session(Protocol):
 
     @property
     def rows_asked(self) -> int:
-        """Rows that there are in the end."""
+        """Number of rows that the finished output has."""
 
     @property
     def rows_done(self) -> int:
-        """Rows in committed parts."""
+        """Number of rows in committed parts."""
 
     @property
     def num_failed(self) -> int:
-        """Rows in committed parts whose image failed."""
+        """Number of rows in committed parts whose image failed."""
 
     def missing(self) -> list[Part]:
-        """The parts that are still to be done, in order."""
+        """Parts that are still to be computed, in order."""
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
-        """A part is durable; its failures are noted."""
+        """Record that a part is committed, and its failures."""
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Those of some parts that other processes have committed, with their failures."""
+        """Select the parts that other processes have committed; yields each with its failures."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """All that a process needs to compute parts of a run as its driver would.
+    """Everything that a process needs to compute parts of a run with the same values as the driver.
 
     Attributes:
-        root: of the store, absolute.
-        driver: the name of its sign of life.
-        config: of the run; the device is the worker's own.
-        config_yaml: as the user gave it.
-        source: the data set where it can be sent; None where the worker opens the config's.
-        engine_spec: of the engine that computes.
-        product: what is made.
-        begun: how every `auto` was decided.
-        fingerprint: of the driver, which the worker's has to equal.
-        num_rows: of the listing.
-        cpus: of the worker, for reading and decoding.
+        root: Absolute path of the store or statistics.
+        driver: Name of the heartbeat file of the driver.
+        config: Config of the run; each worker puts its own device into it.
+        config_yaml: Config as the user wrote it.
+        source: Data set, or None if it cannot be pickled and the worker opens that of the config.
+        engine_spec: How to build the engine.
+        product: Part task: what is computed and where it is committed.
+        begun: Values of every `auto` and rows per part.
+        fingerprint: Fingerprint of the driver; that of the worker must be equal.
+        num_rows: Number of rows of the listing.
+        cpus: Number of CPUs of the worker for reading and decoding.
     """
 
     root: Path
@@ -155,10 +174,10 @@ class WorkerSpec:
 def worker_spec(
     prepared: RunContext, session: Session, product: PartTask, config_yaml: str
 ) -> WorkerSpec:
-    """What the workers of a run are told.
+    """Create the worker spec of a run.
 
     Raises:
-        ConfigError: the data set is an object that cannot be sent to another process.
+        ConfigError: The data set is a Python object that cannot be pickled.
     """
     config = prepared.config
     return WorkerSpec(
@@ -177,7 +196,10 @@ def worker_spec(
 
 
 def _sendable(prepared: RunContext) -> Source | None:
-    """The data set, unless it holds what does not travel: locks and open files."""
+    """Data set if it can be pickled, or None for one that workers can open themselves.
+
+    A data set cannot be pickled if it holds locks or open files, for example.
+    """
     of_python = prepared.config.data.name == "python"
     try:
         _Travelling(io.BytesIO()).dump(prepared.source)
@@ -193,7 +215,7 @@ def _sendable(prepared: RunContext) -> Source | None:
 
 
 class _Travelling(pickle.Pickler):
-    """Refuses what another process could not import."""
+    """Pickler that refuses classes of the running script, which other processes cannot import."""
 
     def reducer_override(self, value: Any) -> Any:
         if getattr(value, "__module__", None) == "__main__":
@@ -202,21 +224,25 @@ class _Travelling(pickle.Pickler):
 
 
 class PickledWorkerSpec:
-    """An order as it travels to an interpreter that may not know all folders of this one's path."""
+    """Worker spec as bytes, with the import path of the driver.
+
+    The interpreter of a worker may lack folders of that path, so unpickling waits until `open` has
+    added them.
+    """
 
     def __init__(self, order: WorkerSpec) -> None:
         self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
-        self._pickled = pickle.dumps(order)  # for what it names may lie in these folders
+        self._pickled = pickle.dumps(order)
 
     def open(self) -> WorkerSpec:
-        """The order; this interpreter knows the folders from now on."""
+        """Extend sys.path by the folders of the driver, and unpickle the worker spec."""
         sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
         order: WorkerSpec = pickle.loads(self._pickled)
         return order
 
 
 class _WorkerTarget:
-    """What `build_run_context` asks of a purpose, answered from an order instead."""
+    """Run target of a worker: gives `build_run_context` the answers of the worker spec."""
 
     def __init__(self, order: WorkerSpec, source: Source, listing: Listing) -> None:
         self.dtype = order.product.dtype
@@ -237,20 +263,23 @@ class _WorkerTarget:
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        return float("inf"), float("inf")  # the order says how many rows a part has
+        return float("inf"), float("inf")  # the resume state fixes the rows per part
 
 
 @contextlib.contextmanager
 def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
-    """Everything a worker needs to compute parts, on one device.
+    """Build the run context of a worker on one device.
 
-    The driver has written to the store before, so an object store that does not answer is waited
-    for.
+    Args:
+        order: Worker spec from the driver.
+        device: Device to compute on, such as 'cuda:1'.
 
     Raises:
-        RunError: this worker would compute other values than the driver, or has no listing.
-        FeatxError: model or data set are not to be had here.
+        RunError: This worker would compute other values than the driver, or cannot read the
+            listing.
+        FeatxError: The model or the data set is not available to this process.
     """
+    # The driver has written to the store already, so an outage of an object store is temporary.
     with s3_client.patience():
         take_cpus(order.cpus)
         order.product.check(order.root, order.fingerprint)
@@ -258,7 +287,7 @@ def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
         source = order.source
         if source is None:
             source = open_source(config.data)
-            source.listing()  # which makes it ready to read
+            source.listing()  # some sources need this before they can read
         listing = order.product.listing(order.root, order.num_rows, order.fingerprint["listing"])
         if listing is None:
             raise RunError(

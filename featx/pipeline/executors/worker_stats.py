@@ -1,4 +1,4 @@
-"""What the workers of a spread run did, as they tell it and their driver counts it."""
+"""Results and measurements of workers, and how the driver adds them up."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from featx.types import Failure, Part
 
 @dataclass(frozen=True)
 class PartResult:
-    """A part that is durable now.
+    """Result of a committed part.
 
     Attributes:
-        failures: its rows that failed.
-        faint: layer -> rows that float16 hardly holds.
-        seconds: from its first batch to its commit.
-        waited: seconds of them in which the device waited for images.
+        part: The part.
+        failures: Its failed rows.
+        faint: Layer -> number of its underflow rows.
+        seconds: Seconds from its first batch to its commit.
+        waited: Seconds of these in which the device waited for images.
     """
 
     part: Part
@@ -34,13 +35,13 @@ class PartResult:
 
 @dataclass
 class WorkerStats:
-    """What a worker, or all of them together, took for its parts.
+    """Measurements of one worker or of several.
 
     Attributes:
-        seconds: stage -> busy ones.
-        bytes_read: of encoded images.
-        peak_memory_mib: of the largest process.
-        decoder_warnings: reason -> images whose decoder gave this warning.
+        seconds: Stage -> busy seconds.
+        bytes_read: Bytes of encoded images.
+        peak_memory_mib: Peak memory of the largest process in MiB.
+        decoder_warnings: Reason -> number of images whose decoder gave this warning.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class WorkerStats:
     decoder_warnings: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: WorkerStats) -> None:
-        """Take over what another worker, or this one in another turn, took."""
+        """Add the measurements of another worker, or of further parts of the same one."""
         for stage, seconds in other.seconds.items():
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
         self.bytes_read += other.bytes_read
@@ -59,11 +60,12 @@ class WorkerStats:
 
 @dataclass
 class RunOutcome:
-    """What came of a run that was spread.
+    """Outcome of a run.
 
     Attributes:
-        faint: layer -> rows that float16 hardly holds.
-        peak_memory_mib: of the largest worker.
+        figures: Measurements of the run.
+        faint: Layer -> number of underflow rows.
+        peak_memory_mib: Peak memory of the largest worker in MiB.
     """
 
     figures: RunMetrics
@@ -76,20 +78,21 @@ _STAGES = ("read", "decode", "wait", "model", "copy", "write")
 
 @dataclass
 class ResultCollector:
-    """What the workers of a run did so far, as their driver counts it.
+    """Adds up the results of the workers in the driver.
 
     Args:
-        rows_to_do: that they have to compute in all.
+        rows_to_do: Number of rows that the workers have to compute.
 
     Attributes:
-        begun: when the first worker was ready, by time.perf_counter; 0 before that.
-        ended: when the last part was committed.
-        rows: of the parts that are durable.
-        rows_before: of those, what was when the time began.
-        asked: when the run was spread.
-        faint: layer -> rows that float16 hardly holds.
-        labour: of workers that came to their end.
-        is_labour_complete: no worker ended before it could tell its labour.
+        begun: Time at which the first worker was ready, by time.perf_counter; 0 before.
+        ended: Time of the last commit, by time.perf_counter.
+        rows: Number of rows in committed parts.
+        rows_before: Number of these rows whose computing time is unknown, since their parts were
+            found committed when the clock started.
+        asked: Time at which the run was distributed, by time.perf_counter.
+        faint: Layer -> number of underflow rows.
+        labour: Measurements of workers that have ended.
+        is_labour_complete: Whether every worker reported its measurements before it ended.
     """
 
     rows_to_do: int
@@ -103,14 +106,16 @@ class ResultCollector:
     is_labour_complete: bool = True
 
     def begin(self) -> None:
-        """A worker is ready: from here on the time counts."""
+        """Start the clock when the first worker is ready; later calls do nothing."""
         self.begun = self.begun or time.perf_counter()
 
     def add(self, done: PartResult, before: bool = False) -> None:
-        """One more part is durable.
+        """Add a committed part.
 
         Args:
-            before: nobody knows when its worker was ready, so it tells nothing of the speed.
+            done: Result of the part.
+            before: Whether it is unknown when its worker was ready; the part is then left out of
+                the speed.
         """
         self.begin()
         self.ended = time.perf_counter()
@@ -119,21 +124,27 @@ class ResultCollector:
         self.faint.update(done.faint)
 
     def refuse_failures(self, order: WorkerSpec, session: Session) -> None:
-        """Raise TooManyFailuresError where going on would only give more of the same."""
+        """Raise TooManyFailuresError if too many images failed and much work is left."""
         left = self.rows_to_do - self.rows
         left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
         rows = session.rows_asked
         refuse_failures(order.config, session.num_failed, rows - left, rows, left_s)
 
     def outcome(self, num_workers: int, order: WorkerSpec) -> RunOutcome:
-        """The figures of the run, when it is done."""
+        """Outcome of the finished run.
+
+        Args:
+            num_workers: Number of workers that shared the parts.
+            order: Their worker spec.
+        """
         labour, known = self.labour, self.is_labour_complete
         busy = dict.fromkeys(_STAGES, 0.0) | labour.seconds
-        # Of a worker that ended before it could tell, nothing is known: a sum without it is wrong.
+        # A sum that lacks a worker would be wrong, so the seconds are unknown then.
         seconds: dict[str, float | None] = {**busy} if known else dict.fromkeys(busy)
         num_bytes = labour.bytes_read if known else None
         timed, took = self.rows - self.rows_before, self.ended - self.begun
-        if not timed:  # all were there when the time began: what is known is when they were asked
+        # All parts were committed when the clock started: time from the distribution instead.
+        if not timed:
             timed, took = self.rows, self.ended - self.asked
         if not timed or took <= 0:
             return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.faint, 0)

@@ -1,9 +1,10 @@
-"""Which images may crash their decoder: noted while they are decoded, remembered when one did.
+"""In-flight journals and crash lists: which images may crash their decoder.
 
-A decoder that crashes takes the process with it. So every thread notes the key of the image it is
-decoding in a small file, mapped into memory, which outlives the process. The next start finds the
-notes, decodes these few images each in a process of its own, and remembers those that crash it.
-No row of a store depends on these files; they say only where care is needed.
+A decoder that crashes ends its process. So each thread writes the key of the image it decodes into
+a small memory-mapped file, the in-flight journal, which outlives the process. The next start reads
+the journal, decodes these few images each in a child process, and records those that crash or hang
+it in the crash list. Rows never depend on these files: they only say which images need a child
+process.
 """
 
 from __future__ import annotations
@@ -26,22 +27,26 @@ from featx.storage.local_folder import AtomicFolder
 from featx.storage.s3_path import S3Path
 
 _NOTES = ".decoding-"
+"""Beginning of the file names of in-flight journals."""
 _REMEMBERED = ".suspects"
+"""File name of the crash list, a JSON list of keys."""
 
 _SLOT_BYTES = 1024
+"""Bytes of the slot of one thread: the length of a key (0 for none), then the key."""
 _NUM_SLOTS = 512
+"""Number of threads that have a slot; further threads are not recorded."""
 _LENGTH = struct.Struct("<H")
 
 
 class InFlightJournal:
-    """What the threads of one process are decoding right now.
+    """The keys of the images that the threads of one process are decoding.
 
     Args:
-        path: of the file, new; removed by `close`. It has a slot of 1 KiB for each thread, and no
-            note of a longer key.
+        path: path of the file, which must not exist; `close` removes it. Each thread has a slot of
+            1 KiB. Longer keys are not recorded.
 
     Raises:
-        OSError: there can be no such file here.
+        OSError: the file cannot be created, locked or allocated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,10 +57,10 @@ class InFlightJournal:
         self._made = _make_folder(path.parent)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # tells the notes of the living from the others
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # released by the kernel when the process dies
             size = _NUM_SLOTS * _SLOT_BYTES
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, size)  # on a full disk a write would be SIGBUS
+                os.posix_fallocate(self._file, 0, size)  # else SIGBUS on a full disk
             else:
                 os.ftruncate(self._file, size)
             self._memory = mmap.mmap(self._file, size)
@@ -65,12 +70,13 @@ class InFlightJournal:
 
     @contextlib.contextmanager
     def noted(self, key: bytes) -> Iterator[None]:
-        """This thread decodes the image with this key, as long as the block runs."""
+        """Record that the calling thread decodes the image with this key inside the block."""
         at = self._slot() if len(key) <= _SLOT_BYTES - _LENGTH.size else None
         if at is None:
             yield
             return
         first = at + _LENGTH.size
+        # First the key, then its length: a reader never sees a length whose key is incomplete.
         self._memory[first : first + len(key)] = key
         _LENGTH.pack_into(self._memory, at, len(key))
         try:
@@ -79,9 +85,9 @@ class InFlightJournal:
             _LENGTH.pack_into(self._memory, at, 0)
 
     def close(self) -> None:
-        """Remove the file, and the folders that were made for it where nothing else is in them.
+        """Remove the file, and the empty folders that were created for it.
 
-        The memory stays: a thread that was left behind may still write to it.
+        The memory stays mapped: a thread whose decoder hangs may still write to it.
         """
         self._path.unlink(missing_ok=True)
         os.close(self._file)
@@ -90,7 +96,7 @@ class InFlightJournal:
                 folder.rmdir()
 
     def _slot(self) -> int | None:
-        """Where this thread notes, None where there are too many threads."""
+        """Byte offset of the slot of the calling thread, or None if all slots are taken."""
         if not hasattr(self._own, "at"):
             with self._lock:
                 number = next(self._slots, None)
@@ -100,7 +106,11 @@ class InFlightJournal:
 
 
 def noted_keys(path: Path) -> set[bytes]:
-    """The images that a process was decoding when it ended, from its notes."""
+    """Keys of the images that a process was decoding when it ended, from its journal.
+
+    Args:
+        path: path of the in-flight journal; the result is empty if it cannot be read.
+    """
     try:
         content = path.read_bytes()
     except OSError:
@@ -114,13 +124,21 @@ def noted_keys(path: Path) -> set[bytes]:
 
 
 def was_decoding(folder: Path, pid: int) -> bool:
-    """Whether a process of this machine noted there what it was decoding when it ended."""
+    """Whether a process of this machine was decoding an image when it ended.
+
+    Args:
+        folder: folder of the run.
+        pid: process id.
+    """
     return any(noted_keys(path) for path in folder_of_notes(folder).glob(f"{_NOTES}*-{pid}-*"))
 
 
 def folder_of_notes(folder: Path) -> Path:
-    """Where the processes of a run note and remember: its folder or, for an object store, which
-    cannot be mapped into memory, one of this user's on this machine."""
+    """Folder of the journals and the crash list of a run.
+
+    It is the folder of the run itself. Objects of a bucket cannot be mapped into memory, so a run
+    on S3 uses a folder in the user's cache on this machine.
+    """
     if not isinstance(folder, S3Path):
         return folder
     base = os.environ.get("XDG_CACHE_HOME")
@@ -129,11 +147,11 @@ def folder_of_notes(folder: Path) -> Path:
 
 
 class CrashList:
-    """The images of one run that are decoded each in a process of its own.
+    """Images of one run that have crashed or hung a decoder; child processes decode them.
 
     Args:
-        folder: of the run, where it notes and remembers. None where it writes to none: then the
-            command has one for as long as it goes on, and Python none.
+        folder: folder of the run, which holds journals and crash list. None if the job writes to no
+            folder: the command then uses a temporary folder until it ends, and the Python API none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -146,7 +164,10 @@ class CrashList:
         return key in self._keys
 
     def remember(self, key: bytes) -> None:
-        """Be careful with an image from now on, also in later runs.
+        """Add an image, for this run and later ones.
+
+        Args:
+            key: key of the image.
 
         Raises:
             RunError: the disk is full or fails.
@@ -155,6 +176,7 @@ class CrashList:
             if key in self._keys:
                 return
             self._keys.add(key)
+            # The supervisor restarts the process after another crash only if the list has grown.
             supervisor.tell_found()
             if self._folder is not None and self._folder.is_dir():
                 names = sorted(key.decode("utf-8", "surrogateescape") for key in self._keys)
@@ -163,10 +185,14 @@ class CrashList:
 
     @contextlib.contextmanager
     def notes(self) -> Iterator[InFlightJournal | None]:
-        """A file for notes, as long as the block runs; None where there can be none."""
+        """Create an in-flight journal for the duration of the block.
+
+        Yields:
+            The journal, or None if there can be no file.
+        """
         try:
             notes = None if self._folder is None else InFlightJournal(self._folder / _name())
-        except OSError:  # a folder that cannot be written to is told of where rows are written
+        except OSError:  # the writer of rows reports a folder that is not writable
             notes = None
         if self._folder is not None:
             supervisor.tell_notes(self._folder)
@@ -178,9 +204,9 @@ class CrashList:
 
     @contextlib.contextmanager
     def left_behind(self) -> Iterator[set[bytes]]:
-        """The images that processes were decoding when they died.
+        """Keys of the images that were being decoded by processes that died.
 
-        Their notes are deleted when the block ends well.
+        The journals are deleted if the block ends without an exception.
         """
         found = {} if self._folder is None else _notes_of_the_dead(self._folder)
         yield set().union(*found.values())
@@ -190,29 +216,35 @@ class CrashList:
 
 
 def _name() -> str:
+    """File name of a new journal, unique over machines, processes and time."""
     host = socket.gethostname().replace("/", "-")
     return f"{_NOTES}{host}-{os.getpid()}-{time.monotonic_ns()}"
 
 
 def _make_folder(folder: Path) -> list[Path]:
-    """Make a folder and those above it; returns those that were not there, the deepest first."""
+    """Create a folder and its parents.
+
+    Returns:
+        The folders that did not exist, deepest first.
+    """
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return new
 
 
 def _notes_of_the_dead(folder: Path) -> dict[Path, set[bytes]]:
-    """Notes whose process holds them no more -> the images it was at."""
+    """Journals whose process has died -> the keys that it was decoding."""
     found = {}
     for path in folder.glob(f"{_NOTES}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
+            # A living process holds the exclusive lock, so this raises and the journal is left out.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             found[path] = noted_keys(path)
     return found
 
 
 def _remembered(path: Path) -> set[bytes]:
-    """The images that an earlier run found to be dangerous; a damaged list is as good as none."""
+    """Keys of the crash list of earlier runs; empty if the file is missing or damaged."""
     try:
         names = json.loads(path.read_bytes())
         return {name.encode("utf-8", "surrogateescape") for name in names}

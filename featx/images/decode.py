@@ -1,10 +1,10 @@
-"""Encoded bytes -> one upright RGB picture, or an ImageFault that says why not.
+"""Decoding of encoded bytes into an upright RGB image, or an ImageFault with the reason.
 
-The only file that names a decoder of this machine's CPU; another device's is in on_device. Pillow
-opens everything and decodes whatever is odd; sound JPEGs are decoded by simplejpeg where it is
-installed, to the same pixels in less time. For decode=fast, JPEGs far larger than needed are
-decoded at a half, a quarter or an eighth of their size, which libjpeg does while it decodes. HEIC
-is decoded by pillow-heif where it is installed.
+This is the only module that names a decoder on the CPU; `gpu_decode` uses that of a GPU. Pillow
+opens every image and decodes all unusual ones. Sound JPEGs are decoded by simplejpeg if it is
+installed, to equal pixels in less time. decode=fast decodes JPEGs that are far larger than needed
+at 1/2, 1/4 or 1/8 of their size, which libjpeg does while it decodes. HEIC is decoded by
+pillow-heif if it is installed.
 """
 
 from __future__ import annotations
@@ -28,26 +28,29 @@ from featx.images.rgb_conversion import to_rgb
 from featx.types import ImageFault, Status
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "DIB", "GIF", "TIFF", "PPM", "AVIF")
-"""The only parsers of Pillow that an image can reach, whatever its name says. JPEG includes MPO,
-which Pillow does not register by itself."""
+"""Names of the Pillow parsers that may read an image, whatever its file name. JPEG includes MPO,
+which Pillow does not register under a name of its own."""
 
 _SIGNATURE = re.compile(
     rb"\xff\xd8\xff|\x89PNG|GIF8|BM|II[*+]\0|MM\0[*+]|RIFF....WEBP|P[1-6]\s|....ftypavi[fs]",
     re.DOTALL,
 )
+"""First bytes of the formats above."""
 _HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
-"""HEVC in its container; the last two may hold AVIF as well, which Pillow tries first."""
+"""First bytes of HEVC in its container. The brands mif1 and msf1 may hold AVIF as well, which
+Pillow tries first."""
 
 _HEIF_NAME = re.compile(rb"\.(heic|heif|hif)", re.IGNORECASE)
 
 _CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full")
-"""What decoders say of a file that ends too early."""
+"""Parts of the messages of decoders for files that end too early."""
 
 PILLOW, SIMPLEJPEG = "pillow", "simplejpeg"
-"""Who decodes JPEGs."""
+"""Decoders of JPEGs, the values of `ImagePolicy.jpeg`."""
 
 MAX_CODED_PIXELS = 1 << 22
-"""Larger pictures are never decoded on another device, where many are decoded at a time."""
+"""Number of pixels above which an image is never decoded on a GPU, where many are decoded at once.
+"""
 
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -59,19 +62,21 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+"""EXIF orientation -> operation that turns the image upright."""
 _TURN_BACK = {6: 8, 8: 6}
+"""EXIF orientation -> the inverse one, for those that are not their own inverse."""
 
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """What to do with odd pictures; part of the fingerprint.
+    """Treatment of unusual images; part of the fingerprint.
 
     Attributes:
         exif: 'apply' or 'ignore' the EXIF orientation.
-        background: (R, G, B) under transparent pixels.
-        max_pixels: a picture of more pixels is refused before it is decoded.
-        jpeg: who decodes JPEGs where pixels are asked for; all give the same ones.
-        heif: the version of pillow-heif that the store is bound to, None where it is to none.
+        background: (R, G, B) in [0, 255] under transparent pixels.
+        max_pixels: number of pixels above which an image is refused before it is decoded.
+        jpeg: decoder of JPEGs for `decode_pixels`, PILLOW or SIMPLEJPEG; both give equal pixels.
+        heif: version of pillow-heif that the store requires, or None.
     """
 
     exif: str
@@ -82,7 +87,11 @@ class ImagePolicy:
 
     @classmethod
     def from_config(cls, config: DataConfig) -> ImagePolicy:
-        """Raises ConfigError where the background is no colour."""
+        """The policy that the `data` options describe, with Pillow for JPEGs.
+
+        Raises:
+            ConfigError: `data.background` is no colour.
+        """
         try:
             colour = ImageColor.getrgb(config.background)
         except ValueError as error:
@@ -95,13 +104,13 @@ class ImagePolicy:
 
 @dataclass(frozen=True)
 class EncodedJpeg:
-    """A JPEG that libjpeg takes without a word, for another device to decode.
+    """A JPEG that libjpeg decodes without a warning, to be decoded on a GPU.
 
     Attributes:
         data: the encoded bytes.
-        size: (width, height) in pixels, before it is turned.
-        turn: its EXIF orientation; 1 for none, or where the policy ignores it.
-        eighth: (ceil(height / 8), ceil(width / 8), 3), the same picture as libjpeg decodes it at an
+        size: (width, height) in pixels, as stored, before it is turned upright.
+        turn: EXIF orientation from 1 to 8; 1 if there is none or the policy ignores it.
+        eighth: (ceil(height / 8), ceil(width / 8), 3) uint8, the image as libjpeg decodes it at an
             eighth of its size.
     """
 
@@ -112,6 +121,7 @@ class EncodedJpeg:
 
 
 def _pillow_now() -> tuple[int | None, bool, int]:
+    """The present settings of Pillow: limit of pixels, truncated files, AVIF threads."""
     lenient = ImageFile.LOAD_TRUNCATED_IMAGES
     return Image.MAX_IMAGE_PIXELS, lenient, AvifImagePlugin.DEFAULT_MAX_THREADS
 
@@ -121,22 +131,22 @@ def _set_pillow(settings: tuple[int | None, bool, int]) -> None:
     AvifImagePlugin.DEFAULT_MAX_THREADS = settings[2]
 
 
-# Pillow's own pixel limit is off: ours is in force, which records where Pillow's only warns.
-# Truncated files are refused, whatever another library in this process has asked for. An AVIF is
-# decoded in one thread, as the loader has one for every CPU.
+# Pillow's own limit of pixels is off, because it only warns; `max_pixels` refuses and records the
+# image. Truncated files are refused, even if another library in this process accepts them. An AVIF
+# is decoded in one thread, as the loader has one for each CPU.
 _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
     _pillow_now, _set_pillow, (None, False, 1)
 )
 
 
 def jpeg_decoder(begun: str | None = None) -> str:
-    """Who decodes JPEGs for decode=fast: PILLOW, or SIMPLEJPEG where the extra is installed.
+    """Decoder of JPEGs for decode=fast: SIMPLEJPEG if it is installed, otherwise PILLOW.
 
     Args:
-        begun: who did when the store was begun, None for a new store.
+        begun: decoder recorded in the resume state, or None for a new store.
 
     Raises:
-        ConfigError: the store was begun with simplejpeg, and it is not installed.
+        ConfigError: simplejpeg is recorded and not installed.
     """
     installed = importlib.util.find_spec("simplejpeg") is not None
     if begun is None:
@@ -150,18 +160,18 @@ def jpeg_decoder(begun: str | None = None) -> str:
 
 
 def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> str | None:
-    """The version of pillow-heif that a store is bound to, None where it is to none.
+    """Version of pillow-heif that a store requires, or None.
 
-    A new store is, where pillow-heif is installed and a key names such a picture. Other stores
-    decode what they meet with what is there.
+    A new store requires the installed version if a key contains a file extension of HEIC. Stores
+    without a requirement decode HEIC with whatever version is installed.
 
     Args:
-        keys: (N,) of the listing.
-        begun: the version that the store was begun with, None where it is bound to none.
-        new: whether the store is begun now.
+        keys: (N,) fixed-length bytes, the keys of the listing.
+        begun: version recorded in the resume state, or None.
+        new: whether the store is new.
 
     Raises:
-        ConfigError: the store is bound to it, and it is not installed.
+        ConfigError: a version is recorded and pillow-heif is not installed.
     """
     installed = importlib.util.find_spec("pillow_heif") is not None
     if begun is not None and not installed:
@@ -174,51 +184,61 @@ def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> 
 
 
 def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
-    """A JPEG in colour that another device may decode, None for everything else.
+    """Prepare a colour JPEG for decoding on a GPU.
 
-    All of it is read, at an eighth of its size: that takes a third of the time, and says whether
-    its bytes are sound, which decoders elsewhere may not say.
+    The JPEG is decoded at an eighth of its size. This takes a third of the time of full decoding
+    and shows whether all of its bytes are sound, which decoders on a GPU may not report.
 
     Args:
-        data, policy: as for `decode`.
-        at_least: a JPEG that `decode` would make smaller for it is None.
+        data: encoded bytes.
+        policy: as for `decode`.
+        at_least: as for `decode`; a JPEG that `decode` would shrink for it is not taken.
+
+    Returns:
+        The JPEG, or None for every image that has to be decoded on the CPU.
     """
     try:
         with _pillow_settings:
             return _coded(data, policy, at_least)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - what it is, `decode` says
+    except Exception:  # noqa: BLE001 - `decode` finds and reports the reason
         return None
 
 
 def decode_pixels(data: bytes, policy: ImagePolicy, at_least: int | None) -> npt.NDArray[np.uint8]:
-    """Decode an image whole, as `decode` does.
+    """Decode an image as `decode` does, with the JPEG decoder of the policy.
 
     Args:
-        data, policy, at_least: as for `decode`.
+        data: encoded bytes.
+        policy: treatment of orientation, transparency and size.
+        at_least: as for `decode`.
 
     Returns:
-        (H, W, 3).
+        (H, W, 3) uint8 RGB, upright.
+
+    Raises:
+        ImageFault: the image cannot be decoded; its status names the reason.
     """
     image = _guarded(data, policy, at_least)
     return image if isinstance(image, np.ndarray) else np.array(image)
 
 
 def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Image.Image:
-    """Decode an image whole, with Pillow.
+    """Decode an image with Pillow.
 
     Args:
-        data: the encoded bytes.
-        policy: for orientation, transparency and size.
-        at_least: a JPEG may come back smaller than it is, with its shorter side still twice this
-            many pixels; None decodes at full size.
+        data: encoded bytes.
+        policy: treatment of orientation, transparency and size.
+        at_least: pixels. A JPEG whose shorter side is at least four times as long may be decoded at
+            a fraction of its size, with a shorter side of at least twice `at_least`. None decodes
+            at full size.
 
     Returns:
         The first frame, mode RGB, upright.
 
     Raises:
-        ImageFault: with the status that names the reason.
+        ImageFault: the image cannot be decoded; its status names the reason.
     """
     image = _guarded(data, replace(policy, jpeg=PILLOW), at_least)
     assert isinstance(image, Image.Image)
@@ -228,8 +248,11 @@ def decode(data: bytes, policy: ImagePolicy, at_least: int | None = None) -> Ima
 def _guarded(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
-    """One boundary around one image: of the files that fail, many raise something other than
-    OSError (ValueError, TypeError, SyntaxError, struct.error, ...)."""
+    """Decode, and turn every exception but MemoryError into an ImageFault.
+
+    Damaged files raise not only OSError but also ValueError, TypeError, SyntaxError, struct.error
+    and others, so the boundary around one image catches Exception.
+    """
     try:
         with _pillow_settings:
             return _decode(data, policy, at_least)
@@ -242,6 +265,7 @@ def _guarded(
 def _decode(
     data: bytes, policy: ImagePolicy, at_least: int | None
 ) -> Image.Image | npt.NDArray[np.uint8]:
+    """The image as Pillow's type, or as an array if simplejpeg has decoded it."""
     image = _open(data)
     width, height = image.size
     if width * height > policy.max_pixels:
@@ -249,7 +273,7 @@ def _decode(
     if image.format == "PNG":
         _check_png(data)
         _mend_transparency(image)
-    # Of HEIC, `draft` would take a thumbnail.
+    # `draft` of a HEIC image would return its thumbnail.
     scalable = image.format in ("JPEG", "MPO") and image.mode == "RGB"
     if at_least is not None and _far_larger(image.size, at_least) and scalable:
         scale = 2 * at_least / min(width, height)
@@ -258,7 +282,8 @@ def _decode(
         turn = _orientation(image) if policy.exif == "apply" else 1
         if turn == 1 and (pixels := _sound_jpeg(data, image.size)) is not None:
             return pixels
-    # Pillow turns a TIFF upright while it loads it; every other format is turned here.
+    # Pillow turns a TIFF upright in load() and drops its orientation, so that is read before. Every
+    # other format is turned here.
     turned = _orientation(image) if image.format == "TIFF" else 1
     image.load()
     turn = _orientation(image) if policy.exif == "apply" else _TURN_BACK.get(turned, turned)
@@ -267,11 +292,12 @@ def _decode(
 
 
 def _far_larger(size: tuple[int, int], at_least: int) -> bool:
-    """Whether a JPEG is decoded at less than its size."""
+    """Whether a JPEG of this (width, height) is decoded at a fraction of its size."""
     return min(size) >= 4 * at_least
 
 
 def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:
+    """`coded_jpeg` without its boundary for exceptions."""
     image = _open(data)
     width, height = size = image.size
     if image.format != "JPEG" or image.mode != "RGB" or min(size) < 8:
@@ -287,7 +313,7 @@ def _coded(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | Non
 
 
 def _open(data: bytes) -> ImageFile.ImageFile:
-    """An image of which the header is read: by a parser of the allow-list, or pillow-heif's."""
+    """An image whose header has been read, by an allowed parser of Pillow or by pillow-heif."""
     try:
         return Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
@@ -302,11 +328,16 @@ def _open(data: bytes) -> ImageFile.ImageFile:
 
 
 def _sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | None:
-    """(H, W, 3), or None where libjpeg has anything to say: Pillow then decides what it is.
+    """Pixels of a JPEG from simplejpeg, or None if libjpeg reports any error or warning.
+
+    Pillow then decodes the image and decides whether it is damaged.
 
     Args:
-        data: of a JPEG of three colours.
-        size: (width, height) at which it is wanted: its own, or what `draft` made of it.
+        data: encoded bytes of a JPEG with three colour channels.
+        size: (width, height) of the result: full size, or the size after `draft`.
+
+    Returns:
+        (H, W, 3) uint8, or None.
     """
     import simplejpeg
 
@@ -321,13 +352,17 @@ def _sound_jpeg(data: bytes, size: tuple[int, int]) -> npt.NDArray[np.uint8] | N
 
 
 def _check_png(data: bytes) -> None:
-    """Compare the checksums of the pixel data, which Pillow leaves out."""
+    """Verify the checksums of the pixel data of a PNG, which Pillow does not.
+
+    Raises:
+        ImageFault: a checksum is wrong.
+    """
     at = 8
     while at + 12 <= len(data):
         length, kind = struct.unpack_from(">I4s", data, at)
         end = at + 8 + length
         if kind == b"IEND" or end + 4 > len(data):
-            return  # whether enough is there is found out by decoding
+            return  # decoding finds out whether the file is complete
         if kind == b"IDAT":
             stored = int.from_bytes(data[end : end + 4])
             if zlib.crc32(memoryview(data)[at + 4 : end]) != stored:
@@ -336,10 +371,10 @@ def _check_png(data: bytes) -> None:
 
 
 def _mend_transparency(image: ImageFile.ImageFile) -> None:
-    """Bring a PNG's transparent colour to the 8 bits of its pixels.
+    """Scale the transparent colour of a PNG to the 8 bits of its pixels.
 
-    Pillow scales the pixels of 2, 4 and 3 x 16 bits to 8, but not the colour it compares them with.
-    Of 16 bits the upper 8 are compared, as Pillow keeps no others.
+    Pillow scales pixels of 2, 4 and 3 x 16 bits to 8 bits, but not the colour with which it
+    compares them. Of 16 bits the upper 8 are compared, as Pillow keeps no others.
     """
     clear = image.info.get("transparency")
     raw_mode = image.tile[0].args if image.tile else None
@@ -350,7 +385,7 @@ def _mend_transparency(image: ImageFile.ImageFile) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """The EXIF orientation, 1 where there is none, it is damaged, or out of range."""
+    """EXIF orientation from 1 to 8; 1 if it is missing, damaged or out of range."""
     try:
         value = image.getexif().get(_ORIENTATION, 1)
     except (OSError, ValueError, TypeError, KeyError, SyntaxError, struct.error):
@@ -359,6 +394,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _fault(data: bytes, error: Exception) -> ImageFault:
+    """The fault that describes an exception of a decoder."""
     message = str(error).replace("\n", " ")[:200] or "no message"
     if isinstance(error, Image.DecompressionBombError):
         status = Status.TOO_LARGE
@@ -372,7 +408,7 @@ def _fault(data: bytes, error: Exception) -> ImageFault:
 
 
 def _unknown(data: bytes) -> tuple[Status, str]:
-    """Why no parser takes a file."""
+    """Status and message for a file that no parser accepts."""
     if _SIGNATURE.match(data) is None:
         return Status.UNSUPPORTED, "not an image of a known format"
     if data[4:11] == b"ftypavi" and not AvifImagePlugin.SUPPORTED:

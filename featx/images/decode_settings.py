@@ -1,4 +1,7 @@
-"""How a run decodes: who, on what, and which pictures; what a store was begun with is kept."""
+"""Settings by which a run decodes: the transform, decoders, time limit, and the share of the GPU.
+
+A resumed run keeps the decoders and the share of its resume state.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +16,25 @@ from featx.images.preprocess import Preprocess
 from featx.types import Listing, ResumeState
 
 SHARES = 16
-"""A device decodes so many sixteenths of the pictures."""
+"""Number of equal shares of the images; a GPU decodes `device_share` of them."""
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How bytes become the images of a run.
+    """How encoded bytes become the images of a run.
 
     Attributes:
-        preprocess: of the backbone.
-        policy: for orientation, transparency and size.
-        reference: by the weights' own transform, instead of on uint8; also of a transform that the
-            fast path cannot follow.
-        timeout_s: an image that takes longer to be decoded is decoded again in a process of its
-            own, and fails where that takes as long; None waits for ever.
-        suspects: which images are decoded each in a process of its own, and where is noted what is
-            being decoded.
-        device_share: sixteenths of the pictures that the device decodes; None where it is not to
-            decode any. A picture's key decides, so it is decoded alike in every run.
+        preprocess: transform of the backbone.
+        policy: treatment of orientation, transparency and size.
+        reference: whether the library's own transform is used instead of the fast path on uint8;
+            always true for a transform that the fast path cannot follow.
+        timeout_s: seconds after which decoding an image is given up and repeated in a child
+            process, where the image fails after the same time; None for no limit.
+        suspects: crash list, whose images are decoded in child processes, and the place of the
+            in-flight journal.
+        device_share: number of shares (sixteenths) of the images that the GPU decodes, or None for
+            decoding on the CPU only. The key of an image decides, so it is decoded by the same
+            decoder in every run.
     """
 
     preprocess: Preprocess
@@ -52,11 +56,18 @@ class DecodeSettings:
         suspects: CrashList,
         begun: ResumeState | None = None,
     ) -> DecodeSettings:
-        """What a config asks for, with the decoders that the run was begun with.
+        """The settings that a config asks for, with the decoders of the resume state.
+
+        Args:
+            config: configuration of the run.
+            preprocess: transform of the backbone.
+            listing: listing, whose keys show whether there may be HEIC images.
+            suspects: crash list of the run.
+            begun: resume state, or None for a new run.
 
         Raises:
-            ConfigError: the background is no colour, such a decoder is not installed, or the device
-                is to decode for a transform that only its library can do.
+            ConfigError: the background is no colour, a recorded decoder is not installed, or
+                decode=gpu is requested for a transform that only its library can do.
         """
         reference = config.decode == "reference" or not preprocess.has_fast_path
         if config.decode == "gpu" and reference:
@@ -74,5 +85,5 @@ class DecodeSettings:
         return cls(preprocess, policy, reference, config.data.timeout_s, suspects, share)
 
     def is_for_device(self, key: bytes) -> bool:
-        """Whether the device decodes the picture of a key, where it can."""
+        """Whether the GPU decodes the image of a key, provided that it can."""
         return self.device_share is not None and zlib.crc32(key) % SHARES < self.device_share

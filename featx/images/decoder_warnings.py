@@ -1,9 +1,9 @@
-"""Warnings of Pillow and libtiff while images are decoded: counted by reason, not printed.
+"""Warnings of Pillow and libtiff during decoding, counted by reason instead of printed.
 
-A folder of TIFF files can give a warning or more for each image. Pillow warns through `warnings`
-and `logging`; libtiff writes its lines to stderr itself, unless it is given handlers. All three are
-taken over while a decoder of featx is open, in the threads that decode for it; what other threads
-decode warns as ever.
+A folder of TIFF files can cause several warnings per image. Pillow warns through `warnings` and
+`logging`; libtiff writes to stderr itself unless it is given handlers. All three are redirected
+while a decoder of featx is open, for the threads that decode for it. Warnings of other threads go
+where they went before.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from featx.base.process_setting import ProcessSetting
 logger = logging.getLogger(__name__)
 
 MAX_REASONS = 20
-"""Further reasons are counted together, as OTHER."""
+"""Number of reasons that are counted separately; further ones are counted as OTHER."""
 
 OTHER = "other warnings"
+"""Reason under which all further warnings are counted."""
 
 _logged: set[str] = set()
-"""Reasons that this process has logged; a worker opens a decoder for each part."""
+"""Reasons that this process has logged; a worker opens a decoder for each part, and logs once."""
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _LENGTH = 160
+"""Largest number of characters of a reason."""
 
 
 class DecoderWarnings:
-    """What decoders warned of, counted by reason; `collecting` is safe in several threads.
+    """Warnings of decoders, counted by reason; safe to use from several threads.
 
     Attributes:
-        counts: reason, with N for every number in it -> images that gave it.
+        counts: reason, with N in place of every number -> number of images with this warning.
     """
 
     def __init__(self) -> None:
@@ -50,10 +52,10 @@ class DecoderWarnings:
 
     @contextlib.contextmanager
     def collecting(self, key: bytes) -> Iterator[None]:
-        """Take the warnings of this thread, which decodes one image, and log the first of each.
+        """Count the warnings of the calling thread in the block, and log new reasons.
 
         Args:
-            key: of the image.
+            key: key of the image that the thread decodes.
         """
         before, _thread.messages = _thread.messages, []
         try:
@@ -64,6 +66,7 @@ class DecoderWarnings:
                 self._add(key, messages)
 
     def _add(self, key: bytes, messages: list[str]) -> None:
+        """Count each reason once per image, and log those that are new in this process."""
         found = {reason_of(message): message for message in reversed(messages)}
         with self._lock:
             new = []
@@ -74,17 +77,18 @@ class DecoderWarnings:
                 if counted not in _logged:
                     _logged.add(counted)
                     new.append(message)
+        # Logging comes after the lock is released: a handler may be slow, or warn itself.
         for message in new:
             logger.warning("%s: %s (others of this kind are counted)", os.fsdecode(key), message)
 
 
 def reason_of(message: str) -> str:
-    """A warning without what differs from image to image: its numbers are N."""
+    """A warning without what differs between images: numbers become N."""
     return _NUMBERS.sub("N", message)[:_LENGTH]
 
 
 class _Thread(threading.local):
-    """The warnings of the image that a thread decodes; None where it decodes none for featx."""
+    """The warnings of the image that a thread decodes for featx; None in other threads."""
 
     messages: list[str] | None = None
 
@@ -93,7 +97,7 @@ _thread = _Thread()
 
 
 def _take(message: str) -> bool:
-    """Keep a warning where this thread decodes for featx."""
+    """Collect a warning if the calling thread decodes for featx, and say whether it does."""
     if _thread.messages is None:
         return False
     _thread.messages.append(" ".join(message.split()))
@@ -101,7 +105,7 @@ def _take(message: str) -> bool:
 
 
 class _LogHandler(logging.Handler):
-    """Stands in for the handlers above Pillow's loggers."""
+    """Handler on Pillow's logger that collects messages, or passes them to the root logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         parent = logging.getLogger()
@@ -116,7 +120,7 @@ _MESSAGE_BYTES = 1024
 
 
 class _Libtiff:
-    """The handlers of the libtiff that Pillow decodes with, for warnings and for errors."""
+    """The handlers for warnings and errors of the libtiff that Pillow is linked with."""
 
     def __init__(self) -> None:
         self._setters: list[Any] = []
@@ -135,19 +139,22 @@ class _Libtiff:
             setter.argtypes = (ctypes.c_void_p,)
 
     def replace(self) -> None:
+        """Install handlers that collect messages of decoding threads."""
         for setter in self._setters:
             handler, before = self._handler()
             before.append(setter(ctypes.cast(handler, ctypes.c_void_p)))
             self._replaced.append((setter, before[0]))
-            self._handlers.append(handler)  # ctypes frees what nobody holds
+            self._handlers.append(handler)  # ctypes frees a callback without a reference
 
     def restore(self) -> None:
+        """Bring back the handlers that were installed before."""
         while self._replaced:
             setter, before = self._replaced.pop()
             setter(before)
         self._handlers.clear()
 
     def _handler(self) -> tuple[Any, list[int | None]]:
+        """A callback for libtiff, and the list that takes the address of the replaced one."""
         before: list[int | None] = []
 
         def handle(module: bytes | None, text: bytes | None, arguments: int | None) -> None:
@@ -163,13 +170,14 @@ class _Libtiff:
 
 
 class _Redirection:
-    """Where the warnings of the process go; `on` and `off` alternate."""
+    """Switches the redirection of the warnings of the process on and off."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
         self._libtiff: _Libtiff | None = None
 
     def put(self, redirected: bool) -> None:
+        """Redirect warnings, or bring back the state before."""
         if redirected:
             self._on()
         else:
@@ -181,7 +189,8 @@ class _Redirection:
         self._libtiff.replace()
         self._stack.callback(self._libtiff.restore)
         self._stack.enter_context(warnings.catch_warnings())
-        # Each of them, for Python shows a text of one place once only.
+        # "always": Python otherwise shows one text from one line of code only once, and warnings
+        # could not be counted per image.
         warnings.filterwarnings("always", module=r"PIL\.")
         shown = warnings.showwarning
 
@@ -200,4 +209,4 @@ class _Redirection:
 decoder_warnings_redirected: ProcessSetting[bool] = ProcessSetting(
     lambda: False, _Redirection().put, True
 )
-"""A context manager in which warnings of decoders can be collected."""
+"""Context manager inside which warnings of decoders can be collected."""

@@ -1,7 +1,8 @@
-"""Pictures decoded in threads, none of which can end a run or hold it up.
+"""Fault-tolerant decoding in threads: no image can crash or hang a run.
 
-A decoder that hangs is left behind and its picture decoded again in a process of its own; what a
-process was decoding when it crashed is found out by the next one, from notes (crash_journal.py).
+If a decoder hangs, its thread is given up and the image is decoded again in a child process. If a
+decoder crashes the process, the next process reads from the in-flight journal which images were
+being decoded (`crash_journal`).
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ from featx.types import ImageFault, RegionSource, Source, Status
 T = TypeVar("T")
 
 _RETRY_WAITS_S = (0.1, 0.5, 2.0)
+"""Seconds to wait before each repeated attempt to read an image."""
 
 
 def read_image(source: Source, key: bytes) -> bytes:
-    """The encoded bytes of a row's picture; what fails is tried again for a few seconds.
+    """Read the encoded bytes of the image of a row, with retries for a few seconds.
+
+    Args:
+        source: source of the images.
+        key: key of the row.
 
     Raises:
-        ImageFault: this image cannot be had.
-        RunError: the images' disk fails, and goes on failing.
+        ImageFault: this image is missing or empty.
+        RunError: reading fails repeatedly with an OSError.
     """
     for wait_s in (*_RETRY_WAITS_S, None):
         try:
@@ -54,21 +60,21 @@ def read_image(source: Source, key: bytes) -> bytes:
 
 
 class FaultTolerantDecoder:
-    """Reads and decodes the pictures of a data set; a context manager that owns its threads.
+    """Reads and decodes the images of a data set; a context manager that owns its threads.
 
     Args:
-        source: of the pictures.
-        policy: for orientation, transparency and size.
-        at_least: of the shorter side, as for `decode`; has no effect where rows are cut from
-            pictures, as a region's share of its picture is not known before that is decoded.
-        timeout_s: a picture that takes longer to be decoded is decoded again in a process of its
-            own, and fails where that takes as long; None waits for ever.
-        suspects: which pictures are decoded each in a process of its own, and where is noted what
-            is being decoded.
-        name: of the threads begins with it.
+        source: source of the images.
+        policy: treatment of orientation, transparency and size.
+        at_least: pixels of the shorter side, as for `decode`. Ignored if rows are boxes of images,
+            because the size of a box is unknown before its image is decoded.
+        timeout_s: seconds after which decoding an image is given up and repeated in a child
+            process, where the image fails after the same time; None for no limit.
+        suspects: crash list, whose images are decoded in child processes, and the place of the
+            in-flight journal.
+        name: beginning of the names of the threads.
 
     Attributes:
-        warnings: what the decoders of this process warned of.
+        warnings: warnings of the decoders in this process.
     """
 
     def __init__(
@@ -101,44 +107,55 @@ class FaultTolerantDecoder:
         self._stack.close()
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Call `work`, which reads and decodes, in one of the threads."""
+        """Call `work`, which reads and decodes, in one of the threads.
+
+        Args:
+            work: function to call.
+            args: its arguments.
+        """
         return self._threads.submit(work, *args)
 
     def retry_suspects(self, keys: Iterable[bytes]) -> None:
-        """Decode what a process was decoding when it died, each in a process of its own.
+        """Decode the images that were in flight when a process died, each in a child process.
+
+        Images that crash or hang the child join the crash list.
 
         Args:
-            keys: of the rows; others are none of the data set any more.
+            keys: keys of the rows; in-flight images of other keys are ignored.
 
         Raises:
-            RunError: the images' disk fails, and goes on failing.
+            RunError: reading fails repeatedly.
         """
         with self._suspects.left_behind() as noted:
             if not noted:
                 return
             rows = {self.picture_of(bytes(key)): bytes(key) for key in keys}
             for picture in noted & rows.keys():
-                with contextlib.suppress(ImageFault):  # what it is, is recorded when its turn comes
+                with contextlib.suppress(ImageFault):  # its row records the fault later
                     self._decoded_alone(picture, self.read(rows[picture]))
 
     def picture_of(self, key: bytes) -> bytes:
-        """The key of the whole picture that a row is, or is cut from."""
+        """The key of the image that a row is, or whose box it is."""
         return key if self._regions is None else self._regions.picture(key)
 
     def read(self, key: bytes) -> bytes:
-        """The encoded bytes of a row's picture.
+        """The encoded bytes of the image of a row.
 
         Raises:
-            ImageFault: this image cannot be had.
-            RunError: the images' disk fails, and goes on failing.
+            ImageFault: this image is missing or empty.
+            RunError: reading fails repeatedly.
         """
         return read_image(self._source, key)
 
     def image(self, key: bytes, data: bytes) -> Image.Image:
-        """The whole picture of a row as `decode` gives it, in a thread of this decoder.
+        """Decode the whole image of a row with `decode`; call it in a thread of this decoder.
+
+        Args:
+            key: key of the row.
+            data: encoded bytes of its image.
 
         Raises:
-            ImageFault: with the status that names the reason.
+            ImageFault: the image cannot be decoded; its status names the reason.
         """
         picture = self.picture_of(key)
         if self._to_be_alone(picture):
@@ -147,7 +164,11 @@ class FaultTolerantDecoder:
             return decode(data, self._policy, self._at_least)
 
     def pixels(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
-        """The whole picture of a row, (H, W, 3), as `decode_pixels` gives it; else as `image`."""
+        """Decode the whole image of a row with `decode_pixels`; otherwise like `image`.
+
+        Returns:
+            (H, W, 3) uint8 RGB.
+        """
         picture = self.picture_of(key)
         if self._to_be_alone(picture):
             return self._decoded_alone(picture, data)
@@ -155,7 +176,11 @@ class FaultTolerantDecoder:
             return decode_pixels(data, self._policy, self._at_least)
 
     def coded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
-        """The picture of a row for another device, as `coded_jpeg` has it; else as `image`."""
+        """Prepare the image of a row for a GPU with `coded_jpeg`; otherwise like `image`.
+
+        Returns:
+            The JPEG, or None if the image has to be decoded on the CPU.
+        """
         picture = self.picture_of(key)
         if self._at_least is None or self._to_be_alone(picture):
             return None
@@ -163,17 +188,18 @@ class FaultTolerantDecoder:
             return coded_jpeg(data, self._policy, self._at_least)
 
     def _to_be_alone(self, picture: bytes) -> bool:
+        """Whether an image needs a child process: it hung before, or is on the crash list."""
         return self._threads.again or picture in self._suspects
 
     @contextlib.contextmanager
     def _noted(self, picture: bytes) -> Iterator[None]:
-        """This thread is decoding a picture, and may be given up, as long as the block runs."""
+        """Record that the calling thread decodes an image in the block, and limit its time."""
         noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(picture)
         with self.warnings.collecting(picture), self._threads.watched(), noted:
             yield
 
     def _decoded_alone(self, picture: bytes, data: bytes) -> npt.NDArray[np.uint8]:
-        """(H, W, 3) from a process of its own; an image that ends or hangs it is remembered."""
+        """(H, W, 3) uint8 from a child process; an image that crashes or hangs it is remembered."""
         try:
             return decode_in_subprocess(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:

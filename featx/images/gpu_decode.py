@@ -1,9 +1,9 @@
-"""JPEGs decoded, resized and cropped on the device that computes; on CUDA by nvJPEG.
+"""Decoding, resizing and cropping of JPEGs on the device of the model; nvJPEG on CUDA.
 
-libjpeg has read each image at an eighth of its size (`EncodedJpeg`), so its bytes are sound, and
-the pixels from the device are compared with that. An image that differs, such as one with an
-unusual colour space, is decoded on the CPU. So a device's decoder never decides whether a row
-fails, and never makes a row of an image that it decodes wrongly.
+libjpeg has decoded each image at an eighth of its size (`EncodedJpeg`), so its bytes are sound, and
+the pixels from the device are compared with that. An image that differs, for example because of an
+unusual colour space, is decoded on the CPU. So the decoder of the device never decides whether a
+row fails, and no row is made from an image that it decodes wrongly.
 """
 
 from __future__ import annotations
@@ -22,34 +22,36 @@ from featx.images.decode import EncodedJpeg
 from featx.images.preprocess import Preprocess
 
 MAX_PIXELS = 1 << 26
-"""Of the pictures that are decoded at a time; as uint8 and floats they take 1 GiB."""
+"""Largest number of pixels that are decoded in one call; as uint8 and float32 they take 1 GiB."""
 
 MEAN_DIFFERENCE, LARGEST_DIFFERENCE, COLOUR_DIFFERENCE = 2.0, 24.0, 6.0
-"""Of 255: between the brightness of blocks of 8 x 8 pixels and libjpeg's at an eighth of the size,
-on average and at the most, and between the mean colours of both. Decoders differ where they fill in
-the colours between their samples: libjpeg at both sizes, on 290 photographs, by 0.9, 4.8 and 2.0 at
-the most. A picture beyond is not taken."""
+"""Largest accepted differences to libjpeg at an eighth of the size, in grey levels of 255: mean and
+maximum over the brightness of blocks of 8 x 8 pixels, and maximum over the mean colours. Decoders
+differ in how they upsample the colour channels. Between libjpeg at full size and at an eighth, 290
+photographs differ by at most 0.9, 4.8 and 2.0."""
 
 _BRIGHTNESS = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in the brightness."""
 
 _OF_THE_PICTURE = re.compile(
     r"Failed to (get image info|(parse|decode) jpeg stream|decode batch|transfer jpeg to device): "
     r"[2349]\b"
 )
-"""What torchvision says of a picture that nvJPEG does not take: its status is that of an invalid
-parameter, a bad JPEG, or one that is not supported. All else is the device's fault, such as memory
-that is short for a moment, and must not decide by whom a picture is decoded."""
+"""Messages of torchvision about an image that nvJPEG rejects: its status is that of an invalid
+parameter, a bad JPEG, or an unsupported one. Other messages concern the device, for example when
+memory is short for a moment, and must not decide which decoder an image gets."""
 
 
 class DeviceDecoder:
-    """Decodes JPEGs many at a time on a device.
+    """Decodes many JPEGs at once on a device.
 
     Args:
-        preprocess: of the backbone; it has a fast path.
-        device: 'cuda'; torchvision decodes with libjpeg on 'cpu', for tests of all but nvJPEG.
+        preprocess: transform of the backbone, which must have a fast path.
+        device: CUDA device. On 'cpu' torchvision decodes with libjpeg, for tests of everything but
+            nvJPEG.
 
     Raises:
-        ConfigError: this torchvision has no decoder of JPEGs.
+        ConfigError: the installed torchvision has no decoder of JPEGs.
     """
 
     def __init__(self, preprocess: Preprocess, device: torch.device) -> None:
@@ -59,19 +61,20 @@ class DeviceDecoder:
         self._stream = OwnStream(device)
 
     def own_stream(self) -> contextlib.AbstractContextManager[None]:
-        """What is done in the block runs beside the model, and has been done when it ends."""
+        """Context in which work runs on the decoder's own CUDA stream; waits at its end."""
         return self._stream.at_work()
 
     def crops(self, pictures: Sequence[EncodedJpeg]) -> list[torch.Tensor | None]:
-        """What `Preprocess.crop_uint8` makes of each picture.
+        """Decode and crop images as `Preprocess.crop_uint8` does.
 
-        A picture's crop does not depend on what is decoded with it.
+        The crop of an image does not depend on the other images.
 
         Returns:
-            (3, *crop) uint8 on the device; None where the device has another picture than libjpeg.
+            For each image (3, *crop) uint8 on the device, or None if the device decodes it
+            differently from libjpeg or not at all.
 
         Raises:
-            RunError: the device's memory does not suffice.
+            RunError: the device has too little memory, or cannot decode JPEGs.
         """
         found: dict[int, torch.Tensor] = {}
         for some in _few_at_a_time(pictures):
@@ -86,7 +89,10 @@ class DeviceDecoder:
         return [found.get(i) for i in range(len(pictures))]
 
     def _cropped(self, pictures: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
-        """Number -> crop, of those that are right; pictures of one size are cropped together."""
+        """Number -> crop of the images that agree with libjpeg.
+
+        Images of equal size and orientation are cropped together.
+        """
         same: dict[tuple[tuple[int, int], int], list[tuple[int, torch.Tensor]]] = {}
         for i, pixels in self._decoded(pictures).items():
             width, height = pictures[i].size
@@ -100,18 +106,19 @@ class DeviceDecoder:
             right.append(self._agrees(images, [pictures[i] for i in numbers]))
             cropped = self._preprocess.crops_on_device(turned(images, turn))
             crops |= zip(numbers, cropped, strict=True)
+        # One transfer to the host for all sizes: each waits for the device.
         verdicts = torch.cat(right).tolist() if right else []
         return {i: crops[i] for i, is_right in zip(crops, verdicts, strict=True) if is_right}
 
     def _decoded(self, pictures: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
-        """Number -> (3, H, W) uint8, of those that the device's decoder takes."""
+        """Number -> (3, H, W) uint8 of the images that the device can decode."""
         try:
             coded = [
                 torch.frombuffer(bytearray(p.data), dtype=torch.uint8) for p in pictures.values()
             ]
             return dict(zip(pictures, decode_jpegs(coded, self.device), strict=True))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise  # the device, not a picture
+            raise  # the device has failed, not an image
         except RuntimeError as error:
             if self.device.type == "cuda" and not _OF_THE_PICTURE.search(str(error)):
                 raise RunError(
@@ -121,16 +128,25 @@ class DeviceDecoder:
                 ) from error
             if len(pictures) == 1:
                 return {}
+        # The message does not say which image is rejected, so each half is decoded separately.
         halves = list(pictures.items())
         middle = len(halves) // 2
         first, second = dict(halves[:middle]), dict(halves[middle:])
         return self._decoded(first) | self._decoded(second)
 
     def _agrees(self, images: torch.Tensor, pictures: Sequence[EncodedJpeg]) -> torch.Tensor:
-        """(N,) bool: which of (N, 3, H, W) uint8 are the pictures that libjpeg sees."""
+        """Compare decoded images with libjpeg's at an eighth of their size.
+
+        Args:
+            images: (N, 3, H, W) uint8 on the device.
+            pictures: the N encoded images.
+
+        Returns:
+            (N,) bool on the device: whether all differences are within the limits.
+        """
         eighths = torch.stack([torch.from_numpy(picture.eighth) for picture in pictures])
         blocks = F.avg_pool2d(images.float(), 8)
-        height, width = blocks.shape[2:]  # of whole blocks
+        height, width = blocks.shape[2:]  # number of whole blocks
         expected = eighths.to(self.device).permute(0, 3, 1, 2)[:, :, :height, :width]
         differences = blocks - expected
         weights = torch.tensor(_BRIGHTNESS, device=self.device).view(3, 1, 1)
@@ -144,10 +160,17 @@ class DeviceDecoder:
 
 
 def decode_jpegs(coded: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """(3, H, W) uint8 RGB of each, on a device; none is turned.
+    """Decode JPEGs on a device, without turning them upright.
+
+    Args:
+        coded: 1-D uint8 CPU tensors, the encoded bytes.
+        device: 'cuda' or 'cpu'.
+
+    Returns:
+        (3, H, W) uint8 RGB for each image, on the device.
 
     Raises:
-        RuntimeError: one of them, the text does not say which, cannot be decoded there.
+        RuntimeError: one of them cannot be decoded there; the message does not say which.
     """
     from torchvision.io import ImageReadMode
 
@@ -156,10 +179,10 @@ def decode_jpegs(coded: list[torch.Tensor], device: torch.device) -> list[torch.
 
 
 def _torchvision_decoder() -> Any:
-    """torchvision's, which torchvision 0.29 says it will do without some day.
+    """torchvision.io.decode_jpeg, which torchvision 0.29 announces to remove.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the installed torchvision does not have it.
     """
     try:
         from torchvision.io import decode_jpeg
@@ -172,15 +195,20 @@ def _torchvision_decoder() -> Any:
 
 
 def turned(images: torch.Tensor, orientation: int) -> torch.Tensor:
-    """(N, C, H, W) upright, by the EXIF orientation in which it was stored."""
-    if orientation >= 5:  # the first row of what is stored is a column
+    """Turn images upright.
+
+    Args:
+        images: (N, C, H, W) as stored.
+        orientation: their EXIF orientation, 1 to 8.
+    """
+    if orientation >= 5:  # rows of the stored image are columns
         images = images.transpose(2, 3)
     mirrored = {2: [3], 3: [2, 3], 4: [2], 6: [3], 7: [2, 3], 8: [2]}.get(orientation, [])
     return images.flip(mirrored) if mirrored else images
 
 
 def _few_at_a_time(pictures: Sequence[EncodedJpeg]) -> Iterator[list[int]]:
-    """The numbers of some pictures in their order, of at most MAX_PIXELS together."""
+    """Split images, in their order, into groups of at most MAX_PIXELS pixels; yields numbers."""
     some: list[int] = []
     pixels = 0
     for i, picture in enumerate(pictures):

@@ -1,4 +1,4 @@
-"""decode=gpu: how many of the pictures the device decodes, and how many the CPU's threads."""
+"""decode=gpu: choice of the share of images that the GPU decodes, the rest going to the CPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,20 @@ from featx.images.gpu_decode import DeviceDecoder
 from featx.types import ImageFault, Listing, RegionSource, Source
 
 TRIED_PICTURES = 64
-"""Pictures from all over the data set that both decode, and are timed."""
+"""Number of images, evenly spread over the data set, that CPU and GPU decode to be timed."""
 
 
 def check_device(decode: str, source: Source, device: torch.device) -> None:
-    """Raise ConfigError where decode=gpu has no GPU to decode on, or nothing that one could."""
+    """Check that decode=gpu has a CUDA device and images that it can decode.
+
+    Args:
+        decode: value of the option `decode`.
+        source: source of the images.
+        device: device of the model.
+
+    Raises:
+        ConfigError: the device is not CUDA, or rows are boxes of images.
+    """
     if decode != "gpu":
         return
     if isinstance(source, RegionSource):
@@ -41,10 +50,17 @@ def check_device(decode: str, source: Source, device: torch.device) -> None:
 def with_share(
     decode: str, source: Source, listing: Listing, decoding: DecodeSettings, device: torch.device
 ) -> tuple[DecodeSettings, dict[str, str]]:
-    """The decoding of a run, with a share for the device where it is asked for and has none yet.
+    """Measure and add the share of the GPU if decode=gpu and no share is recorded.
+
+    Args:
+        decode: value of the option `decode`.
+        source: source of the images.
+        listing: listing of the data set.
+        decoding: settings of the run.
+        device: device of the model.
 
     Returns:
-        decoding, and what was chosen as `RunContext.choices` has it.
+        The settings, and the choices to add to `RunContext.choices`.
     """
     if decode != "gpu" or decoding.device_share is not None:
         return decoding, {}
@@ -55,14 +71,18 @@ def with_share(
 def decode_share(
     source: Source, listing: Listing, decoding: DecodeSettings, device: torch.device
 ) -> tuple[int, str]:
-    """Sixteenths of the pictures that the device is to decode, 1 to SHARES, and a line on why.
+    """Measure the share of images that the GPU should decode.
 
-    Both are at work at the same time, so the share is the one at which they are done together.
+    CPU and GPU decode at the same time, so the best share is that at which both finish together.
 
     Args:
-        source, listing: of the pictures.
-        decoding: of the run.
-        device: that computes.
+        source: source of the images.
+        listing: listing of the data set.
+        decoding: settings of the run.
+        device: CUDA device.
+
+    Returns:
+        Number of shares (sixteenths), 1 to SHARES, and a line with the measurements.
     """
     cpus = num_cpus()
     coded = _some_coded(source, listing, decoding)
@@ -70,6 +90,7 @@ def decode_share(
         return SHARES, "all JPEGs that it takes (none was found to try)"
     at_least = decoding.preprocess.resize
     assert at_least is not None, "there is a fast path"
+    # One thread for an image, as in the loader: the CPUs decode different images in parallel.
     with cpu_threads(1):
         begun = time.perf_counter()
         for picture in coded:
@@ -81,7 +102,7 @@ def decode_share(
     here = (decoded - begun) / len(coded) / cpus
     checking = (checked - decoded) / len(coded) / cpus
     decoder = DeviceDecoder(decoding.preprocess, device)
-    for _ in range(2):  # the first time loads its kernels
+    for _ in range(2):  # the first round loads the kernels
         begun = time.perf_counter()
         with decoder.own_stream():
             decoder.crops(coded)
@@ -94,12 +115,14 @@ def decode_share(
 
 
 def balanced(here: float, checking: float, there: float) -> int:
-    """The share at which both are done together, 1 to SHARES.
+    """The number of shares at which CPU and GPU finish together, 1 to SHARES.
+
+    With a share s on the GPU, the GPU takes s * there and the CPUs (1 - s) * here + s * checking.
 
     Args:
-        here: seconds that all CPUs together take to decode a picture.
-        checking: the same, to check one that the device decodes.
-        there: seconds that the device takes to decode one.
+        here: seconds per image in which all CPUs together decode.
+        checking: seconds per image in which all CPUs together prepare it for the GPU.
+        there: seconds per image in which the GPU decodes.
     """
     spared = here - checking
     share = here / (there + spared) if there + spared > 0 else 1.0
@@ -107,7 +130,7 @@ def balanced(here: float, checking: float, there: float) -> int:
 
 
 def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> list[EncodedJpeg]:
-    """Of some pictures those that a device may decode; none can hold this up or end it."""
+    """The images among TRIED_PICTURES that a GPU can decode; damaged ones are left out."""
     rows = np.unique(np.linspace(0, len(listing) - 1, TRIED_PICTURES).astype(int))
     keys = [bytes(key) for key in listing.keys[rows]]
     with FaultTolerantDecoder(
@@ -120,7 +143,7 @@ def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> l
     ) as decoder:
 
         def coded(key: bytes) -> EncodedJpeg | None:
-            with contextlib.suppress(ImageFault):  # its own turn says what is wrong
+            with contextlib.suppress(ImageFault):  # the run reports it
                 return decoder.coded(key, decoder.read(key))
             return None
 

@@ -1,7 +1,7 @@
-"""Rows of the listing -> ordered, full Batches; threads read and decode ahead, a little.
+"""Loading of rows as batches in their order, with threads that read and decode ahead.
 
-A row belongs to its key: an image that fails leaves a zero tensor in its place and a Failure beside
-the batch. Nothing is substituted, nothing moves up.
+Each row keeps its position. A failed image leaves zeros there and a Failure in the batch; no other
+image takes its place.
 """
 
 from __future__ import annotations
@@ -43,21 +43,29 @@ from featx.types import (
 )
 
 PREFETCH_BATCHES = 3
-"""Batches being read while one is computed; bounds the memory whatever the number of images."""
+"""Number of batches that are loaded while one is computed; it bounds the memory of the loader."""
 
 AHEAD_ROWS = 64
-"""Images being read ahead where they are asked for one by one."""
+"""Number of images that `Loader.each` loads ahead."""
 
 PICTURES = 2
-"""Decoded pictures that are kept while regions are cut from them; one takes up to 256 MiB."""
+"""Number of decoded images that are kept while boxes are cut from them; each takes up to 256 MiB.
+"""
 
 Picture = Image.Image | npt.NDArray[np.uint8]
-"""Upright RGB as the transform takes it: (H, W, 3), or Pillow's for the reference."""
+"""Upright RGB image: (H, W, 3) uint8 for the fast path, a Pillow image for the reference."""
 
 
 @dataclass
 class LoaderTimes:
-    """Busy seconds of the loader's threads together, and of the device that decodes."""
+    """Times of a loader, summed over its threads.
+
+    Attributes:
+        read: seconds in which threads read images.
+        decode: seconds in which threads decoded, resized and cropped.
+        bytes: number of encoded bytes read.
+        on_device: seconds in which the GPU decoded and batches were copied there.
+    """
 
     read: float = 0.0
     decode: float = 0.0
@@ -68,6 +76,7 @@ class LoaderTimes:
     def add(
         self, read: float = 0, decode: float = 0, num_bytes: int = 0, on_device: float = 0
     ) -> None:
+        """Add seconds and bytes; safe to call from several threads."""
         with self._lock:
             self.read += read
             self.decode += decode
@@ -76,12 +85,19 @@ class LoaderTimes:
 
 
 class Loader:
-    """Reads, decodes and crops the images of one run; a context manager that owns its threads.
+    """Reads, decodes and crops the images of a run; a context manager that owns its threads.
 
     Args:
-        batch_size: images of a Batch.
-        device: that computes. For CUDA batches lie in page-locked memory, from where it takes them
-            without a copy; where it decodes as well, they are there already.
+        source: source of the images.
+        listing: keys and labels of the rows.
+        decoding: decoders, transform and time limit.
+        batch_size: number B of images per batch.
+        device: device of the model, or None for the CPU. For CUDA, batches are in page-locked
+            memory, from which copies run asynchronously; if the GPU decodes a share, batches are
+            already on it.
+
+    Attributes:
+        times: seconds and bytes of the threads so far.
     """
 
     def __init__(
@@ -125,14 +141,21 @@ class Loader:
 
     @property
     def warnings(self) -> dict[str, int]:
-        """Reason -> images whose decoder gave this warning, so far."""
+        """Reason -> number of images with this warning of their decoder, so far."""
         return dict(self._decoder.warnings.counts)
 
     def batches(self, parts: Iterable[Part]) -> Iterator[tuple[Part, Batch]]:
-        """The batches of some parts, in order; no batch crosses a part.
+        """Load the batches of some parts in order; a batch never crosses a part.
+
+        Args:
+            parts: parts to load.
+
+        Yields:
+            The part and one of its batches, (B, 3, H, W). The last batch of a part is filled up
+            with zeros.
 
         Raises:
-            RunError: the images' disk fails, and goes on failing.
+            RunError: reading images fails repeatedly, or memory is exhausted.
         """
         waiting: deque[tuple[Part, Callable[[], Batch]]] = deque()
         spans = (
@@ -150,16 +173,23 @@ class Loader:
             yield part, finished()
 
     def load(self, rows: Iterable[int]) -> torch.Tensor:
-        """The images of some rows as one tensor (n, 3, H, W), failed ones left out."""
+        """Load some rows as one tensor.
+
+        Returns:
+            (n, 3, H, W), uint8 or normalised float32, without failed images; n may be 0.
+        """
         found = [image for image in self.each(rows) if image is not None]
         none = torch.zeros((0, 3, *self._decoding.preprocess.crop), dtype=self._dtype)
         return torch.stack(found) if found else none
 
     def each(self, rows: Iterable[int]) -> Iterator[torch.Tensor | None]:
-        """The image of each row in turn, (3, H, W); None where it fails.
+        """Load the image of each row in order.
+
+        Yields:
+            (3, H, W) uint8 or normalised float32, or None if the image fails.
 
         Raises:
-            RunError: the images' disk fails, and goes on failing.
+            RunError: reading images fails repeatedly, or memory is exhausted.
         """
         waiting: deque[tuple[torch.Tensor, Future[EncodedJpeg | Failure | None]]] = deque()
         for row in rows:
@@ -171,19 +201,28 @@ class Loader:
             yield _unless_failed(*waiting.popleft())
 
     def retry_suspects(self) -> None:
-        """Decode what a run was decoding when it died, image by image in a process of its own.
+        """Decode images that were in flight when a process died, each in a child process.
 
         Raises:
-            RunError: the images' disk fails, and goes on failing.
+            RunError: reading images fails repeatedly.
         """
         self._decoder.retry_suspects(self._listing.keys)
 
     @property
     def _dtype(self) -> torch.dtype:
+        """float32 if the reference transform normalises, otherwise uint8."""
         return torch.float32 if self._decoding.reference else torch.uint8
 
     def _begin(self, start: int, count: int) -> Callable[[], Batch]:
-        """Have a batch read and decoded; what is returned waits for it."""
+        """Start loading a batch.
+
+        Args:
+            start: first row.
+            count: number of rows, at most B.
+
+        Returns:
+            A function that waits for the batch and returns it.
+        """
         shape = (self._batch_size, 3, *self._decoding.preprocess.crop)
         images = torch.zeros(shape, dtype=self._dtype, pin_memory=self._pinned)
         sums = np.full(count, NO_IMAGE, dtype=np.uint64)
@@ -200,15 +239,23 @@ class Loader:
             )
             for i in range(count)
         ]
+        # A thread of its own waits for the decoders and drives the GPU, so batches reach it in
+        # order and the run loop is not held up.
         return self._device_thread.submit(self._on_to_device, batch, taken).result
 
     def _is_for_device(self, row: int) -> bool:
+        """Whether the GPU decodes the image of a row, provided that it can."""
         return self._regions is None and self._decoding.is_for_device(self._listing.keys[row])
 
     def _on_to_device(
         self, batch: Batch, taken: list[Future[EncodedJpeg | Failure | None]]
     ) -> Batch:
-        """Decode what is left to the device, and put the whole batch there."""
+        """Decode the images that were left for the GPU, and copy the whole batch there.
+
+        Args:
+            batch: batch whose CPU-decoded images are being filled in.
+            taken: results of `_fill` for its rows.
+        """
         device = self._device_decoder
         assert device is not None, "it is begun with one"
         results = [future.result() for future in taken]
@@ -245,13 +292,22 @@ class Loader:
         for_device: bool = False,
         data: bytes | None = None,
     ) -> EncodedJpeg | Failure | None:
-        """Put one image in its place, or say why there is none.
+        """Load one image into its place in a batch.
 
         Args:
-            checksum: (1,) gets that of the encoded bytes, also where they cannot be decoded; None
-                where nobody asks.
-            for_device: what the device is to decode comes back instead.
-            data: that has been read before.
+            row: row of the listing.
+            place: (3, H, W) tensor that takes the image; zero if it fails.
+            checksum: (1,) array that takes the checksum of the encoded bytes, also of images that
+                cannot be decoded; None if it is not needed.
+            for_device: whether to leave decoding to the GPU if it can.
+            data: encoded bytes if they were read before.
+
+        Returns:
+            None if the image is in its place, the encoded image if the GPU is to decode it, or the
+            failure.
+
+        Raises:
+            RunError: reading fails repeatedly, or memory is exhausted.
         """
         key = bytes(self._listing.keys[row])
         num_bytes = 0
@@ -287,6 +343,16 @@ class Loader:
         return coded
 
     def _prepare(self, key: bytes, picture: Picture, checksum: int) -> torch.Tensor:
+        """The image of a row in the size of the crop, uint8 or normalised float32.
+
+        Args:
+            key: key of the row.
+            picture: whole decoded image.
+            checksum: checksum of its encoded bytes.
+
+        Raises:
+            ImageFault: the box is outside the image, the image is too long, or the transform fails.
+        """
         resize = self._decoding.preprocess.resize
         expected = (3, *self._decoding.preprocess.crop)
         if self._regions is not None:
@@ -299,45 +365,48 @@ class Loader:
             height, width, _ = picture.shape
             transformed = functools.partial(self._decoding.preprocess.crop_uint8, picture)
         short, long = sorted((width, height))
+        # After resizing, the longer side has resize * long / short pixels: a very long image would
+        # exceed the memory that max_pixels allows.
         if resize and resize * resize * long > self._decoding.policy.max_pixels * short:
             raise ImageFault(
                 Status.TOO_LARGE, f"{width} x {height} pixels would be too long after resizing"
             )
         try:
             x = transformed()
-            if x.shape != expected:  # copying it would spread one channel over three
+            if x.shape != expected:  # copy_ would broadcast one channel to three
                 raise ValueError(f"the transform gives {tuple(x.shape)}, expected {expected}")
             return x
         except MemoryError:
             raise
         except Exception as error:
             if "allocate memory" in str(error) or "enough memory" in str(error):
-                raise MemoryError(str(error)) from error  # torch's is a plain RuntimeError
+                raise MemoryError(str(error)) from error  # torch raises RuntimeError
             raise ImageFault(
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
     def _kept(self, key: bytes) -> tuple[Picture, int] | None:
-        """The decoded picture that a region is cut from and its checksum, where still at hand."""
+        """The decoded image whose box a row is and its checksum, if the image is still kept."""
         if self._regions is None:
             return None
         with self._pictures_lock:
             return dict(self._pictures).get(self._decoder.picture_of(key))
 
     def _keep(self, key: bytes, picture: Picture, checksum: int) -> None:
+        """Keep a decoded image for further boxes; the oldest one is dropped."""
         with self._pictures_lock:
             if (name := self._decoder.picture_of(key)) not in dict(self._pictures):
                 self._pictures.append((name, (picture, checksum)))
 
     def _decoded(self, key: bytes, data: bytes) -> Picture:
-        """The whole picture of a row, as the transform takes it."""
+        """The whole image of a row, in the type that the transform takes."""
         if self._decoding.reference:
             return self._decoder.image(key, data)
         return self._decoder.pixels(key, data)
 
 
 def _filled(batch: Batch, futures: list[Future[EncodedJpeg | Failure | None]]) -> Batch:
-    """The batch, when all its images are in their places."""
+    """Wait until all images of a batch are in their places."""
     results = [future.result() for future in futures]
     batch.failures = [result for result in results if isinstance(result, Failure)]
     return batch
@@ -346,4 +415,5 @@ def _filled(batch: Batch, futures: list[Future[EncodedJpeg | Failure | None]]) -
 def _unless_failed(
     image: torch.Tensor, result: Future[EncodedJpeg | Failure | None]
 ) -> torch.Tensor | None:
+    """The image after waiting for its result, or None if it failed."""
     return image if result.result() is None else None

@@ -1,4 +1,4 @@
-"""Resize, crop and normalise as the weights ask: uint8 in the loader, floats on the device."""
+"""Preprocessing: resize and crop on uint8 in the loader, normalise on the device."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The transform of one set of weights.
+    """The transform that belongs to one set of weights.
 
     Attributes:
-        reference: the library's own transform: PIL RGB -> (3, H, W) float32, normalised.
-        crop: (height, width) of the centre crop in pixels, what the backbone sees.
-        resize: shorter side in pixels before the crop, or None where the fast path cannot follow
-            the library's transform and decode=fast uses the reference as well.
-        interpolation: 'bilinear' or 'bicubic', with antialiasing.
-        mean, std: per channel, of values in [0, 1].
+        reference: the library's own transform: PIL RGB image -> (3, H, W) float32, normalised.
+        crop: (height, width) of the centre crop in pixels, the input size of the backbone.
+        resize: shorter side in pixels before the crop, or None if the fast path cannot reproduce
+            the library's transform; decode=fast then uses the reference as well.
+        interpolation: 'bilinear' or 'bicubic' for the fast path, with antialiasing.
+        mean: mean per channel, of values in [0, 1].
+        std: standard deviation per channel, of values in [0, 1].
     """
 
     reference: Callable[[Image.Image], torch.Tensor]
@@ -40,11 +41,11 @@ class Preprocess:
 
     @property
     def has_fast_path(self) -> bool:
-        """Whether resize, crop and normalise are known well enough to be done on uint8."""
+        """Whether the fast path on uint8 can reproduce the transform."""
         return self.resize is not None and self.interpolation in ("bilinear", "bicubic")
 
     def describe(self) -> str:
-        """One line for people and for the fingerprint."""
+        """One readable line, which is part of the fingerprint."""
         height, width = self.crop
         resize = f"resize {self.resize}" if self.resize else "resize by the library"
         return (
@@ -53,30 +54,30 @@ class Preprocess:
         )
 
     def crop_uint8(self, image: npt.NDArray[np.uint8]) -> torch.Tensor:
-        """The fast path: shorter side to `resize`, centre crop.
+        """Resize the shorter side to `resize` and crop the centre, on the CPU.
 
         Args:
-            image: (H, W, 3) RGB.
+            image: (H, W, 3) uint8 RGB.
 
         Returns:
-            (3, H, W) uint8. torch's antialiased uint8 resize stays within 1 of Pillow's.
+            (3, *crop) uint8. The antialiased uint8 resize of torch stays within 1 of Pillow's.
         """
         x = torch.from_numpy(image).permute(2, 0, 1)[None]
         return centre_crop(self._resized(x)[0], self.crop)
 
     def crops_on_device(self, images: torch.Tensor) -> torch.Tensor:
-        """The same where only floats can be resized, as on CUDA; rounded at the end.
+        """Resize and crop on devices that can resize floats only, such as CUDA, and round.
 
         Args:
             images: (N, 3, H, W) uint8.
 
         Returns:
-            (N, 3, *crop) uint8, within 2 of what `crop_uint8` gives.
+            (N, 3, *crop) uint8, within 2 of the result of `crop_uint8`.
         """
         return centre_crop(self._resized(images.float()), self.crop).round_().clamp_(0, 255).byte()
 
     def _resized(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, 3, H, W) with its shorter side brought to `resize`."""
+        """(N, 3, H, W) images with the shorter side resized to `resize`."""
         assert self.resize is not None
         height, width = x.shape[2:]
         short = min(height, width)
@@ -88,13 +89,21 @@ class Preprocess:
         )
 
     def normalise(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, 3, H, W) uint8 in [0, 255] -> float32 as the backbone wants it, on x's device."""
+        """Normalise images for the backbone, on their device.
+
+        Args:
+            x: (B, 3, H, W) uint8 in [0, 255].
+
+        Returns:
+            (B, 3, H, W) float32.
+        """
         std = torch.tensor(self.std, device=x.device).view(3, 1, 1)
         mean = torch.tensor(self.mean, device=x.device).view(3, 1, 1)
+        # One multiplication and one subtraction in place: x / 255 / std - mean / std.
         return x.float().mul_(1 / (255 * std)).sub_(mean / std)
 
     def as_uint8(self, x: torch.Tensor) -> torch.Tensor:
-        """(3, H, W) as a loader gives it, uint8 or normalised -> uint8 for people to look at."""
+        """(3, H, W) image of the loader, uint8 or normalised, as uint8 for display."""
         if x.dtype == torch.uint8:
             return x
         std = torch.tensor(self.std).view(3, 1, 1)
@@ -113,10 +122,17 @@ def cut_out(picture: npt.NDArray[np.uint8], box: Box) -> npt.NDArray[np.uint8]: 
 def cut_out(
     picture: Image.Image | npt.NDArray[np.uint8], box: Box
 ) -> Image.Image | npt.NDArray[np.uint8]:
-    """A region of an upright picture, (H, W, 3) or Pillow's, in its own kind.
+    """Cut a box out of an upright image.
+
+    Args:
+        picture: (H, W, 3) uint8, or a Pillow image.
+        box: pixels to cut out.
+
+    Returns:
+        A copy of the box, of the type of `picture`.
 
     Raises:
-        ImageFault: the region reaches outside.
+        ImageFault: the box reaches outside the image.
     """
     if isinstance(picture, Image.Image):
         width, height = picture.size
@@ -133,7 +149,15 @@ def cut_out(
 
 
 def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
-    """(..., H, W) -> (..., *crop), as torchvision's CenterCrop: rounded offsets, zeros outside."""
+    """Crop the centre like torchvision's CenterCrop: rounded offsets, zeros outside the image.
+
+    Args:
+        x: (..., H, W).
+        crop: (height, width).
+
+    Returns:
+        (..., *crop).
+    """
     height, width = x.shape[-2:]
     pad_h, pad_w = max(0, crop[0] - height), max(0, crop[1] - width)
     if pad_h or pad_w:
@@ -144,10 +168,10 @@ def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:
 
 
 def check_reference(preprocess: Preprocess) -> None:
-    """Run the reference once on a grey picture.
+    """Run the reference transform once on a grey image.
 
     Raises:
-        ModelError: it does not give (3, *crop) float32.
+        ModelError: the result is not (3, *crop) float32.
     """
     height, width = preprocess.crop
     x = preprocess.reference(Image.new("RGB", (width + 37, height + 11), (127, 127, 127)))

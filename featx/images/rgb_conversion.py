@@ -1,4 +1,4 @@
-"""Pixels of any mode as RGB."""
+"""Conversion of images of any Pillow mode to RGB."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ from PIL import Image
 from featx.types import ImageFault, Status
 
 _STRIP_PIXELS = 1 << 22
-"""Colours are converted in pieces: at the pixel limit a whole picture takes 350 MB a copy."""
+"""Number of pixels that are converted at once. An image at the limit of pixels would take 350 MB
+per copy if it were converted whole."""
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Any mode as RGB: transparency over the background, 16 bits scaled by their range."""
+    """Convert any mode to RGB: composite transparency, scale 16-bit and float values to 8 bits.
+
+    Args:
+        image: loaded image.
+        background: (R, G, B) in [0, 255] under transparent pixels.
+
+    Raises:
+        ImageFault: the range of the values is not known.
+    """
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return _deep_grey(image, background)
     if not image.has_transparency_data:
@@ -31,21 +40,24 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
 
 
 def _strips(size: tuple[int, int]) -> list[tuple[int, int, int, int]]:
-    """Boxes of whole lines that cover an image: what is done in them takes little memory."""
+    """Boxes (left, top, right, bottom) of whole lines that cover an image of (width, height)."""
     width, height = size
     lines = max(1, _STRIP_PIXELS // width)
     return [(0, top, width, min(top + lines, height)) for top in range(0, height, lines)]
 
 
 def _deep_grey(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """Grey of more than 8 bits as RGB.
+    """Convert grey of more than 8 bits to RGB.
 
-    16-bit integers are divided by 257, so that 65535 becomes 255; floats in [0, 1] are multiplied
-    by 255, floats in [0, 255] are kept. Other ranges have no known white and are refused.
+    16-bit integers are divided by 257, so that 65535 becomes 255. Floats in [0, 1] are multiplied
+    by 255, and floats in [0, 255] are kept. Other ranges have no known white.
+
+    Raises:
+        ImageFault: the values are outside these ranges.
     """
     boxes = _strips(image.size)
     limits = [(v.min(), v.max()) for v in (np.asarray(image.crop(box)) for box in boxes)]
-    low, high = float(np.min(limits)), float(np.max(limits))  # NaN, where there is any
+    low, high = float(np.min(limits)), float(np.max(limits))  # NaN if any value is
     if image.mode == "F":
         if not (np.isfinite(low) and np.isfinite(high)) or low < 0 or high > 255:
             raise ImageFault(
@@ -68,7 +80,7 @@ def _deep_grey(image: Image.Image, background: tuple[int, int, int]) -> Image.Im
 
 
 def _scaled(values: npt.NDArray[Any], white: int) -> npt.NDArray[Any]:
-    """Numbers from 0 to white as numbers from 0 to 255."""
+    """Values in [0, white] scaled to [0, 255]."""
     if white == 65535:
         return values / 257
     return values * 255 if white == 1 else values

@@ -1,7 +1,7 @@
-"""Decode one image in a process of its own, which may crash or hang without harm to the run.
+"""Decoding of one image in a child process, which may crash or hang without harm to the run.
 
-The child is `python -m featx.images.subprocess_decode`: it imports the decoder and no torch, reads
-one request from stdin and writes the pixels, or the fault, to stdout.
+The child is `python -m featx.images.subprocess_decode`. It imports the decoder but not torch, reads
+one request from stdin, and writes the pixels or the fault to stdout.
 """
 
 from __future__ import annotations
@@ -26,32 +26,36 @@ from featx.images.decode import ImagePolicy, decode_pixels
 from featx.types import ImageFault, Status
 
 _READY = b"!"
+"""Byte that the child writes when its imports are done."""
 _SPARE_S = 60
-"""After its limit and this, a child ends by itself, should nobody be left to end it."""
+"""Seconds after its time limit at which a child ends itself, in case its parent is gone."""
 
 
 def decode_in_subprocess(
     data: bytes, policy: ImagePolicy, at_least: int | None, limit_s: float | None
 ) -> npt.NDArray[np.uint8]:
-    """Decode an image whole in a child process; the same pixels as `decode_pixels`.
+    """Decode an image in a child process, to the same pixels as `decode_pixels`.
 
     Args:
-        data, policy, at_least: as for `decode_pixels`.
-        limit_s: seconds that the decoder may take, None for any number.
+        data: encoded bytes.
+        policy: as for `decode_pixels`.
+        at_least: as for `decode_pixels`.
+        limit_s: seconds that decoding may take, or None for no limit.
 
     Returns:
-        (H, W, 3).
+        (H, W, 3) uint8 RGB.
 
     Raises:
-        ImageFault: with the status that names the reason, also where the child crashes (10) or is
-            over the limit (9).
-        MemoryError: the child was killed, as a machine does that has no memory left.
-        RunError: no child can be started here.
+        ImageFault: the image cannot be decoded; its status names the reason, also if the child
+            crashes (CRASHES_DECODER) or exceeds the limit (TIMEOUT).
+        MemoryError: the child was killed, as the kernel does when memory is exhausted.
+        RunError: no child can be started.
     """
     request = {"policy": asdict(policy), "at_least": at_least, "limit_s": limit_s}
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # -P keeps the user's folder off the child's path: a types.py there would be imported.
+    # -P keeps the current folder off the child's path: a types.py there would replace the standard
+    # module.
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "featx.images.subprocess_decode"],
         env={**os.environ, "PYTHONPATH": path},
@@ -62,7 +66,7 @@ def decode_in_subprocess(
     ) as child:
         assert child.stdout is not None
         try:
-            child.stdout.read(len(_READY))  # the limit is the decoder's, not that of imports
+            child.stdout.read(len(_READY))  # the limit does not include the imports
             given = json.dumps(request).encode() + b"\n" + data
             answer, printed = child.communicate(given, timeout=limit_s)
         except subprocess.TimeoutExpired as error:
@@ -87,6 +91,11 @@ def decode_in_subprocess(
 
 
 def _pixels_of(answer: bytes) -> npt.NDArray[np.uint8]:
+    """The pixels in the answer of a child.
+
+    Raises:
+        ImageFault: the answer is a fault.
+    """
     line, _, pixels = answer.partition(b"\n")
     found = json.loads(line)
     if "status" in found:
@@ -95,12 +104,13 @@ def _pixels_of(answer: bytes) -> npt.NDArray[np.uint8]:
 
 
 def _policy_of(values: Mapping[str, Any]) -> ImagePolicy:
+    """The policy of a request, whose JSON has a list for the background."""
     red, green, blue = values["background"]
     return ImagePolicy(**{**values, "background": (red, green, blue)})
 
 
 def _answer(request: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
-    """What becomes of an image: its shape and pixels, or its fault."""
+    """The answer to a request: a header with a shape or a fault, and the bytes of the pixels."""
     try:
         pixels = decode_pixels(data, _policy_of(request["policy"]), request["at_least"])
     except ImageFault as fault:
@@ -109,16 +119,17 @@ def _answer(request: Mapping[str, Any], data: bytes) -> tuple[dict[str, Any], by
 
 
 def main() -> None:
-    """The child: one request, one answer."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # for the run, which ends its children
+    """Answer one request; the entry point of the child."""
+    # Ctrl-C reaches the whole process group. The run decides when its children end.
+    for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    Image.init()  # the plug-ins, which Pillow would import with the first image
+    Image.init()  # Pillow would import its plug-ins with the first image
     answers = sys.stdout.buffer
     answers.write(_READY)
     answers.flush()
     request = json.loads(sys.stdin.buffer.readline())
     if (limit_s := request["limit_s"]) is not None:
-        signal.setitimer(signal.ITIMER_REAL, limit_s + _SPARE_S)  # SIGALRM ends it
+        signal.setitimer(signal.ITIMER_REAL, limit_s + _SPARE_S)  # SIGALRM ends the process
     found, pixels = _answer(request, sys.stdin.buffer.read())
     answers.write(json.dumps(found).encode() + b"\n" + pixels)
     answers.flush()

@@ -1,4 +1,4 @@
-"""Writes that are complete or an error: repeated where a disk is busy, and explained."""
+"""Retries of failed writes, and the error that explains a write that keeps failing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ from featx.errors import ObjectStoreError, StorageError
 T = TypeVar("T")
 
 RETRY_WAITS_S = (0.2, 1.0, 3.0)
-"""A disk that is full or does not answer is asked again after these, before the run stops."""
+"""Seconds to wait before each retry of a write on a full or failing disk, until the run stops."""
 
 _PASSING = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EAGAIN, errno.ETIMEDOUT}
+"""Errors that may pass: a full disk or quota, I/O errors, and lost connections of network disks."""
 
 
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
-    """pwrite until all is written: a short write is no error, but it is not the end either."""
+    """Write all data at an offset, by as many pwrite calls as needed.
+
+    Raises:
+        OSError: The disk is full or fails.
+    """
     view = memoryview(data)
     written = 0
     while written < len(view):
@@ -31,7 +36,18 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
 
 
 def patiently(path: Path, write: Callable[[], T]) -> T:
-    """What `write` returns; what may pass, a full disk for one, is waited for a little."""
+    """Call `write`; retry it after each of RETRY_WAITS_S if it fails with an error that may pass.
+
+    Args:
+        path: Path that is written, for the message.
+        write: Performs the write; must be safe to repeat.
+
+    Returns:
+        Result of `write`.
+
+    Raises:
+        StorageError: The write still fails, or fails for good.
+    """
     for wait_s in (*RETRY_WAITS_S, None):
         try:
             return write()
@@ -43,6 +59,7 @@ def patiently(path: Path, write: Callable[[], T]) -> T:
 
 
 def failed(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
+    """Error for a write that failed, with advice that fits its errno."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Make room and give the same command again"
     elif isinstance(error, ObjectStoreError):

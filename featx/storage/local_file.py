@@ -1,8 +1,8 @@
-"""The bytes of a file that HDF5 has open: mapped where that is safe, else read by system calls.
+"""Direct access to the bytes of a file that HDF5 has open, by memory map or system calls.
 
-A memory map has one weakness: where a page cannot be read (the disk fails, or the file is cut off
-in the very moment of the read), the process gets SIGBUS. So files on network file systems are never
-mapped, and readers look at the file's size before every read.
+A memory map has one weakness: if a page cannot be read (the disk fails, or the file is truncated
+at that moment), the process is killed by SIGBUS. So files on network file systems are never
+mapped, and readers check the size of the file before every read.
 """
 
 from __future__ import annotations
@@ -23,17 +23,28 @@ Bytes = npt.NDArray[np.uint8]
 _LOCAL_FILE_SYSTEMS = frozenset(
     ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay")
 )
+"""Types of file systems, as in /proc/self/mountinfo, whose files may be mapped."""
 
 
 class RawFile:
-    """A second descriptor of a file that HDF5 has open, and its memory map.
+    """Second descriptor of a file that HDF5 has open, and its memory map.
 
-    Both are closed when the last reader has let go of the object: a descriptor closed under a
-    reader's hands could have become another file's.
+    Both are closed when the last reader drops the object: a descriptor that is closed earlier could
+    be reused for another file while a reader still uses its number.
+
+    Args:
+        descriptor: File descriptor that HDF5 uses.
+        may_map: Whether the file may be mapped, if its file system is local.
+
+    Attributes:
+        size: Size of the file in bytes when it was opened.
+        mapped: (size,) uint8 view of the mapped file, or None if it is not mapped.
+        address: Address of the first mapped byte, or 0.
     """
 
     def __init__(self, descriptor: int, may_map: bool) -> None:
-        self._descriptor = os.dup(descriptor)  # the very same file, whatever its name is by now
+        # The same file, even if its name belongs to another one by now.
+        self._descriptor = os.dup(descriptor)
         status = os.fstat(self._descriptor)
         self.size = status.st_size
         self.mapped: Bytes | None = None
@@ -43,33 +54,44 @@ class RawFile:
         self.address = 0 if self.mapped is None else self.mapped.ctypes.data
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        # At the end of a script the module's names may be gone before the file is.
+        # `os` may already be gone at the end of the interpreter, so the function is an argument.
         if hasattr(self, "_descriptor"):
             close(self._descriptor)
 
     def size_now(self) -> int:
+        """Current size of the file in bytes."""
         return os.fstat(self._descriptor).st_size
 
     def items(self, width: int) -> npt.NDArray[np.void]:
-        """The mapped file as items of `width` bytes, item i beginning at byte i: they overlap."""
+        """View of the mapped file as overlapping items of `width` bytes; item i starts at byte
+        i.
+        """
         assert self.mapped is not None
         shape = (max(0, self.size - width + 1),)
         return np.ndarray(shape, f"V{width}", self.mapped.data, strides=(1,))
 
     def read_into(self, target: Bytes, at: int, label: str) -> None:
-        """Fill `target` with the bytes from `at` on."""
+        """Fill `target` with the bytes that start at `at`.
+
+        Args:
+            target: (n,) uint8 array.
+            at: Address of the first byte.
+            label: Name of what is read, for messages.
+        """
         if self.mapped is None:
             self.pread_into(target, at, label)
             return
         target[:] = self.mapped[at : at + len(target)]
 
     def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
-        """Fill each target with the bytes from its place on."""
+        """Fill several targets, each with the bytes that start at its address."""
         for target, at in pieces:
             self.read_into(target, at, label)
 
     def pread_into(self, target: Bytes, at: int, label: str) -> None:
-        """The same by system calls, which fail with an error where the disk does."""
+        """Fill `target` by system calls, which raise an error where a memory map would raise
+        SIGBUS.
+        """
         done = 0
         while done < len(target):
             count = os.preadv(self._descriptor, [target[done:].data], at + done)
@@ -80,7 +102,7 @@ class RawFile:
 
 @functools.cache
 def _is_local(device: int) -> bool:
-    """Whether a device number belongs to a file system of this machine, as far as is known."""
+    """Whether a device number belongs to a known local file system; False if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
     except OSError:

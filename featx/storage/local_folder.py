@@ -1,8 +1,9 @@
-"""Every system call by which a store changes, in the one right order.
+"""Atomic writes to the folder of a store on a local or network disk.
 
-A file appears under its final name only when it is whole and on the disk: written under a
-temporary name, synced, linked, and the folder synced. After `AtomicFolder.publish` returns, the
-file survives a crash of the process and of the machine, if fsync does what it promises.
+Every system call that changes a store is in this module. A file appears under its final name only
+when it is complete and on disk: it is written under a temporary name, synced, linked, and then its
+folder is synced. After `AtomicFolder.publish` returns, the file survives a crash of the process
+and of the machine, as far as fsync keeps its promise.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ from featx.storage.durability import failed, patiently, write_all
 from featx.storage.reserved_file import ReservedFile
 
 TEMPORARY = ".tmp-"
+"""Prefix of the names of temporary files and folders."""
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
+"""Errors of os.link on file systems without hard links, or with a limit on their number."""
 
 
 class AtomicFolder:
-    """The folder of one store and all that is ever written to it.
+    """Folder of one store; performs every write to it.
+
+    Args:
+        root: Folder of the store.
 
     Attributes:
-        has_locks: whether one writer keeps all others out.
+        root: Folder of the store.
+        has_locks: Whether `locked` keeps all other writers out.
     """
 
     has_locks = True
@@ -42,10 +49,14 @@ class AtomicFolder:
         self.root = root
 
     def make_folder(self, path: Path) -> None:
-        """Create a folder and its parents, each made durable before the next one is made.
+        """Create a folder and its parents; each is synced before the next one is created.
 
-        Where the folder is there already, a process that was killed may have made it, or have put
-        files into it: they were not durable for that, and are now.
+        If the folder exists, a process that was killed may have created it or put files into it
+        without syncing them, so it is synced here.
+
+        Raises:
+            StoreError: A folder cannot be created.
+            RunError: The disk is full or fails.
         """
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         there = new[-1].parent if new else path
@@ -57,21 +68,29 @@ class AtomicFolder:
                     f"cannot create the folder {folder}: {error.strerror}. Choose another out=DIR."
                 ) from error
             try:
+                # A killed process may have created the lowest folder that exists without syncing
+                # its parent; without that, everything below could be lost with it in a power
+                # failure.
                 if folder.parent in (there, there.parent):
-                    with contextlib.suppress(PermissionError):  # not ours, so it is an old one
+                    # A folder that we may not open belongs to others, so no run of ours created it.
+                    with contextlib.suppress(PermissionError):
                         self.sync_folder(there.parent)
                 self.sync_folder(folder.parent if new else folder)
             except OSError as error:
                 raise failed(folder, error) from error
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
-        """Create `path` with `data`, whole or not at all.
+        """Create a file, complete or not at all.
+
+        Args:
+            path: Final name; its folder exists.
+            data: Content.
 
         Returns:
-            False when the name was taken already; the file that is there is kept.
+            Whether the file was created. If not, the name was taken, and the existing file is kept.
 
         Raises:
-            RunError: the disk is full or fails; nothing is left behind.
+            RunError: The disk is full or fails; nothing is left behind.
         """
 
         def publish() -> bool:
@@ -84,7 +103,11 @@ class AtomicFolder:
         return patiently(path, publish)
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
-        """Put `data` in place of what `path` holds, whole or not at all."""
+        """Replace the content of a file, completely or not at all.
+
+        Raises:
+            RunError: The disk is full or fails; the old content is still there.
+        """
 
         def replace() -> None:
             with self._temporary(path) as temporary:
@@ -95,12 +118,16 @@ class AtomicFolder:
         patiently(path, replace)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Put `data` in place of `before`, which under the lock is what `path` holds."""
+        """Replace `before` by `data`; the lock guarantees that `path` still holds `before`.
+
+        Returns:
+            Always True.
+        """
         self.replace(path, data)
         return True
 
     def append(self, path: Path, text: str) -> None:
-        """Add text to a file that can be made anew from the store; not synced."""
+        """Append text to a file that can be rebuilt from the store, so it is not synced."""
         try:
             with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 file.write(text)
@@ -108,8 +135,9 @@ class AtomicFolder:
             raise failed(path, error) from error
 
     def write_best_effort(self, path: Path, text: str) -> None:
-        """Put text in place of what `path` holds, for people who look; not synced, and no harm
-        where it cannot be done."""
+        """Replace the content of a file that only informs people; not synced, errors are
+        ignored.
+        """
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
             with self._temporary(path) as temporary:
@@ -117,7 +145,7 @@ class AtomicFolder:
                 temporary.replace(path)
 
     def forget(self, path: Path) -> None:
-        """Delete what `write_best_effort` wrote, and its folder where nothing else lies in it."""
+        """Delete a file written by `write_best_effort`, and its folder if that is empty."""
         with contextlib.suppress(OSError):
             path.unlink()
         with contextlib.suppress(OSError):
@@ -125,12 +153,18 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def reserved(self, path: Path, size: int, replace: bool = False) -> Iterator[ReservedFile]:
-        """A file of at most `size` bytes, reserved first, published when the block ends well.
+        """File of limited size whose space is reserved first; published when the block succeeds.
 
         Args:
-            path: its final name.
-            size: in bytes.
-            replace: put it in place of what has the name; else what is there is kept.
+            path: Final name.
+            size: Largest size in bytes.
+            replace: Replace an existing file; otherwise an existing file is kept.
+
+        Yields:
+            file object for h5py.
+
+        Raises:
+            RunError: The disk is full or fails; nothing is left behind.
         """
         try:
             with self._temporary(path) as temporary:
@@ -140,7 +174,7 @@ class AtomicFolder:
                     try:
                         yield file
                     except Exception:
-                        file.raise_failure()  # what the disk did explains all that came after it
+                        file.raise_failure()  # a failed write is the cause of the error at hand
                         raise
                     file.finish()
                 finally:
@@ -151,16 +185,16 @@ class AtomicFolder:
                     self._link(temporary, path)
             self.sync_folder(path.parent)
         except FeatxError:
-            raise  # the block's own verdict: a StoreError is an OSError too
+            raise  # an error of the block; StoreError is an OSError too
         except OSError as error:
             raise failed(path, error) from error
 
     @contextlib.contextmanager
     def streamed(self, path: Path) -> Iterator[BinaryIO]:
-        """A file of any size, written piece by piece, in place of `path` when the block ends well.
+        """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
         Raises:
-            RunError: the disk is full or fails; what had the name is still there.
+            RunError: The disk is full or fails; the old content is still there.
         """
         try:
             self._remove_dead(path)
@@ -172,14 +206,15 @@ class AtomicFolder:
                 os.replace(temporary, path)  # noqa: PTH105 - as in `replace`
             self.sync_folder(path.parent)
         except FeatxError:
-            raise  # the block's own verdict, as in `reserved`
+            raise  # an error of the block, as in `reserved`
         except OSError as error:
             raise failed(path, error) from error
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
-        """As `replace`, of jobs that hold no lock on the folder.
+        """Replace the content of a file from a job that holds no lock on the folder.
 
-        What a killed process has left of the same file is deleted first: nobody else does it.
+        Temporary files that killed processes left for the same path are deleted first, as no later
+        run would find them.
         """
 
         def replace() -> None:
@@ -196,19 +231,20 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def filled_folder(self, path: Path) -> Iterator[Path]:
-        """A folder that others fill, under its final name when the block ends well.
+        """Folder that the block fills; it gets its final name when the block succeeds.
 
         Yields:
-            where to fill it.
+            path of the temporary folder.
 
         Raises:
-            RunError: the disk is full or fails, or the name is taken by a folder with files.
+            RunError: The disk is full or fails, or `path` is a folder with files.
         """
         temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
         try:
             try:
                 temporary.mkdir()
                 yield temporary
+                # Files before the folders that name them, and all of them before the final name.
                 for folder, _, names in os.walk(temporary, topdown=False):
                     for name in names:
                         with (Path(folder) / name).open("rb") as file:
@@ -224,23 +260,30 @@ class AtomicFolder:
             raise failed(path, error) from error
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Move a file that cannot be trusted out of the way; it is never deleted.
+        """Move a file into quarantine; it is never deleted.
 
-        It has its new name, durably, before it loses the old one.
+        The new name is synced before the old name is removed, so that a crash leaves at least one.
+
+        Args:
+            path: Damaged file.
+            folder: Folder of the quarantine.
+
+        Returns:
+            New path of the file.
         """
         self.make_folder(folder)
         names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
         try:
             target = next(name for name in names if self._link(path, name))
             self.sync_folder(folder)
-            path.unlink(missing_ok=True)  # where there are no hard links, it was moved
+            path.unlink(missing_ok=True)  # without hard links, `_link` has moved the file
             self.sync_folder(path.parent)
         except OSError as error:
             raise failed(path, error) from error
         return target
 
     def remove(self, path: Path) -> None:
-        """Delete a file or a folder of the store, if it is there."""
+        """Delete a file or a folder of the store, if it exists."""
         try:
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -250,23 +293,23 @@ class AtomicFolder:
             raise failed(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the names in a folder durable."""
+        """Sync the entries of a folder, so that new names in it survive a power failure."""
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         except OSError as error:
-            # Some network file systems do not sync folders; there the name is as safe as it gets.
+            # Some network file systems cannot sync folders; nothing more can be done there.
             if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                 raise
         finally:
             os.close(descriptor)
 
     def locked(self, path: Path) -> contextlib.AbstractContextManager[int]:
-        """Hold the store for writing as long as the block runs, as `exclusive_lock` does."""
+        """Hold the exclusive lock of the store within the block; see `exclusive_lock`."""
         return exclusive_lock(path)
 
     def free_bytes(self) -> int:
-        """Room left for us on the store's disk, in bytes."""
+        """Free space on the disk of the store, in bytes, that this user may fill."""
         folder = self.root
         while not folder.exists():
             folder = folder.parent
@@ -274,6 +317,9 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def _temporary(self, path: Path) -> Iterator[Path]:
+        """Name for a temporary file beside `path`; the file is deleted at the end if it still
+        exists.
+        """
         temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
         try:
             yield temporary
@@ -281,13 +327,14 @@ class AtomicFolder:
             temporary.unlink(missing_ok=True)
 
     def _remove_dead(self, path: Path) -> None:
-        """Delete the temporary files of a path whose writers are dead: they hold no lock."""
+        """Delete temporary files for a path whose writers are dead, and so hold no lock on them."""
         for leftover in path.parent.glob(f"{TEMPORARY}{glob.escape(path.name)}.*"):
             with contextlib.suppress(OSError), leftover.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 leftover.unlink()
 
     def _write_synced(self, path: Path, data: bytes | memoryview) -> None:
+        """Write a new file and sync its content."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             write_all(descriptor, data, 0)
@@ -296,6 +343,10 @@ class AtomicFolder:
             os.close(descriptor)
 
     def _link(self, temporary: Path, path: Path) -> bool:
+        """Give a synced temporary file its final name; False if the name is taken.
+
+        A hard link fails if the name exists, whereas a rename would replace the file silently.
+        """
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -303,7 +354,7 @@ class AtomicFolder:
         except OSError as error:
             if error.errno not in _NO_HARD_LINKS:
                 raise
-            # Without hard links a rename could replace a file; the store's lock keeps others out.
+            # Between this check and the rename, only the lock of the store keeps other writers out.
             if path.exists():
                 return False
             temporary.rename(path)
@@ -311,10 +362,10 @@ class AtomicFolder:
 
 
 def _lock_as_alive(file: BinaryIO) -> None:
-    """Show that the writer of a temporary file is alive, until the file is closed.
+    """Lock a temporary file until it is closed, to show that its writer is alive.
 
-    The kernel takes the lock away from a process that is killed. Where a file system has no locks,
-    nobody gets one, and so nobody deletes the file.
+    The kernel releases the lock of a killed process. On a file system without locks nobody gets
+    one, and so nobody deletes the file.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -322,14 +373,17 @@ def _lock_as_alive(file: BinaryIO) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[int]:
-    """Hold the store for writing as long as the block runs.
+    """Hold an exclusive lock on the store within the block.
+
+    Args:
+        path: Lock file.
 
     Yields:
-        the descriptor that holds the lock; a process that inherits it holds it as well.
+        file descriptor that holds the lock; processes that inherit it hold the lock as well.
 
     Raises:
-        StoreLockedError: somebody else holds it; the message says who.
-        StoreError: the folder cannot be written to, or its file system has no locks.
+        StoreLockedError: Another process holds the lock; the message names it.
+        StoreError: The folder is not writable, or its file system has no locks.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -339,6 +393,8 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         ) from error
     try:
         try:
+            # flock belongs to the open file, not to the process: a worker that inherits the
+            # descriptor holds the lock too, also after its driver was killed.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             holder = os.read(descriptor, 4096).decode(errors="replace").strip()
@@ -360,26 +416,26 @@ def exclusive_lock(path: Path) -> Iterator[int]:
         )
         _note_holder(descriptor, holder_text)
         try:
-            # What a killed holder gave its name may not be durable yet, and is built upon from now.
+            # Names that a killed holder created may not be synced yet, and this run relies on them.
             AtomicFolder(path.parent).sync_folder(path.parent)
         except OSError as error:
             raise failed(path.parent, error) from error
         yield descriptor
         _note_holder(descriptor, "")
     finally:
-        with contextlib.suppress(OSError):  # nothing of the store is written through it
+        with contextlib.suppress(OSError):  # no data of the store was written through it
             os.close(descriptor)
 
 
 def _note_holder(descriptor: int, text: str) -> None:
-    """Say in the lock file who holds it: for people only, so a full disk does not matter here."""
+    """Write into the lock file who holds it; only for people, so errors are ignored."""
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
 
 
 def reads_back_differently(path: Path | str, dataset: str) -> RunError:
-    """The error for a file in memory that does not hold what was put into it."""
+    """Error for an HDF5 file in memory whose content differs from what was written to it."""
     return RunError(
         f"{path} was not written: /{dataset} reads back differently, still in memory. That is a "
         "fault of this machine's memory or of a library (h5py, hdf5plugin). Nothing committed is "

@@ -1,4 +1,4 @@
-"""A file whose bytes are written at their places before it gets its name."""
+"""File object for h5py over disk space that is reserved before the first write."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from featx.storage.durability import write_all
 
 
 class ReservedFile(io.RawIOBase):
-    """A file object for h5py over space that is already reserved, so no write can run out of it.
+    """File object for h5py over reserved space, so that writes cannot run out of it.
 
-    HDF5 sees the logical size; the file on disk is as long as what was reserved until `finish`.
-    Nor does it see a write that fails, for it crashes on that when it closes the file: the first
-    such error is kept, no more is written, and `finish` raises it.
+    HDF5 sees the logical size, while the file on disk keeps the reserved size until `finish`. HDF5
+    never sees a failed write, since it crashes on that when it closes the file: the first error is
+    kept, further writes are dropped, and `finish` raises it.
+
+    Args:
+        descriptor: File descriptor of an empty file, open for reading and writing.
+        size: Bytes to reserve.
+
+    Raises:
+        OSError: The disk has less free space.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -25,7 +32,7 @@ class ReservedFile(io.RawIOBase):
         self._size = 0
         self._position = 0
         self._failure: OSError | None = None
-        if hasattr(os, "posix_fallocate"):  # macOS has none; a full disk then shows on writing
+        if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk shows on writing
             os.posix_fallocate(descriptor, 0, max(1, size))
 
     def readable(self) -> bool:
@@ -54,7 +61,7 @@ class ReservedFile(io.RawIOBase):
         return len(data)
 
     def pread(self, size: int, address: int) -> bytes:
-        """The bytes from an address on."""
+        """Read bytes at an address without moving the position."""
         return os.pread(self._descriptor, size, address)
 
     def write(self, data: Any) -> int:
@@ -77,15 +84,15 @@ class ReservedFile(io.RawIOBase):
         return self._size
 
     def raise_failure(self) -> None:
-        """Raise the error of the first write that failed, if there was one."""
-        # Not kept: its traceback leads to HDF5's hold on this object, a cycle that Python cannot
-        # see, and h5py crashes at exit on what is left of one.
+        """Raise the error of the first failed write, if any."""
+        # The reference is dropped here: the traceback leads to HDF5's hold on this object, a cycle
+        # that the garbage collector cannot see, and h5py crashes at exit on what is left of one.
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def finish(self) -> None:
-        """Give back what was not used and make the contents durable."""
+        """Release unused space and sync the content."""
         self.raise_failure()
         os.ftruncate(self._descriptor, self._size)
         os.fsync(self._descriptor)

@@ -1,11 +1,11 @@
-"""Requests to an object store that speaks S3: each one done, or an error that says why not.
+"""Requests to an object store that speaks S3.
 
-Every request goes through `request`. Credentials, region and endpoint come from where AWS' tools
-look for them (AWS_* in the environment, ~/.aws, the machine's role); featx asks for none, keeps
-none, and prints none.
+All requests go through `request`, which succeeds or raises an OSError with an errno. Credentials,
+region and endpoint come from where AWS tools look for them (AWS_* in the environment, ~/.aws, the
+role of the machine); featx does not ask for, keep or print credentials.
 
-A server that does not answer is an error at once for those who only read, and before a run has
-begun. A run waits for it: see `patience`.
+If the server does not answer, readers and starting runs get an error at once; a run in progress
+waits, see `patience`.
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ from typing import Any
 from featx.errors import MissingExtraError, ObjectStoreError
 
 CONNECTIONS = 16
-"""Requests of one process that are under way at once."""
+"""Number of concurrent requests of one process."""
 
 ATTEMPTS = 4
-"""How often a request is made that gets no answer, or one that asks for patience, before that is
-an outage."""
+"""Number of attempts of a request without an answer, or with one that asks to retry, until the
+server
+counts as unavailable.
+"""
 
 PATIENCE_S = 600.0
-"""How long a run waits for a server that does not answer, or answers that it cannot now."""
+"""Seconds that a run waits for a server that does not answer or is overloaded."""
 
 _LONGEST_PAUSE_S = 20.0
+"""Longest pause in seconds between two attempts during an outage."""
 _SLICE_S = 0.5
-"""Waiting threads look this often whether the run was told to stop."""
+"""Interval in seconds at which waiting threads check whether the run was told to stop."""
 
 _QUIET_S = 60.0
-"""A server that comes and goes is reported no more often than this."""
+"""Least seconds between two reports of an outage."""
 
+# Error codes of S3 by what they mean for the caller. HEAD requests have no body, so botocore
+# reports their HTTP status instead of a code.
 _MISSING = ("NoSuchKey", "404", "NotFound")
 _TAKEN = ("PreconditionFailed", "412")
 _WAIT = ("ConditionalRequestConflict", "OperationAborted", "SlowDown", "409", "503")
@@ -56,21 +61,21 @@ logger = logging.getLogger(__name__)
 
 
 class TakenError(OSError):
-    """A request whose condition does not hold: the name is taken, or holds something else now."""
+    """The condition of a request does not hold: the name is taken, or the content has changed."""
 
 
 class EmptyError(OSError):
-    """A part was asked for of an object that ends before it begins."""
+    """The requested range starts behind the end of the object."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An object as it is at one moment.
+    """Metadata of an object at one moment.
 
     Attributes:
-        size: in bytes.
-        etag: changes with its content.
-        modified: when it was written, in seconds since 1970, by the server's clock.
+        size: Size in bytes.
+        etag: Entity tag; changes with the content.
+        modified: Time of the last write in seconds since 1970, by the clock of the server.
     """
 
     size: int
@@ -79,10 +84,10 @@ class Entry:
 
 
 class _Outage:
-    """Whether the server answers this process now; shared by all of its threads.
+    """Whether the server answers this process now; shared by all threads.
 
     Attributes:
-        limit_s: seconds that a request waits for it; 0 outside of `patience`.
+        limit_s: Seconds that a request waits for the server; 0 outside of `patience`.
     """
 
     def __init__(self) -> None:
@@ -93,15 +98,15 @@ class _Outage:
         self._is_reported = self._stopped = False
 
     def start(self, limit_s: float) -> None:
-        """Requests wait so long from now on."""
+        """Set how many seconds requests wait from now on."""
         self.limit_s, self._stopped = limit_s, False
 
     def stop(self) -> None:
-        """End every wait. A signal handler may call it, so it takes no lock."""
+        """End every wait; takes no lock, so a signal handler may call it."""
         self._stopped = True
 
     def answered(self) -> None:
-        """A request got an answer."""
+        """Record that a request got an answer; report the end of a reported outage."""
         if self._began is None:
             return
         with self._lock:
@@ -111,15 +116,15 @@ class _Outage:
             logger.warning("the object store answers again after %.0f s", time.monotonic() - began)
 
     def wait(self, error: ObjectStoreError, since: float, pause_s: float) -> bool:
-        """Pause before a request is made again.
+        """Pause before a request is repeated.
 
         Args:
-            error: what it failed with.
-            since: when it first failed, by time.monotonic.
-            pause_s: how long to pause at most.
+            error: Error of the last attempt.
+            since: Time of the first failure of this request, by time.monotonic.
+            pause_s: Longest pause in seconds.
 
         Returns:
-            False where the limit is over, or the run was told to stop.
+            False if the time limit is over or the run was told to stop, otherwise True.
         """
         now = time.monotonic()
         with self._lock:
@@ -152,13 +157,13 @@ _waits = contextvars.ContextVar("waits", default=True)
 
 @contextlib.contextmanager
 def patience(limit_s: float | None = None) -> Iterator[None]:
-    """Have the requests of this process wait for a server that does not answer.
+    """Make the requests of this process wait for a server that does not answer.
 
-    For the time of a run, whose work would be lost otherwise. One line on the log says that it
-    waits, and one that the server answers again.
+    A run uses this, since an error would cost its work. The log gets one line when it starts to
+    wait, and one when the server answers again.
 
     Args:
-        limit_s: seconds from the first request that failed; None means PATIENCE_S.
+        limit_s: Seconds from the first failed request; None for PATIENCE_S.
     """
     before = _outage.limit_s
     _outage.start(PATIENCE_S if limit_s is None else limit_s)
@@ -170,7 +175,7 @@ def patience(limit_s: float | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_patience() -> Iterator[None]:
-    """Have the requests of this thread fail at once: what they write is of no use later."""
+    """Make the requests of this thread fail at once, for writes that are useless later."""
     token = _waits.set(False)
     try:
         yield
@@ -179,21 +184,28 @@ def without_patience() -> Iterator[None]:
 
 
 def stop_waiting() -> None:
-    """Have all requests that wait for the server fail now; a signal handler may call it."""
+    """Make all waiting requests fail now; a signal handler may call this."""
     _outage.stop()
 
 
 def request(operation: str, **parameters: Any) -> dict[str, Any]:
-    """Make one request; what it gives back as `Body` is read to its end.
+    """Perform one request.
+
+    Args:
+        operation: Name of a method of botocore's S3 client, such as 'get_object'.
+        parameters: Its arguments; `Bucket` is required.
+
+    Returns:
+        The answer; its `Body` is read completely, as bytes.
 
     Raises:
-        FileNotFoundError: there is no such object.
-        TakenError: its condition does not hold.
-        EmptyError: it has no such range.
-        ObjectStoreError: the server refuses it, has no such bucket, or does not answer, within
-            `patience` for as long as that says.
+        FileNotFoundError: The object does not exist.
+        TakenError: The condition of the request does not hold.
+        EmptyError: The range starts behind the end of the object.
+        ObjectStoreError: The server refuses the request, has no such bucket, or does not answer;
+            within `patience` only after the time limit.
     """
-    own = client(os.getpid())  # which says what to install
+    own = client(os.getpid())  # raises an error with the name of a missing extra
     url = f"s3://{parameters['Bucket']}/{parameters.get('Key', parameters.get('Prefix', ''))}"
     since: float | None = None
     pause_s = 1.0
@@ -205,7 +217,7 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
                 _outage.answered()
                 raise
             since = time.monotonic() if since is None else since
-            # Workers of a cluster meet the same outage, and should not come back in one moment.
+            # The jitter keeps the workers of a cluster from repeating their requests all at once.
             pause = pause_s * random.uniform(0.5, 1.0)
             if not (_outage.limit_s and _waits.get() and _outage.wait(error, since, pause)):
                 raise
@@ -219,10 +231,10 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
 
 
 def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> dict[str, Any]:
-    """The answer to a request that is made ATTEMPTS times.
+    """Perform a request with up to ATTEMPTS attempts.
 
     Raises:
-        OSError: as `request`; with errno EAGAIN where the server may answer later.
+        OSError: As `request`; errno is EAGAIN if the server may answer later.
     """
     from botocore.exceptions import (
         BotoCoreError,
@@ -240,14 +252,14 @@ def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> di
                 if "Body" in answer:
                     answer["Body"] = answer["Body"].read()
             except (HTTPClientError, IncompleteReadError, OSError):
-                # botocore makes requests again by itself, but none whose answer breaks off.
+                # botocore repeats failed requests, but not those whose answer breaks off.
                 if attempt < ATTEMPTS:
                     continue
                 raise
             return answer
         except ClientError as error:
             meaning = _meaning(error.response, url)
-            # botocore has made those again that failed with 500 or more.
+            # botocore has already repeated requests that failed with status 500 or more.
             asks = error.response.get("Error", {}).get("Code") in _WAIT
             if asks and attempt < ATTEMPTS:
                 time.sleep(0.1 * 2**attempt)
@@ -264,7 +276,7 @@ def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> di
 
 
 def _meaning(response: dict[str, Any], url: str) -> OSError:
-    """The OSError that stands for what a server answered."""
+    """OSError for an error response of the server."""
     found = response.get("Error", {})
     code = str(found.get("Code", ""))
     status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
@@ -286,7 +298,11 @@ def _meaning(response: dict[str, Any], url: str) -> OSError:
 
 @functools.lru_cache(maxsize=1)
 def client(process: int) -> Any:
-    """botocore's client of this process; connections do not survive a fork.
+    """S3 client of botocore for a process; the process id keeps forked children from sharing
+    sockets.
+
+    Args:
+        process: Id of the current process.
 
     Raises:
         MissingExtraError: botocore is not installed.
@@ -309,20 +325,27 @@ def client(process: int) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def threads(process: int) -> ThreadPoolExecutor:
-    """The threads of this process that wait for answers."""
+    """Thread pool for concurrent requests of a process; threads do not survive a fork.
+
+    Args:
+        process: Id of the current process.
+    """
     return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="featx-s3")
 
 
 def read(bucket: str, key: str, span: tuple[int, int] | None = None, etag: str | None = None) -> (
     tuple[bytes, Entry]
 ):  # fmt: skip
-    """The bytes of an object, or those of [start, stop) as far as it goes, and what it is.
+    """Read an object, or the bytes [start, stop) of it as far as they exist.
 
     Args:
-        bucket: its name.
-        key: of the object.
-        span: start and stop, which is more than start.
-        etag: the object must still have; None takes it as it is.
+        bucket: Name of the bucket.
+        key: Key of the object.
+        span: start and stop with start < stop; None for the whole object.
+        etag: Entity tag that the object must still have; None accepts any.
+
+    Returns:
+        The bytes, and the metadata of the whole object.
     """
     conditions = {} if etag is None else {"IfMatch": etag}
     if span is not None:
@@ -336,29 +359,29 @@ def read(bucket: str, key: str, span: tuple[int, int] | None = None, etag: str |
 
 
 def look(bucket: str, key: str) -> Entry:
-    """What an object is."""
+    """Metadata of an object."""
     return _entry(request("head_object", Bucket=bucket, Key=key), "ContentLength")
 
 
 def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> None:
-    """Put an object in place, whole or not at all; it is durable then.
+    """Create or replace an object, completely or not at all; it is committed when this returns.
 
     Args:
-        bucket: its name.
-        key: of the object.
-        data: at most 5 GiB.
-        condition: IfNoneMatch="*", where there must be none yet, or IfMatch=etag.
+        bucket: Name of the bucket.
+        key: Key of the object.
+        data: Content, at most 5 GiB.
+        condition: IfNoneMatch="*" if the object must not exist yet, or IfMatch=etag.
     """
     request("put_object", Bucket=bucket, Key=key, Body=bytes(data), **condition)
 
 
 def delete(bucket: str, key: str, **condition: str) -> None:
-    """Delete an object, if it is there.
+    """Delete an object, if it exists.
 
     Args:
-        bucket: its name.
-        key: of the object.
-        condition: IfMatch=etag.
+        bucket: Name of the bucket.
+        key: Key of the object.
+        condition: IfMatch=etag deletes only an object with this entity tag.
     """
     try:
         request("delete_object", Bucket=bucket, Key=key, **condition)
@@ -367,13 +390,22 @@ def delete(bucket: str, key: str, **condition: str) -> None:
 
 
 def copy(bucket: str, key: str, target: str, etag: str) -> None:
-    """Copy an object within its bucket, as long as it has this etag."""
+    """Copy an object to the key `target` of its bucket, provided that it has this entity tag."""
     source = {"Bucket": bucket, "Key": key}
     request("copy_object", Bucket=bucket, Key=target, CopySource=source, CopySourceIfMatch=etag)
 
 
 def names(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[str, Entry]]:
-    """The keys that begin with `prefix` in bytewise order, at most so many, and what they are."""
+    """List the keys that begin with a prefix, in bytewise order.
+
+    Args:
+        bucket: Name of the bucket.
+        prefix: First characters of the keys.
+        most: Largest number of keys; None for all.
+
+    Yields:
+        key and metadata of each object.
+    """
     parameters: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix}
     if most is not None:
         parameters["MaxKeys"] = most
@@ -387,4 +419,5 @@ def names(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[s
 
 
 def _entry(found: dict[str, Any], size: str) -> Entry:
+    """Metadata from an answer; `size` names its entry with the size."""
     return Entry(int(found[size]), str(found["ETag"]), found["LastModified"].timestamp())

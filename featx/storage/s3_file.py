@@ -1,8 +1,8 @@
-"""One object of an object store, read by ranges: as a file for HDF5, and past it.
+"""Read access to one object by ranges, as a file object for HDF5 and directly for rows.
 
-HDF5 wants a few bytes here and there, so whole blocks are fetched and the last ones kept. Rows are
-read past HDF5, as on a disk: all ranges of a read are under way at once, and those that lie close
-together are one.
+HDF5 reads a few bytes at many places, so whole blocks are fetched and the last ones are cached.
+Rows are read without HDF5, as on a disk: all ranges of a read are requested concurrently, and
+ranges close to each other are merged.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from featx.storage.s3_path import S3Path
 Bytes = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = 64 << 10
-"""What HDF5 asks for is fetched in blocks of this size."""
+"""Size of the blocks that are fetched for reads of HDF5."""
 
 _KEPT_BLOCKS = 32
+"""Number of blocks that are cached per file."""
 _GAP_BYTES = 64 << 10
-"""Ranges with no more than this between them are one: a request takes as long as 2 MB of it."""
+"""Largest gap between two ranges that are merged: the latency of a request is worth about 2 MB."""
 
 _RANGE_BYTES = 8 << 20
-"""Longer ranges are several requests, side by side."""
+"""Ranges longer than this are split into concurrent requests."""
 
 _FILES_AHEAD = 2 * s3_client.CONNECTIONS
-"""So many files are fetched ahead of the one that is looked at, at most 2 MiB of each."""
+"""Number of files to prefetch beyond the current one; each takes at most 2 MiB."""
 
 
 class S3File(io.RawIOBase):
-    """An object as it was when it was opened; one that was replaced since is refused.
+    """Object as it was when it was opened; reads fail if it has been replaced since.
 
     Args:
-        path: of the object.
-        ahead: blocks that are fetched now, beside the first one, where the object has them.
+        path: Path of the object.
+        ahead: Numbers of blocks to fetch now, besides the first one, as far as the object has them.
 
     Attributes:
-        size: in bytes.
-        mapped: nothing, as of a RawFile that is not mapped.
-        error: why the last read failed, which HDF5 may forget.
-        used: blocks that were asked for.
+        size: Size in bytes.
+        mapped: Always None, as for a RawFile that is not mapped.
+        error: Error of the last failed read, which HDF5 may replace by its own.
+        used: Numbers of the blocks that were read.
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read now.
+        FileNotFoundError: The object does not exist.
+        OSError: The object cannot be read now.
     """
 
     mapped: Bytes | None = None
@@ -104,11 +105,12 @@ class S3File(io.RawIOBase):
         return len(data)
 
     def pread(self, size: int, address: int) -> bytes:
-        """The bytes from an address on, as far as the object goes."""
+        """Read bytes at an address, as far as the object goes."""
         stop = min(address + size, self.size)
         if address >= stop:
             return b""
         first, last = address // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES
+        # A long read bypasses the cache, as it would push most other blocks out.
         if last - first >= _KEPT_BLOCKS // 2:
             whole = np.empty(stop - address, np.uint8)
             self.read_into(whole, address, str(self._path))
@@ -127,7 +129,7 @@ class S3File(io.RawIOBase):
         return found[begin : begin + stop - address]
 
     def _keep(self, first: int, last: int) -> None:
-        """Fetch these blocks, all between them too."""
+        """Fetch blocks `first` to `last` by one request and put them into the cache."""
         start = first * BLOCK_BYTES
         data = self._fetch(start, min((last + 1) * BLOCK_BYTES, self.size))
         for i in range(first, last + 1):
@@ -135,25 +137,25 @@ class S3File(io.RawIOBase):
             self._blocks[i] = data[at : at + BLOCK_BYTES]
 
     def size_now(self) -> int:
-        """Of the object that was opened: every request asks for that one."""
+        """Size of the object; it cannot change, as every request asks for the same entity tag."""
         return self.size
 
     def read_into(self, target: Bytes, at: int, label: str) -> None:
-        """Fill `target` with the bytes from `at` on."""
+        """Fill `target` with the bytes that start at `at`."""
         self.read_pieces([(target, at)], label)
 
     pread_into = read_into
 
     def read_pieces(self, pieces: Iterable[tuple[Bytes, int]], label: str) -> None:
-        """Fill each target with the bytes from its place on.
+        """Fill several targets, each with the bytes that start at its address.
 
         Args:
-            pieces: (target, first byte), in any order.
-            label: of what is read, for messages.
+            pieces: (target, address) in any order; each target is a (n,) uint8 array.
+            label: Name of what is read, for messages.
 
         Raises:
-            StoreError: the object ends before that.
-            OSError: it cannot be read now, or was replaced.
+            StoreError: The object ends before the last byte.
+            OSError: The object cannot be read now, or was replaced.
         """
         pieces = list(pieces)
         over = max((at + len(target) for target, at in pieces), default=0)
@@ -181,7 +183,7 @@ class S3File(io.RawIOBase):
                 pass
 
     def _fill(self, group: Sequence[tuple[Bytes, int]]) -> None:
-        """Targets that lie close together, by one request."""
+        """Fill targets that lie close together by one request."""
         start = group[0][1]
         stop = max(at + len(target) for target, at in group)
         data = np.frombuffer(self._fetch(start, stop), np.uint8)
@@ -189,7 +191,9 @@ class S3File(io.RawIOBase):
             target[:] = data[at - start : at - start + len(target)]
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        """The bytes [start, stop) of the object as it was when it was opened."""
+        """Fetch the bytes [start, stop) of the object with the entity tag it had when it was
+        opened.
+        """
         try:
             data, _ = s3_client.read(
                 self._path.bucket, self._path.key, (start, stop), self._entry.etag
@@ -204,13 +208,18 @@ class S3File(io.RawIOBase):
 
 
 def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None]:
-    """What opens each of some files that are laid out alike, such as the parts of a run.
+    """Prefetch files with the same layout, such as the parts of a run, in order.
 
-    h5py lets one thread into HDF5, also while that waits for bytes. So the objects that come next
-    are fetched here, side by side, each with the blocks that the one before it was asked for.
+    h5py lets only one thread at a time into HDF5, also while that thread waits for bytes. So
+    upcoming objects are fetched concurrently here, each with the blocks that the previous one
+    needed.
+
+    Args:
+        paths: Paths of the files.
 
     Yields:
-        gives the object, or raises why it cannot be opened; None for a file on a disk.
+        for each file, a function that returns the open object or raises why it cannot be opened;
+        None for files on a disk.
     """
     objects = [path for path in paths if isinstance(path, S3Path)]
     if len(objects) < len(paths):

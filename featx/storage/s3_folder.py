@@ -1,9 +1,10 @@
-"""Every request by which a store in an object store changes.
+"""Atomic writes to a store in an object store that speaks S3.
 
-A part is one object, created once: `If-None-Match: *` lets only the first of several writers have
-the name, and what the server acknowledged is durable and whole. So there is no lock, nothing to
-sync, and nothing half written: whoever is second finds the part that is there. featx.json is
-created in the same way, and changed by `If-Match`, only from what its writer has seen.
+Every request that changes a store is in this module. A part is one object that is created once:
+with `If-None-Match: *` only the first of several writers gets the name, and an acknowledged object
+is complete and durable. So there is no lock, nothing to sync and nothing half written; later
+writers find the part that exists. featx.json is created in the same way, and changed with
+`If-Match`, so a writer replaces only the content that it has read.
 """
 
 from __future__ import annotations
@@ -26,71 +27,76 @@ from featx.storage.s3_path import S3Path
 _ENDLESS = 1 << 60
 
 _NO_ETAG = '"00000000000000000000000000000000"'
-"""What no object has: it is the MD5 of nothing that anybody knows."""
+"""Entity tag that no object has, as no known content has this MD5."""
 
 
 def open_folder(root: Path) -> AtomicFolder:
-    """What writes to a store, by where it is."""
+    """Create the writer for a store: S3Folder for an S3Path, otherwise AtomicFolder."""
     return S3Folder(root) if isinstance(root, S3Path) else AtomicFolder(root)
 
 
 class S3Folder(AtomicFolder):
-    """The objects of one store and all that is ever written to them."""
+    """Prefix of one store in a bucket; performs every write to it."""
 
     has_locks = False
 
     def make_folder(self, path: Path) -> None:
-        """A folder is what names have in common: there is nothing to make."""
+        """Do nothing: a folder is only a common prefix of keys."""
 
     def publish(self, path: Path, data: bytes | memoryview) -> bool:
-        """Create an object, whole or not at all.
+        """Create an object, completely or not at all.
 
         Returns:
-            False when the name was taken already; the object that is there is kept. It may be our
-            own, where the answer to the first request was lost.
+            Whether the object was created. If not, the name was taken and the existing object is
+            kept; it may be our own if the answer to the first request was lost.
 
         Raises:
-            RunError: the server refuses it, or does not answer.
+            RunError: The server refuses the request or does not answer.
         """
         return patiently(path, lambda: _created(path, data, IfNoneMatch="*"))
 
     def replace(self, path: Path, data: bytes | memoryview) -> None:
-        """Put `data` in place of what `path` holds, whole or not at all."""
+        """Create or replace an object, completely or not at all."""
         patiently(path, lambda: _created(path, data))
 
     def replace_unlocked(self, path: Path, data: bytes) -> None:
-        """As `replace`: a request leaves no temporary files."""
+        """Same as `replace`, as requests leave no temporary files behind."""
         self.replace(path, data)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Put `data` in place of `before`; False where the object holds something else by now."""
+        """Replace `before` by `data`; return False if the object holds something else by now."""
 
         def compare_and_swap() -> bool:
             found, entry = s3_client.read(*_of(path))
-            if found == data:  # by a request whose answer was lost
+            if found == data:  # written by an earlier attempt whose answer was lost
                 return True
             return found == before and _created(path, data, IfMatch=entry.etag)
 
         return patiently(path, compare_and_swap)
 
     def append(self, path: Path, text: str) -> None:
-        """Nothing: objects do not grow, and failures.csv is written anew when the run ends."""
+        """Do nothing: objects cannot grow, and failures.csv is written completely at the end of a
+        run.
+        """
 
     def write_best_effort(self, path: Path, text: str) -> None:
-        """Put text in place of what `path` holds; no harm where it cannot be done."""
+        """Create or replace an object that only informs people; errors are ignored."""
         with s3_client.without_patience(), contextlib.suppress(OSError):
             _created(path, text.encode())
 
     def forget(self, path: Path) -> None:
-        """Delete what `write_best_effort` wrote."""
+        """Delete an object written by `write_best_effort`."""
         with s3_client.without_patience(), contextlib.suppress(OSError):
             s3_client.delete(*_of(path))
 
     def set_aside(self, path: Path, folder: Path) -> Path:
-        """Copy an object that cannot be trusted, and delete it if it is still that one.
+        """Copy a damaged object into quarantine, and delete it unless it was replaced meanwhile.
 
-        Its new name ends with what its content is known by, so that two writers who find it make
-        one copy, and none deletes what the other has put in its place.
+        The copy is named after the content. So two writers that find the same damage make one copy,
+        and neither deletes the object that the other has put in its place.
+
+        Returns:
+            Path of the copy, or `folder` if another writer moved the object first.
         """
 
         def set_aside() -> Path:
@@ -107,7 +113,7 @@ class S3Folder(AtomicFolder):
         return patiently(path, set_aside)
 
     def remove(self, path: Path) -> None:
-        """Delete an object, or all below a folder, if there are any."""
+        """Delete an object, or all objects below a folder."""
         bucket, key = _of(path)
         try:
             for name, _ in list(s3_client.names(bucket, key)):
@@ -117,28 +123,30 @@ class S3Folder(AtomicFolder):
             raise failed(path, error, "deleting") from error
 
     def sync_folder(self, folder: Path) -> None:
-        """What the server acknowledged is durable."""
+        """Do nothing: acknowledged objects are durable."""
 
     def free_bytes(self) -> int:
-        """More than anybody writes."""
+        """Size that no store reaches, as a bucket has no limit."""
         return _ENDLESS
 
     @contextlib.contextmanager
     def locked(self, path: Path) -> Iterator[int]:
-        """Nobody is kept out: what this finds out is whether the server keeps its conditions.
+        """Check that the server honours conditional writes; other writers are not kept out.
 
-        From then on the run has begun: requests wait for a server that does not answer.
+        Within the block, requests wait for a server that does not answer.
 
         Yields:
-            a descriptor for child processes to inherit, as of a lock; it holds nothing.
+            file descriptor that child processes can inherit like that of a lock; it locks nothing.
 
         Raises:
-            StoreError: the server writes though a condition does not hold, refuses to write, or is
-                not to be reached, at the start.
-            RunError: it refuses a request later, or does not answer for `s3.PATIENCE_S`.
+            StoreError: At the start, the server ignores the condition of a write, refuses to write,
+                or cannot be reached.
+            RunError: Later, the server refuses a request, or does not answer for PATIENCE_S
+                seconds.
         """
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}
         _created(path, json.dumps(holder).encode(), IfNoneMatch="*")
+        # The lock object exists now, so both conditions are false and a correct server refuses.
         for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):
             if _created(path, b"", **condition):
                 raise StoreError(
@@ -151,14 +159,14 @@ class S3Folder(AtomicFolder):
             with s3_client.patience():
                 yield descriptor
         except ObjectStoreError as error:
-            # What was there at the start is no mistake of the user's any more.
+            # The location was valid at the start, so this is a failure of the run (exit code 1).
             raise failed(error.filename, error, "a request for") from error
         finally:
             os.close(descriptor)
 
 
 def _created(path: Path, data: bytes | memoryview, **condition: str) -> bool:
-    """Write an object; False where a condition does not hold."""
+    """Write an object; return False if the condition does not hold."""
     try:
         s3_client.write(*_of(path), data, **condition)
     except TakenError:
@@ -167,6 +175,6 @@ def _created(path: Path, data: bytes | memoryview, **condition: str) -> bool:
 
 
 def _of(path: Path) -> tuple[str, str]:
-    """Bucket and key."""
+    """Bucket and key of a path."""
     assert isinstance(path, S3Path), f"{path} is no object"
     return path.bucket, path.key

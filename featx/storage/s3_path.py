@@ -1,4 +1,4 @@
-"""s3://bucket/run as a path: what reads a store asks the same of it as of a folder's path."""
+"""Paths in object stores: s3://bucket/run with the read interface of pathlib.Path."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(.*)")
 
 
 def is_url(text: str | os.PathLike[str]) -> bool:
-    """Whether a key such as out or store names a place behind a URL."""
+    """Whether an option such as `out` or `store` is a URL."""
     return _URL.match(str(text)) is not None
 
 
 def parse_path(text: str | os.PathLike[str]) -> Path:
-    """A store's place as users type it: a path on a disk, or s3://bucket/run.
+    """Parse the location of a store as users type it: a path, or s3://bucket/run.
 
     Raises:
-        ConfigError: it is a URL of another kind, or no place in a bucket.
+        ConfigError: The URL has another scheme, or names no folder of a bucket.
     """
     if isinstance(text, S3Path):
         return text
     found = _URL.match(os.fspath(text))
     if found is None:
         return Path(text).expanduser()
-    # pathlib makes one slash of two, so that is what a Path of a URL has.
+    # pathlib reduces two slashes to one, so a Path made from a URL has only one.
     scheme, rest = found[1].lower(), found[2].lstrip("/")
     if scheme != "s3":
         raise ConfigError(
@@ -54,10 +54,10 @@ def parse_path(text: str | os.PathLike[str]) -> Path:
 
 
 class S3Path(PosixPath):
-    """A key of a bucket, or all that begin with it and a slash, as a folder.
+    """Key of an object, or prefix of keys that acts as a folder.
 
-    It answers what readers ask of a path. What would change something goes through the store's
-    `S3Folder`; the system's own calls refuse it.
+    It implements what readers of a store use of pathlib. Changes go through `S3Folder`, and system
+    calls refuse the path (`__fspath__` raises).
     """
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class S3Path(PosixPath):
 
     @property
     def key(self) -> str:
-        """Of the object in its bucket."""
+        """Key of the object in its bucket."""
         return "/".join(self.parts[2:])
 
     def expanduser(self) -> S3Path:
@@ -89,11 +89,11 @@ class S3Path(PosixPath):
         return True
 
     def entry(self) -> Entry:
-        """What the object is. Raises FileNotFoundError where there is none of this name."""
+        """Metadata of the object; raises FileNotFoundError if it does not exist."""
         return s3_client.look(self.bucket, self.key)
 
     def entries(self) -> Iterator[tuple[S3Path, Entry]]:
-        """All objects below this folder."""
+        """List all objects below this folder with their metadata."""
         for key, entry in s3_client.names(self.bucket, f"{self.key}/"):
             yield S3Path("s3:", self.bucket, key), entry
 
@@ -111,17 +111,20 @@ class S3Path(PosixPath):
         return self.is_file() or self.is_dir()
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Size and time of the object; its inode stands for its content."""
+        """Size and time of the object; the inode number is derived from the entity tag."""
         return _as_stat(self.__dict__.pop("_listed", None) or self.entry())
 
     def glob(self, pattern: str) -> Iterator[S3Path]:  # type: ignore[override]
-        """Objects of this folder by their names, which are asked for once with their sizes."""
+        """List objects directly in this folder by name; their metadata comes with the same
+        request.
+        """
         start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
         folder = f"{self.key}/"
         for key, entry in s3_client.names(self.bucket, folder + start):
             name = key[len(folder) :]
             if "/" not in name and fnmatch.fnmatchcase(name, pattern):
                 found = self / name
+                # `stat` uses this once instead of a request; a later call asks the server again.
                 found.__dict__["_listed"] = entry
                 yield found
 
@@ -129,7 +132,7 @@ class S3Path(PosixPath):
         self, mode: str = "r", buffering: int = -1, encoding: str | None = None,
         errors: str | None = None, newline: str | None = None,
     ) -> Any:  # fmt: skip
-        """The whole object in memory, for reading."""
+        """Read the whole object into memory and return it as a file object."""
         if mode not in ("r", "rb"):
             raise ObjectStoreError(errno.EROFS, "it is opened for reading only", str(self))
         data = io.BytesIO(s3_client.read(self.bucket, self.key)[0])
@@ -139,6 +142,7 @@ class S3Path(PosixPath):
 
 
 def _as_stat(entry: Entry) -> os.stat_result:
+    """Metadata of an object as os.stat_result."""
     inode = zlib.crc32(entry.etag.encode())
     times = (int(entry.modified),) * 3
     values = (stat.S_IFREG | 0o444, inode, 0, 1, 0, 0, entry.size, *times)

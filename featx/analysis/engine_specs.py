@@ -1,4 +1,4 @@
-"""The engines that jobs compute with: one for features, one for attributions."""
+"""Engines of the jobs: one computes features, the other attributions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from featx.config.layer_requests import layer_requests
 from featx.pipeline.engine_spec import EngineSpec
 
-# torch takes seconds to import, and a job names its engine before it is needed.
+# torch takes seconds to import, and a job selects its engine before it needs torch.
 if TYPE_CHECKING:
     import torch
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 
 def engine_spec(job: str) -> EngineSpec:
-    """The engine of a job, by the name of the job that made a store."""
+    """Return the engine of a job, given the name of the job that made or makes a store."""
     return ATTRIBUTIONS if job == "attribute" else FEATURES
 
 
 def _feature_engine(config: Config, backbone: Backbone, device: torch.device, dtype: str) -> Engine:
-    """An engine that gives captured tensors."""
+    """Create an engine that computes captured tensors."""
     from featx.engine.engine import Engine
 
     return Engine(backbone, device, dtype, config.target)
 
 
 def _requested_layers(config: Config, engine: Engine) -> Selection:
-    """The layers that the config asks for, found in one traced pass."""
+    """Select the layers that the config requests, with one traced forward pass."""
     from featx.layers.selection import select
 
     backbone = engine.backbone
@@ -44,14 +44,14 @@ def _requested_layers(config: Config, engine: Engine) -> Selection:
 
 
 def _attributor(config: Config, backbone: Backbone, device: torch.device, dtype: str) -> Engine:
-    """An engine that gives heat maps."""
+    """Create an engine that computes heat maps."""
     from featx.analysis.attribution.attributor import Attributor
 
     return Attributor(backbone, device, dtype, config.target, config.attribute)
 
 
 def _attributed_layers(config: Config, engine: Engine) -> Selection:
-    """The datasets of the methods that the config asks for."""
+    """Select one dataset per requested attribution method."""
     from featx.analysis.attribution.attributor import Attributor
 
     assert isinstance(engine, Attributor)
@@ -61,14 +61,14 @@ def _attributed_layers(config: Config, engine: Engine) -> Selection:
 def _with_statistics(
     chosen: Sequence[tuple[CapturePoint, ReduceConfig]], config: Config, backbone: Backbone
 ) -> ChosenLayers:
-    """The chosen layers, with the statistics that reduce=pca and reduce=whiten need."""
+    """Add the statistics that reduce=pca and reduce=whiten need to the chosen layers."""
     from featx.analysis.statistics.projected_reductions import with_statistics
 
     return with_statistics(chosen, config, backbone)
 
 
 FEATURES = EngineSpec(_feature_engine, _requested_layers, _with_statistics)
-"""Captured tensors: all jobs but job=attribute."""
+"""Engine for captured tensors, used by all jobs except job=attribute."""
 
 ATTRIBUTIONS = EngineSpec(_attributor, _attributed_layers, _with_statistics)
-"""Heat maps: job=attribute."""
+"""Engine for heat maps, used by job=attribute."""

@@ -1,1 +1,1 @@
-"""Why a model said what it said: heat maps, and pictures of them."""
+"""Attribution: heat maps of the pixels that a prediction depends on, and contact sheets of them."""

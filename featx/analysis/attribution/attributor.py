@@ -1,14 +1,16 @@
-"""Why did the model say so: heat maps of one number of the model over the pixels of each picture.
+"""Attributions: heat maps of a gradient target (a scalar of the model) over the pixels of each
+image.
 
-    saliency               largest |d number / d pixel| of the three channels
+    saliency               max over channels of |d target / d pixel|
     input_x_gradient       gradient times normalised input, summed over channels
     gradcam                activations of a layer, weighted by their mean gradients
-    guided_gradcam         the same over the input, times the gradient of guided backpropagation
-    integrated_gradients   gradients between a baseline and the picture, by Captum
-    occlusion              what the number loses where a square is hidden, by Captum
+    guided_gradcam         Grad-CAM resized to the input, times guided backpropagation
+    integrated_gradients   gradients between a baseline and the image, by Captum
+    occlusion              decrease of the target where a square is hidden, by Captum
 
-The first three share one pass: Captum, asked for each, makes one for the classes and one more for
-each method. tests/analysis/test_attribution.py compares them with Captum's.
+The first three share one forward and backward pass; Captum would need a forward pass for the
+classes and another pass for each method. tests/analysis/test_attribution.py compares the results
+with Captum's.
 """
 
 from __future__ import annotations
@@ -44,20 +46,30 @@ from featx.models.base import Backbone
 from featx.types import LayerSpec
 
 NUMBERS = ("target", "score", "probability")
-"""Datasets beside the heat maps, one number a row: the class explained, its number, its softmax."""
+"""Datasets with one number per row, stored next to the heat maps: the explained class, its value,
+and its softmax probability."""
 
 DELTA = "integrated_gradients_delta"
-"""The sum of a row's integrated gradients less what it should be."""
+"""Dataset with the convergence error of integrated gradients: their sum minus the expected
+value."""
 
 _OF_THE_INPUT = ("saliency", "input_x_gradient")
+"""Methods that need only the gradient of the input."""
 
 
 class Attributor(Engine):
-    """An Engine whose taps are attributions: one heat map a method, and the numbers explained.
+    """Engine whose captures are attributions: one heat map per method, and the explained numbers.
 
     Args:
-        backbone, device, store_dtype, target: as of an Engine.
-        options: the methods and their settings.
+        backbone: model with its preprocessing.
+        device: device that computes.
+        store_dtype: dtype of the heat maps in the store.
+        target: gradient target, as for `Engine`.
+        options: methods and their settings (option group `attribute`).
+
+    Raises:
+        ConfigError: the window does not fit into the image, or the stride exceeds the window.
+        MissingExtraError: a method needs Captum, which is not installed.
     """
 
     settles_for_fp32 = True
@@ -95,14 +107,15 @@ class Attributor(Engine):
 
     @property
     def takes_gradients(self) -> bool:
-        """Attributions are never compiled."""
+        """Always True; as a consequence, attributions are never compiled."""
         return True
 
     def select(self, traced: Trace) -> Selection:
-        """One tap a method and one a number; their names are those of the datasets.
+        """Select one capture per method and one per number, named like their datasets.
 
         Raises:
-            LayerError: attribute.layer or attribute.maps is not there, or no stage was found.
+            LayerError: attribute.layer or attribute.maps names no module, or the model has no
+                stages.
         """
         methods = self._options.methods
         if set(OF_A_LAYER) & set(methods):
@@ -121,7 +134,8 @@ class Attributor(Engine):
         return Selection([(tap, ReduceConfig()) for tap in taps], [])
 
     def _tap(self, method: str) -> CapturePoint:
-        """The attribute `capture` of a method says everything that changes its values."""
+        """Return the capture of a method; its attribute `capture` lists everything that changes its
+        values."""
         settings = [f"target {self._target}"]
         settings += [f"{key} {value}" for key, value in self._options.settings(method).items()]
         settings += [f"captum {self._captum}"] if method in BY_CAPTUM else []
@@ -129,9 +143,13 @@ class Attributor(Engine):
         return CapturePoint(method, layer, f"attribution ({', '.join(settings)})")
 
     def _last_stage(self, traced: Trace) -> str:
-        """The last stage; of a transformer with a class token the one before.
+        """Return the last stage; for a transformer with a class token, the stage before.
 
-        Behind its last block only the class token counts, and the patches' gradients are zero.
+        After the last block of such a transformer only the class token is used, so the gradients of
+        the patches are zero.
+
+        Raises:
+            LayerError: no stages are found.
         """
         try:
             named = self.backbone.stages or ()
@@ -147,11 +165,12 @@ class Attributor(Engine):
         return stages[-2] if tokens and len(stages) > 1 else stages[-1]
 
     def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
-        """Fix what is computed, and prove that a row depends on its own picture only.
+        """Prepare the computation, and check that each row depends only on its own image.
 
         Raises:
-            LayerError: the layer is no map, or no gradient arrives there.
-            ModelError: the model gives no logits, has no rectifiers to guide, or mixes rows.
+            LayerError: the layer is no map, or gets no gradient.
+            ModelError: the model has no logits or mixes rows, or guided backpropagation does not
+                support its activations.
         """
         self._taps = [tap for tap, _ in chosen]
         x = self._trial = self._trial_batch()
@@ -175,7 +194,8 @@ class Attributor(Engine):
             buffers = Buffers(self._module)
             again = self._pass(self._regrouped(x)[-1])
             buffers.check()
-            # Occlusion is a small difference of large logits.
+            # Occlusion is a small difference of large logits, so the tolerance is relative to the
+            # logits.
             with self._named_failure(x), torch.no_grad():
                 logits = logits_of(self._module(x.clone()))
             finite = logits[torch.isfinite(logits)].abs()
@@ -184,12 +204,15 @@ class Attributor(Engine):
             check_row(name, values[name][0], again[name][-1], rounding)
 
     def configure_compute(self, compute: Compute, cast_once: bool = True) -> None:
-        """Fix how attributions are computed; may be called again with another choice."""
+        """Set how attributions are computed; may be called again with other settings."""
         self._take(compute, cast_once)
         self._forward = self._attributions
 
     def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
-        """Nothing is folded: comparing heat maps takes hundreds of passes."""
+        """Compare memory formats on two images, without folding and without values.
+
+        Folding is left out because comparing heat maps takes hundreds of passes.
+        """
         with self._cheaply():
             return replace(super().formats(images[:2], fold=False), values=None)
 
@@ -200,11 +223,13 @@ class Attributor(Engine):
         enough_s: float = float("inf"),
         known: Mapping[str, torch.Tensor] | None = None,
     ) -> float:
-        # Some methods take hundreds of passes, and the size of a part need not be known exactly.
+        """Measure the seconds per image on two images, once."""
+        # Some methods take hundreds of passes, and a rough value is enough to choose the size of
+        # parts.
         return super().seconds_per_image(images[:2], repeats=1)
 
     def specs(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> list[LayerSpec]:
-        """What a row of each dataset looks like."""
+        """Return shape and dtype of a row of each dataset."""
         with self._cheaply():
             values = self._pass(self._noise(3))
         compute_dtype = COMPUTE_DTYPES[self.compute.precision]
@@ -212,7 +237,10 @@ class Attributor(Engine):
 
     @contextlib.contextmanager
     def _cheaply(self) -> Iterator[None]:
-        """For noise: few steps, few squares and no labels show the shapes, and whether rows mix."""
+        """Use few integration steps, large occlusion squares and no labels inside the block.
+
+        For checks with noise: they need only the shapes, and whether rows depend on each other.
+        """
         thorough, options = self._options, self._options
         self._labels = None
         if "integrated_gradients" in options.methods:
@@ -227,7 +255,15 @@ class Attributor(Engine):
             self._options = thorough
 
     def _attributions(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One batch (B, 3, H, W), normalised -> dataset name -> (B, ...) in the store's dtype."""
+        """Compute all attributions of a batch.
+
+        Args:
+            x: (B, 3, H, W), normalised.
+
+        Returns:
+            dataset name -> (B, H, W) or (B, h, w) heat maps in the dtype of the store, and (B,)
+            numbers.
+        """
         maps, output = self._plain_gradients(x)
         classes = target_classes(output, self._target, self._labels)
         score = values_of_classes(output, self._target, classes)
@@ -261,10 +297,13 @@ class Attributor(Engine):
         return kept | {n: value.float() for n, value in numbers.items() if n in wanted}
 
     def _plain_gradients(self, x: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The methods that one backward pass serves, and the logits.
+        """Compute the methods that share one backward pass, and the logits.
 
-        Where nobody asks for the input's gradient, the graph begins at the layer. Saliency: K.
+        If no method needs the gradient of the input, the graph begins at the layer. Saliency: K.
         Simonyan, A. Vedaldi, A. Zisserman, Deep Inside Convolutional Networks, 2014.
+
+        Returns:
+            method -> (B, H, W), for gradcam (B, h, w); and (B, C) logits.
         """
         methods = self._options.methods
         at_input = bool(set(_OF_THE_INPUT) & set(methods))
@@ -290,10 +329,11 @@ class Attributor(Engine):
         return maps, output
 
     def _map_of_layer(self, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The layer's tensor -> (B, C, h, w); of tokens the patches alone.
+        """Return the function that turns the layer's tensor into (B, C, h, w); for tokens, the
+        patches alone.
 
         Raises:
-            LayerError: it is no map, or no gradient arrives at its positions.
+            LayerError: the tensor is no map, or no gradient arrives at its positions.
         """
         tap = self._layer
         assert tap is not None
@@ -326,26 +366,32 @@ class Attributor(Engine):
         row_shape: tuple[int, ...],
         to_map: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Where the shape leaves it open, positions lie as the image does; else ReduceError."""
+        """Check that positions of a layer are arranged as in the image, if its shape leaves that
+        open.
+
+        Raises:
+            ReduceError: they are not.
+        """
         if not has_known_positions(tap.name, row_shape, self.backbone.preprocess.crop):
             x = self._noise(1)
             with self._named_failure(x):
                 check_positions(self._module, [(tap, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the baseline that attribute.baseline names, 'mean' by default."""
         return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)
 
     def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
-        """What the layer that attribute.maps names gives for some images.
+        """Compute the output of the layer attribute.maps for some images.
 
         Args:
-            images: (B, 3, H, W), uint8 or normalised.
+            images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.
 
         Returns:
-            (B, C, h, w) float32 on the CPU; of tokens the patches.
+            (B, C, h, w) float32 on the CPU; for tokens, the patches.
 
         Raises:
-            LayerError: it is no map.
+            LayerError: the output is no map.
         """
         tap = self._maps
         assert tap is not None
@@ -362,10 +408,15 @@ class Attributor(Engine):
 
 
 def _module_tap(key: str, layer: str, traced: Trace) -> CapturePoint:
-    """The tap of what a module gives.
+    """Return the capture of a module's output.
+
+    Args:
+        key: name of the option, for error messages.
+        layer: name of the module.
+        traced: trace of the model.
 
     Raises:
-        LayerError: there is no such module; an operation has no hooks to take a gradient by.
+        LayerError: there is no such module, or it is an operation, which has no hooks.
     """
     tap = named_tap(layer, traced)
     if tap.operation or tap.capture != "output":
@@ -379,6 +430,7 @@ def _module_tap(key: str, layer: str, traced: Trace) -> CapturePoint:
 def _input_gradient(
     explain: Explained, x: torch.Tensor, classes: torch.Tensor | None
 ) -> torch.Tensor:
+    """Return the gradient of the target with respect to the input, (B, 3, H, W)."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         return torch.autograd.grad(explain(leaf, classes).sum(), leaf)[0]

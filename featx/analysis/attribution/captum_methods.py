@@ -1,4 +1,4 @@
-"""The heat maps that Captum computes, integrated gradients and occlusion, and what it is given."""
+"""Heat maps that Captum computes, integrated gradients and occlusion, with their inputs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from featx.errors import MissingExtraError
 from featx.layers.gradient_target import logits_of, values_of_classes
 
 _BLUR_SHARE = 1 / 16
-"""Standard deviation of baseline=blur, as a share of the picture's side."""
+"""Standard deviation of baseline=blur, as a share of the shorter side of the image."""
 
 
 def captum_version() -> str:
-    """Captum's version.
+    """Return the version of Captum.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -33,9 +33,13 @@ def captum_version() -> str:
 
 
 class Explained(nn.Module):
-    """The model as Captum wants it: one number per image, of classes that stay the same.
+    """The model in the form that Captum needs: one number per image, for fixed classes.
 
-    A class that were predicted anew would be another one where the picture is hidden or dark.
+    Classes are predicted once, because the prediction may change where the image is hidden or dark.
+
+    Args:
+        module: the model.
+        target: gradient target.
     """
 
     def __init__(self, module: nn.Module, target: str | int) -> None:
@@ -44,7 +48,13 @@ class Explained(nn.Module):
         self._target = target
 
     def forward(self, x: torch.Tensor, classes: torch.Tensor | None = None) -> torch.Tensor:
-        # A model may write to its input, and Captum uses it again.
+        """Return the target of each image, (B,).
+
+        Args:
+            x: (B, 3, H, W), normalised.
+            classes: (B,) classes, or None for a target that has no class.
+        """
+        # The model may write to its input, which Captum uses again.
         return values_of_classes(logits_of(self._module(x.clone())), self._target, classes)
 
 
@@ -55,17 +65,19 @@ def integrated_gradients(
     baselines: torch.Tensor,
     steps: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, H, W) summed over channels, and (B,) by how much their sum misses f(x) - f(baseline).
+    """Compute integrated gradients by Gauss-Legendre quadrature.
 
-    M. Sundararajan, A. Taly, Q. Yan, Axiomatic Attribution for Deep Networks, ICML 2017, by
-    Gauss-Legendre quadrature.
+    M. Sundararajan, A. Taly, Q. Yan, Axiomatic Attribution for Deep Networks, ICML 2017.
 
     Args:
-        explain: f.
+        explain: the function f to explain.
         x: (B, 3, H, W), normalised.
-        classes: (B,) whose numbers are taken; None for a number of no class.
-        baselines: as x.
-        steps: of the quadrature.
+        classes: (B,) classes, or None for a target that has no class.
+        baselines: (B, 3, H, W), normalised.
+        steps: number of points of the quadrature.
+
+    Returns:
+        (B, H, W) summed over channels, and (B,) their sum minus f(x) - f(baseline).
     """
     from captum.attr import IntegratedGradients
 
@@ -74,7 +86,7 @@ def integrated_gradients(
         baselines=baselines,
         additional_forward_args=classes,
         n_steps=steps,
-        internal_batch_size=len(x),  # else all steps of all images are one batch
+        internal_batch_size=len(x),  # by default, all steps of all images form one batch
         return_convergence_delta=True,
     )
     return integrated.sum(1).to(x.dtype), delta
@@ -88,13 +100,21 @@ def occlusion(
     window: int,
     stride: int,
 ) -> torch.Tensor:
-    """(B, H, W): by how much the number falls, mean of the squares that hide the pixel.
+    """Compute the decrease of the target when a square is hidden, averaged over the squares of a
+    pixel.
 
     M. D. Zeiler, R. Fergus, Visualizing and Understanding Convolutional Networks, ECCV 2014.
 
     Args:
-        explain, x, classes, baselines: as of `integrated_gradients`.
-        window: side of a square, in pixels; they lie `stride` apart.
+        explain: the function to explain.
+        x: (B, 3, H, W), normalised.
+        classes: (B,) classes, or None for a target that has no class.
+        baselines: (B, 3, H, W), normalised.
+        window: side of a square in pixels.
+        stride: distance between squares in pixels.
+
+    Returns:
+        (B, H, W).
     """
     from captum.attr import Occlusion
 
@@ -111,12 +131,15 @@ def occlusion(
 def baseline(
     name: str, x: torch.Tensor, normalise: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """What stands for no picture, (B, 3, H, W), normalised.
+    """Return the input that stands for the absence of an image.
 
     Args:
         name: 'mean', 'black' or 'blur'.
-        x: the pictures, (B, 3, H, W), normalised.
-        normalise: (B, 3, H, W) uint8 -> normalised.
+        x: (B, 3, H, W) images, normalised.
+        normalise: function (B, 3, H, W) uint8 -> normalised.
+
+    Returns:
+        (B, 3, H, W), normalised.
     """
     if name == "mean":
         return torch.zeros_like(x)

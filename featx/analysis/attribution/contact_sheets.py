@@ -1,4 +1,4 @@
-"""Heat maps over pictures as contact sheets, and grids of feature maps; drawn with Pillow alone."""
+"""Contact sheets of heat maps over images, and grids of feature maps; drawn with Pillow alone."""
 
 from __future__ import annotations
 
@@ -14,32 +14,35 @@ Pixels = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.floating[Any]]
 
 SIGNED = ("input_x_gradient", "integrated_gradients", "guided_gradcam", "occlusion")
-"""Heat maps that speak for (red) and against (blue) the class; the others are 0 and above."""
+"""Methods whose heat maps have both signs, for (red) and against (blue) the class; the others are 0
+and above."""
 
 _HEAT = ("000004", "280b53", "65156e", "9f2a63", "d44842", "f57d15", "fac228", "fcffa4")
 _AGAINST_FOR = ("1f4e9c", "4a86c5", "a7cde6", "f4f4f4", "f5b69a", "d9604c", "a31222")
-"""Stops of the colour scales, dark to bright and blue over white to red."""
+"""Stops of the colour scales as RGB: `_HEAT` from dark to bright, `_AGAINST_FOR` from blue over
+white to red."""
 
 _PANEL = 192
+"""Width of an image on a sheet in pixels."""
 _GAP, _MARGIN = 6, 24
 _NARROWEST, _WIDEST = 820, 1640
 _BAR = 7
 _INK, _FAINT, _PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
 _CLIP = 99.5
-"""Values above this percentile share the last colour."""
+"""Percentile of magnitudes that gets the last colour; larger values are clipped."""
 
 _CELL = 3
-"""Maps of single pixels are averaged over squares of this side, or one would see speckle only."""
+"""Side in pixels of the squares over which maps of single pixels are averaged, to avoid speckle."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One picture of a sheet.
+    """One image of a sheet.
 
     Attributes:
-        picture: (H, W, 3) uint8, the crop that the network saw.
-        maps: one (h, w) heat map for each column of the sheet, of any size.
-        caption: two lines: which picture, and what was explained.
+        picture: (H, W, 3) uint8, the crop that the model received.
+        maps: one (h, w) heat map of any size for each column of the sheet.
+        caption: two lines: the image, and the explained target.
     """
 
     picture: Pixels
@@ -50,12 +53,13 @@ class Tile:
 def contact_sheet(
     title: str, subtitle: str, methods: Sequence[str], tiles: Sequence[Tile]
 ) -> Image.Image:
-    """Pictures with their heat maps beside them; below each map its own scale.
+    """Draw images with their heat maps next to them; below each map is its own scale.
 
     Args:
-        title, subtitle: two lines on top.
-        methods: the name of each column of maps.
-        tiles: at least one.
+        title: first line on top.
+        subtitle: second line on top.
+        methods: name of each column of maps.
+        tiles: at least one image.
     """
     width = _PANEL * (1 + len(methods)) + _GAP * len(methods)
     across = max(1, min(len(tiles), (_WIDEST - _MARGIN) // (width + _MARGIN)))
@@ -85,13 +89,14 @@ def contact_sheet(
 def feature_map_grid(
     title: str, subtitle: str, picture: Pixels, maps: Numbers, most: int = 64
 ) -> Image.Image:
-    """A picture and the strongest channels of a layer, each on a scale of its own.
+    """Draw an image and the strongest channels of a layer, each on its own scale.
 
     Args:
-        title, subtitle: two lines on top; how many channels are shown is added.
+        title: first line on top.
+        subtitle: second line on top; the number of channels is appended.
         picture: (H, W, 3) uint8.
-        maps: (C, h, w).
-        most: channels that are shown, those with the largest mean magnitude.
+        maps: (C, h, w) feature maps.
+        most: maximum number of channels, chosen by mean magnitude.
     """
     strongest = np.argsort(-np.abs(maps).mean((1, 2)), kind="stable")[:most]
     across = min(16, max(1, round((2 * len(strongest)) ** 0.5)))
@@ -123,12 +128,15 @@ def feature_map_grid(
 
 
 def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
-    """A heat map over its picture.
+    """Blend a heat map with its image.
 
     Args:
         picture: (H, W, 3) uint8.
-        values: (h, w), brought to the picture's size.
-        signed: whether 0 is in the middle of the scale.
+        values: (h, w), resized to the size of the image.
+        signed: whether 0 is the middle of the scale.
+
+    Returns:
+        (H, W, 3) uint8.
     """
     height, width = picture.shape[:2]
     scale, _ = scaled(coarse(values), signed)
@@ -150,7 +158,8 @@ def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
 
 
 def coarse(values: Numbers) -> Numbers:
-    """A map of single pixels averaged over small squares; another one as it is."""
+    """Average a map of single pixels over small squares; maps below 64 pixels are returned as they
+    are."""
     height, width = values.shape
     if min(height, width) < 64:
         return values
@@ -160,7 +169,11 @@ def coarse(values: Numbers) -> Numbers:
 
 
 def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
-    """Values on [0, 1], or [-1, 1] where signed, and the number that became 1."""
+    """Scale values to [0, 1], or [-1, 1] if signed.
+
+    Returns:
+        (h, w) float32, and the value that became 1.
+    """
     magnitude = np.abs(values) if signed else values.clip(0)
     largest = float(np.percentile(magnitude, _CLIP)) or float(magnitude.max())
     if largest <= 0:
@@ -171,7 +184,7 @@ def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
 def _draw_map(
     sheet: Image.Image, place: tuple[int, int], picture: Pixels, values: Numbers, method: str
 ) -> None:
-    """A heat map over its picture with a scale bar below it."""
+    """Draw a heat map over its image, with a scale bar below."""
     x, y = place
     signed = method in SIGNED
     height = _height_of(picture)
@@ -191,7 +204,7 @@ def _draw_map(
 
 
 def _coloured(values: Numbers, stops: Sequence[str]) -> Pixels:
-    """(H, W) in [0, 1] -> (H, W, 3) uint8 on a colour scale."""
+    """Map (H, W) values in [0, 1] to (H, W, 3) uint8 on a colour scale."""
     colours = np.array([list(bytes.fromhex(stop)) for stop in stops], np.float32)
     places = np.linspace(0, 1, len(stops))
     channels = [np.interp(values, places, colours[:, i]) for i in range(3)]
@@ -199,6 +212,7 @@ def _coloured(values: Numbers, stops: Sequence[str]) -> Pixels:
 
 
 def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
+    """Create an empty sheet with a title and a subtitle."""
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
     _write(draw, _MARGIN, 16, title, 24, _INK, width - 2 * _MARGIN)
@@ -207,10 +221,12 @@ def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
 
 
 def _height_of(picture: Pixels) -> int:
+    """Return the height in pixels of an image that is `_PANEL` pixels wide."""
     return max(1, round(_PANEL * int(picture.shape[0]) / int(picture.shape[1])))
 
 
 def _resized(picture: Pixels, height: int) -> Image.Image:
+    """Resize an image to `_PANEL` pixels of width."""
     return Image.fromarray(picture).resize((_PANEL, height), Image.Resampling.BICUBIC)
 
 
@@ -223,7 +239,7 @@ def _write(
     colour: tuple[int, int, int],
     width: int,
 ) -> None:
-    """One line, shortened in the middle where it is wider than `width` pixels."""
+    """Draw one line of text, shortened in the middle if it is wider than `width` pixels."""
     font = ImageFont.load_default(size)
     text = text.encode("utf-8", "replace").decode()
     kept = text

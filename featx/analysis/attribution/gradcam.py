@@ -1,4 +1,4 @@
-"""Grad-CAM: a layer's channels weighted by their mean gradients, and how both are got hold of."""
+"""Grad-CAM, and the capture of a layer's output and gradient that it needs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,18 @@ from featx.models.base import Backbone
 
 
 def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Grad-CAM of (B, C, h, w) activations and their gradients: (B, h, w) float32, at least 0.
+    """Compute Grad-CAM: relu(sum_c w_c A_c), where w_c is the mean gradient of channel c over
+    positions.
 
-    relu(sum_c w_c A_c), w_c the mean gradient of channel c over positions: R. R. Selvaraju et al.,
-    Grad-CAM: Visual Explanations from Deep Networks via Gradient-based Localization, ICCV 2017.
+    R. R. Selvaraju et al., Grad-CAM: Visual Explanations from Deep Networks via Gradient-based
+    Localization, ICCV 2017.
+
+    Args:
+        activations: (B, C, h, w).
+        gradients: (B, C, h, w), gradients of the target with respect to the activations.
+
+    Returns:
+        (B, h, w) float32, at least 0.
     """
     weights = gradients.float().mean((2, 3))
     return torch.einsum("bc,bchw->bhw", weights, activations.float()).relu()
@@ -28,10 +36,17 @@ def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor
 
 @contextlib.contextmanager
 def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
-    """Keep what a layer gives in the passes of the block, where its gradient can be asked for.
+    """Keep the output of a layer during the block, so that its gradient can be computed.
 
-    The model goes on with a copy: an in-place activation may follow. Where nothing before the layer
-    wants a gradient, the graph begins here.
+    The model continues with a copy, because an in-place activation may follow. If no tensor before
+    the layer requires a gradient, the graph begins here.
+
+    Args:
+        module: the model.
+        tap: the capture, or None to keep nothing.
+
+    Yields:
+        list that receives the output of every matching call.
     """
     kept: list[torch.Tensor] = []
     if tap is None:
@@ -61,10 +76,15 @@ def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[to
 def map_view(
     name: str, row_shape: tuple[int, ...], backbone: Backbone
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes (B, C, h, w) of a layer's tensor.
+    """Return the function that turns a layer's tensor (B, ...) into (B, C, h, w).
+
+    Args:
+        name: name of the layer, for error messages.
+        row_shape: shape of the tensor without the batch.
+        backbone: model with its input size and number of prefix tokens.
 
     Raises:
-        LayerError: its rows are neither a map nor patch tokens.
+        LayerError: the rows are neither a map nor patch tokens.
     """
     try:
         return reductions.map_view(

@@ -1,4 +1,4 @@
-"""Guided backpropagation: rectifiers that let no negative gradient pass."""
+"""Guided backpropagation: rectifiers that let only positive gradients pass."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _OTHER_ACTIVATIONS = ("Silu", "Gelu", "Hardswish", "LeakyRelu", "Elu", "Mish", "
 
 @contextlib.contextmanager
 def guided_rectifiers(module: nn.Module) -> Iterator[None]:
-    """While it lasts, only gradients above 0 pass the rectifiers of a module backwards.
+    """Inside the block, let only positive gradients pass backwards through the rectifiers of a
+    module.
 
-    J. T. Springenberg et al., Striving for Simplicity, 2015. What comes out of each call of a
-    rectifier gets a hook of its own, so one that is called several times, writes to its input or
-    shares it with other layers is right as well.
+    J. T. Springenberg et al., Striving for Simplicity, 2015. The output of each call of a rectifier
+    has its own hook, so rectifiers that are called several times, work in place or are shared
+    between layers are handled correctly.
     """
 
     def hook(rectifier: nn.Module, args: Any, output: torch.Tensor) -> None:
@@ -38,14 +39,21 @@ def guided_rectifiers(module: nn.Module) -> Iterator[None]:
 
 
 def _is_rectifier(module: nn.Module) -> bool:
+    """Return whether a module is a ReLU or ReLU6."""
     return isinstance(module, _RECTIFIERS)
 
 
 def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
-    """Guided backpropagation needs all activations to be modules that rectify.
+    """Check that all activations of a model are rectifier modules, as guided backpropagation
+    requires.
+
+    Args:
+        module: the model.
+        x: (B, 3, H, W) trial input.
 
     Raises:
-        ModelError: there are none, or others, or F.relu, where no hook sees it.
+        ModelError: there are no rectifiers, other activations, or calls of F.relu, which has no
+            hooks.
     """
     calls: list[str] = []
 
@@ -79,7 +87,7 @@ def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
 
 
 def _graph_nodes(output: torch.Tensor) -> Iterator[str]:
-    """The name of every operation in the graph behind a tensor."""
+    """Yield the name of every operation in the autograd graph of a tensor."""
     waiting, seen = [output.grad_fn], set()
     while waiting:
         node = waiting.pop()

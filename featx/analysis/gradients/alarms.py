@@ -1,4 +1,5 @@
-"""Alarms: which gradient is alarming, judged on the norms of one step."""
+"""Alarms for gradients that are NaN, infinite, exploding or vanishing, from the norms of one
+step."""
 
 from __future__ import annotations
 
@@ -15,21 +16,27 @@ from featx.analysis.gradients.norms import by_module
 from featx.errors import ConfigError, RunError
 
 MEDIAN_STEPS = 10
-"""Steps of an optimizer before `exploding_ratio` is looked at."""
+"""Number of steps of an optimizer before `exploding_ratio` applies."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When a gradient is alarming; NaN and Inf always are. None switches a limit off."""
+    """Limits for alarms. NaN and infinity always raise an alarm; None disables a limit.
+
+    Raises:
+        ConfigError: a limit is out of its range.
+    """
 
     exploding_norm: float | None = 1e6
-    """Norm of all the gradients of a step."""
+    """Upper limit of the norm of all gradients of a step."""
     exploding_ratio: float | None = 100.0
-    """The same norm, as a multiple of its median over the steps kept (from the 11th step on)."""
+    """Upper limit of the same norm as a multiple of its median over the recorded steps. Applies
+    from the 11th step on."""
     vanishing_ratio: float | None = 1e-8
-    """Norm of a module's own parameters, as a share of the largest such norm in the step."""
+    """Lower limit of the norm of a module's own parameters, relative to the largest such norm in
+    the step."""
     vanishing_steps: int = 10
-    """Consecutive steps a module must stay below that share."""
+    """Number of consecutive steps below that limit that raise an alarm."""
 
     def __post_init__(self) -> None:
         for name in ("exploding_norm", "exploding_ratio", "vanishing_ratio"):
@@ -44,26 +51,32 @@ class Limits:
 
 @dataclass(frozen=True)
 class Alarm:
-    """One finding. `str(alarm)` is a sentence that says all of it."""
+    """One alarm. `str(alarm)` is a sentence with all its details."""
 
     kind: str
-    """nan, inf, exploding or vanishing."""
+    """'nan', 'inf', 'exploding' or 'vanishing'."""
     step: int
-    """Counted from 1 in the block."""
+    """Number of the step, counted from 1 in the block."""
     layers: tuple[str, ...]
-    """Where it arose: usually one module; '' is the watched model itself. Empty: outside it."""
+    """Modules where the gradient became alarming, usually one; '' is the watched model itself.
+    Empty if it arose outside the model."""
     parameters: tuple[str, ...]
-    """The parameters whose gradients show it, in the model's order."""
+    """Parameters whose gradients are alarming, in the order of the model."""
     norm: float
-    """Of the first of `parameters`, or of all gradients (exploding)."""
+    """Norm of the first of `parameters`; for 'exploding', norm of all gradients."""
     reason: str
+    """Sentence with the values, limits and modules."""
 
     def __str__(self) -> str:
         return f"{self.kind} gradient in step {self.step}: {self.reason}"
 
 
 class GradientAlarm(RunError):  # noqa: N818, an alarm is what it is
-    """A gradient vanishes, explodes, is NaN or Inf; the optimizer's step was not done."""
+    """A gradient vanishes, explodes, or is NaN or infinite; the optimizer's step was not executed.
+
+    Attributes:
+        alarm: the alarm.
+    """
 
     def __init__(self, alarm: Alarm) -> None:
         super().__init__(alarm)
@@ -72,26 +85,28 @@ class GradientAlarm(RunError):  # noqa: N818, an alarm is what it is
 
 @dataclass(frozen=True)
 class Step:
-    """The gradients of one optimizer step, before clipping, free of a scaler's factor."""
+    """Gradient norms of one optimizer step, before clipping and without the factor of a
+    GradScaler."""
 
     number: int
+    """Number of the step, counted from 1 in the block."""
     norm: float
     """L2 norm over all of `parameters`."""
     parameters: dict[str, float]
-    """L2 norm of each parameter that has a gradient. With clip_value, of what arrived before it
-    was clamped: the largest of the step's backward passes."""
+    """L2 norm of each parameter that has a gradient. With `clip_value`, the largest norm that
+    arrived in a backward pass of the step, before clamping."""
     layers: dict[str, float]
-    """L2 norm of the gradient at each module's output, over its calls and backward passes. Only
-    modules that a gradient reached; '' is the model."""
+    """L2 norm of the gradient at the output of each module, over its calls and backward passes.
+    Only modules that a gradient reached; '' is the model."""
 
 
 class Judge:
-    """Finds the alarms of one step after another.
+    """Detector of alarms in a sequence of steps.
 
     Args:
-        limits: when a gradient is alarming.
-        types: module name -> the name of its class, for messages.
-        keep_steps: over how many steps a median is taken.
+        limits: limits for alarms.
+        types: module name -> class name, for messages.
+        keep_steps: number of steps whose norms form the median.
     """
 
     def __init__(self, limits: Limits, types: Mapping[str, str], keep_steps: int) -> None:
@@ -102,12 +117,13 @@ class Judge:
         self._quiet_steps: dict[str, int] = {}
 
     def alarms(self, step: Step, flow: Flow, owner: object) -> list[Alarm]:
-        """What is alarming in a step; the worst first.
+        """Return the alarms of a step, the worst first.
 
         Args:
-            step: its norms.
-            flow: settled, for the place where a NaN arose.
-            owner: the optimizer; each has a median of its own.
+            step: norms of the step.
+            flow: flow of gradients whose norms are on the CPU, to find the module where a NaN
+                arose.
+            owner: the optimizer; each has its own median.
         """
         found = self._not_finite(step, flow) or self._exploding(step, owner)
         if math.isfinite(step.norm):
@@ -116,12 +132,13 @@ class Judge:
         return found
 
     def _not_finite(self, step: Step, flow: Flow) -> list[Alarm]:
+        """Return an alarm if a norm is NaN or infinite."""
         bad = {n: x for n, x in step.parameters.items() if not math.isfinite(x)}
         passed = [x for x in step.layers.values() if not math.isfinite(x)]
         if not bad and not passed:
             return []
         layers, where = self._origin(step, bad, flow)
-        # What was seen where it arose comes first: an Inf becomes NaN further down.
+        # The value at the origin comes first, because an infinity becomes NaN in later layers.
         own = [x for n, x in bad.items() if n.rpartition(".")[0] in layers]
         norm = [*flow.inside(layers), *own, *bad.values(), *passed][0]
         kind = "nan" if math.isnan(norm) else "inf"
@@ -132,6 +149,7 @@ class Judge:
     def _origin(
         self, step: Step, bad: Mapping[str, float], flow: Flow
     ) -> tuple[tuple[str, ...], str]:
+        """Return the modules where a non-finite gradient arose, and the text of a message."""
         modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in bad))
         found = flow.origins(modules)
         if found:
@@ -142,6 +160,7 @@ class Judge:
         return modules, "cannot be traced to one module, as no flow was seen there"
 
     def _exploding(self, step: Step, owner: object) -> list[Alarm]:
+        """Return an alarm if the norm of all gradients exceeds a limit."""
         limits = self._limits
         before = self._totals.get(owner, ())
         median = statistics.median(before) if len(before) >= MEDIAN_STEPS else 0.0
@@ -160,6 +179,7 @@ class Judge:
         return [Alarm("exploding", step.number, (module,), (largest,), step.norm, reason)]
 
     def _vanishing(self, step: Step) -> list[Alarm]:
+        """Return an alarm for modules whose norms have been below the limit for long enough."""
         modules = by_module(step.parameters)
         largest = max(modules.values(), default=0.0)
         if self._limits.vanishing_ratio is None or largest == 0:
@@ -183,7 +203,7 @@ class Judge:
 
 
 def check_positive(name: str, value: float | None) -> None:
-    """An argument that is a limit: a finite number above 0, or None.
+    """Check an argument that is a limit: None or a finite number above 0.
 
     Raises:
         ConfigError: it is something else.

@@ -1,4 +1,4 @@
-"""The flow of gradients: what comes back through the inputs and outputs of each module."""
+"""Flow of gradients through the inputs and outputs of the modules of a model."""
 
 from __future__ import annotations
 
@@ -17,26 +17,41 @@ from featx.analysis.gradients.norms import norm_of_norms
 
 @dataclass
 class Edge:
-    """A tensor between modules, and the norms of the gradients that came back through it."""
+    """A tensor between modules, and the norms of the gradients that came back through it.
+
+    Attributes:
+        norms: one scalar tensor per backward pass, on the device of the gradient.
+        handle: handle of the tensor hook.
+    """
 
     norms: list[torch.Tensor] = field(default_factory=list)
     norm: float | None = None
-    """Over all of `norms`, on the host, once `Flow.settle` has run; None: no gradient came."""
+    """Norm over all of `norms`, set when the norms of a step are copied to the CPU. None if no
+    gradient came."""
     handle: Any = None
 
     @property
     def alive(self) -> bool:
-        """A gradient came, or may still come: the hook is on a graph that exists."""
+        """Whether a gradient came or may still come, because the graph of the tensor exists."""
         return bool(self.norms) or self.handle.hooks_dict_ref() is not None
 
     @property
     def bad(self) -> bool:
+        """Whether the norm is NaN or infinite."""
         return self.norm is not None and not math.isfinite(self.norm)
 
 
 @dataclass
 class ModuleCall:
-    """One forward call. Calls that ran inside this one started between `start` and `end`."""
+    """One forward call of a module.
+
+    Attributes:
+        layer: name of the module.
+        start: number of the call, in the order in which calls begin.
+        inputs: edges of the input tensors.
+        outputs: edges of the output tensors.
+        end: number of the last call that began inside this one.
+    """
 
     layer: str
     start: int
@@ -46,19 +61,21 @@ class ModuleCall:
 
     @property
     def edges(self) -> Iterator[Edge]:
+        """All edges, inputs first."""
         yield from self.inputs
         yield from self.outputs
 
 
 class Flow:
-    """Forward hooks that put a tensor hook on what goes into and comes out of each module.
+    """Forward hooks that put tensor hooks on the inputs and outputs of each module.
 
-    A module's full backward hook would give the same gradients, but it makes a view of each output
-    and so refuses models that write in place (ReLU in ResNet, `+=`).
+    A full backward hook of torch would give the same gradients, but it replaces each output by a
+    view, and models that write in place fail on it (ReLU in ResNet, `+=`).
 
     Args:
-        measure: a gradient -> its norm, on the device; runs as each gradient passes.
-        begin: runs before each forward pass of the whole model that records a graph.
+        measure: function gradient -> norm as a scalar on the device; called as each gradient
+            passes.
+        begin: called before each forward pass of the whole model that records a graph.
     """
 
     def __init__(
@@ -75,11 +92,12 @@ class Flow:
         self._calls: list[ModuleCall] = []
 
     def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        """Register the hooks on named modules."""
         for name, module in modules.items():
             self._watch(name, module)
 
     def detach(self) -> None:
-        """Take every hook off, also from graphs that are still alive."""
+        """Remove all hooks, also from graphs that still exist."""
         for handle in (*self._handles, *self._edge_handles):
             handle.remove()
         self._handles.clear()
@@ -89,7 +107,7 @@ class Flow:
         self._calls.clear()
 
     def forget(self) -> None:
-        """Begin a new step; calls whose graph is still alive stay."""
+        """Start a new step. Calls whose graph still exists are kept without their norms."""
         for call in self._calls:
             for edge in call.edges:
                 edge.norms, edge.norm = [], None
@@ -97,11 +115,12 @@ class Flow:
         self._prune()
 
     def edges(self) -> list[Edge]:
-        """Each edge once."""
+        """Return every edge once."""
         return list({id(edge): edge for call in self._calls for edge in call.edges}.values())
 
     def layer_norms(self) -> dict[str, float]:
-        """Norm at the outputs of each module that a gradient reached, over its calls."""
+        """Return the norm at the outputs of each module that a gradient reached, over all its
+        calls."""
         norms: dict[str, list[float]] = {}
         for call in self._calls:
             came = [edge.norm for edge in call.outputs if edge.norm is not None]
@@ -110,12 +129,14 @@ class Flow:
         return {name: norm_of_norms(parts) for name, parts in norms.items()}
 
     def origins(self, bad_modules: Collection[str]) -> list[str]:
-        """The innermost modules that were given finite gradients and made others of them.
+        """Return the innermost modules whose outputs got finite gradients and that made others of
+        them.
 
         Args:
-            bad_modules: those with a parameter whose gradient is not finite.
+            bad_modules: modules with a parameter whose gradient is not finite.
         """
-        # A module called twice may only have passed on, in one call, what it was given.
+        # A module that is called several times may, in one of its calls, only have passed on a
+        # non-finite gradient that it was given.
         given = {call.layer for call in self._calls if any(e.bad for e in call.outputs)}
         made = set(bad_modules) - given
         bad = [c for c in self._calls if c.layer in made or any(e.bad for e in c.edges)]
@@ -130,14 +151,16 @@ class Flow:
         return list(dict.fromkeys(c.layer for c in found if not _holds(c, found_starts)))
 
     def inside(self, layers: Iterable[str]) -> list[float]:
-        """Norms that are not finite at the inputs of these modules."""
+        """Return the non-finite norms at the inputs of some modules."""
         wanted = set(layers)
         calls = [call for call in self._calls if call.layer in wanted]
         return [e.norm for c in calls for e in c.inputs if e.norm is not None and e.bad]
 
     def _watch(self, name: str, target: nn.Module) -> None:
-        # Closures, which a deep copy of the model (an average of weights) shares: the copy's
-        # modules are others than `target` and count for nothing.
+        """Register the forward hooks of one module."""
+
+        # A deep copy of the model (such as an average of weights) shares these closures. Its
+        # modules are not `target`, so they are ignored.
         def off(module: nn.Module) -> bool:
             compiling = torch.compiler.is_compiling()
             return compiling or module is not target or not torch.is_grad_enabled()
@@ -166,12 +189,13 @@ class Flow:
         self._handles.append(target.register_forward_hook(after, with_kwargs=True))
 
     def _edges_of(self, value: Any) -> list[Edge]:
-        """The edges of all tensors in a nested value; one that is hooked already is not again."""
+        """Return the edges of all tensors in a nested value, and hook the tensors that have no hook
+        yet."""
         edges = []
         for tensor in _tensors(value):
             if not tensor.requires_grad:
                 continue
-            # A tensor that was written in place is another one to autograd.
+            # A write in place makes it a different tensor for autograd, which needs a new hook.
             version, edge = self._edges.get(tensor, (None, None))  # type: ignore[no-untyped-call]
             if edge is None or version != tensor._version:
                 edge = Edge()
@@ -182,15 +206,17 @@ class Flow:
         return edges
 
     def _receiver(self, edge: Edge) -> Callable[[torch.Tensor], None]:
+        """Return a tensor hook that records the norm of each gradient at an edge."""
+
         def receive(grad: torch.Tensor) -> None:
             edge.norms.append(self._measure(grad))
 
         return receive
 
     def _prune(self) -> None:
-        """Drop what no gradient can reach any more, such as a pass that nobody went back through.
+        """Drop calls that no gradient can reach any more, such as those of an evaluation pass.
 
-        Outputs decide: an input may be a leaf, which lives on.
+        Only outputs are checked, since an input may be a leaf, which stays alive.
         """
         self._calls = [call for call in self._calls if any(e.alive for e in call.outputs)]
         self._edge_handles = [h for h in self._edge_handles if h.hooks_dict_ref() is not None]
@@ -198,12 +224,12 @@ class Flow:
 
 
 def _holds(call: ModuleCall, starts: list[int]) -> bool:
-    """Whether one of the sorted starts lies inside this call."""
+    """Return whether one of the sorted starts lies inside a call."""
     return bisect_right(starts, call.end) > bisect_right(starts, call.start)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
+    """Yield every tensor in nested tuples, lists and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`watch`: the hooks around a training loop, and the log of what they saw."""
+"""Context manager `watch`, which hooks a training loop, and the log of its gradients."""
 
 from __future__ import annotations
 
@@ -45,35 +45,36 @@ def watch(
     scaler: torch.amp.GradScaler | None = None,
     keep_steps: int = 100,
 ) -> Iterator[GradientLog]:
-    """Watch, and clip if asked, the gradients of a training loop inside the block.
+    """Watch the gradients of a training loop inside the block, and optionally clip them.
 
-    A step is what a torch.optim optimizer does with parameters of this model; without such an
-    optimizer, call `log.step()` where your own update begins. Gradients that no step has taken
-    when the block ends without an exception make a last step. Blocks may be nested.
+    A step is one step of a torch.optim optimizer on parameters of this model. Without such an
+    optimizer, call `log.step()` before your own update. Gradients that no step has used when the
+    block ends without an exception form a last step. Blocks may be nested.
 
     Args:
-        model: any module; it is left as it was found.
-        clip_value: each element that arrives at a parameter is clamped to [-clip_value,
-            clip_value], in each backward pass, as torch.nn.utils.clip_grad_value_ would.
-        clip_norm: before each step, the gradients of its parameters are scaled down to this L2
-            norm by torch.nn.utils' own functions.
-        limits: see Limits; by default its defaults.
-        on_alarm: "raise" a GradientAlarm before the optimizer changes a parameter; "record" in
-            `log.alarms` only; or a function that is given each alarm. Where gradients are
+        model: any module; all hooks are removed at the end.
+        clip_value: limit for each element of the gradient that arrives at a parameter in a backward
+            pass; elements are clamped to [-clip_value, clip_value] as by
+            torch.nn.utils.clip_grad_value_.
+        clip_norm: limit of the L2 norm of the gradients of a step, to which they are scaled down
+            before the step by the functions of torch.nn.utils.
+        limits: limits for alarms; None for the defaults of `Limits`.
+        on_alarm: 'raise' raises a GradientAlarm before the optimizer changes a parameter; 'record'
+            only adds to `log.alarms`; a function is called with each alarm. If gradients are
             clipped, an explosion is recorded and not raised.
-        layers: dotted names of the modules whose flow is watched, besides the model's own; by
-            default all. An empty list is the cheapest, and a NaN is not traced to its module.
-        scaler: the loop's GradScaler, needed where there is one: limits and clipping mean the
+        layers: dotted names of the modules whose flow is watched in addition to the model's own;
+            None for all. An empty list is fastest, but a NaN is then not traced to its module.
+        scaler: GradScaler of the loop, required if it has one: limits and clipping apply to the
             unscaled gradients, and a step that the scaler skips is no alarm.
-        keep_steps: how many steps and alarms are kept, and make up the median.
+        keep_steps: number of steps and alarms that are kept, and of steps that form the median.
 
     Raises:
-        ConfigError: an argument is out of its range; the loop scales its loss and `scaler` is not
-            given; a gradient is sparse.
-        LayerError: `layers` names a module that is not there.
+        ConfigError: an argument is out of its range; the loop scales its loss and `scaler` is
+            missing; or a gradient is sparse.
+        LayerError: `layers` contains a name that is no module.
         ModelError: the model is TorchScript.
-        GradientAlarm: with on_alarm="raise".
-        RunError: the parameters were updated and no step was seen.
+        GradientAlarm: with on_alarm='raise'.
+        RunError: the parameters changed without a step.
     """
     check_positive("clip_value", clip_value)
     check_positive("clip_norm", clip_norm)
@@ -94,11 +95,11 @@ def watch(
 
 
 class GradientLog:
-    """What a `watch` block saw.
+    """Record of the steps and alarms of a `watch` block.
 
     Attributes:
-        steps: the last steps, oldest first.
-        alarms: the last alarms, oldest first.
+        steps: the last `keep_steps` steps, oldest first.
+        alarms: the last `keep_steps` alarms, oldest first.
     """
 
     def __init__(
@@ -130,20 +131,22 @@ class GradientLog:
         self._seen_gradients = False
 
     def step(self) -> None:
-        """Judge and clip what has arrived; for loops that update parameters without torch.optim.
+        """Judge and clip the gradients so far, for loops that update parameters without
+        torch.optim.
 
-        Gradients must be unscaled by then, where there is a scaler.
+        If the loop has a GradScaler, gradients must be unscaled before.
 
         Raises:
-            GradientAlarm: with on_alarm="raise".
+            GradientAlarm: with on_alarm='raise'.
         """
         self._finish(dict(self._model.named_parameters()), self, 1.0)
 
     def table(self) -> str:
-        """Each module's gradient norms over the kept steps, in the model's order.
+        """Format the gradient norms of each module over the kept steps, in the order of the model.
 
-        `output` is the gradient at the module's output, with its least, median and largest value;
-        `parameters` is that of the module's own parameters, in the last step.
+        Column `output` is the last norm of the gradient at the module's output; min, median and max
+        are over the kept steps. Column `parameters` is the last norm of the module's own
+        parameters.
         """
         header = ("layer", "type", "steps", "output", "min", "median", "max", "parameters")
         rows = []
@@ -162,6 +165,11 @@ class GradientLog:
         return table(header, rows, left=2)
 
     def _attach(self, layers: Sequence[str] | None) -> None:
+        """Register all hooks.
+
+        Raises:
+            LayerError: `layers` contains a name that is no module.
+        """
         modules = dict(self._model.named_modules())
         for name in layers or ():
             if name not in modules:
@@ -178,6 +186,7 @@ class GradientLog:
         self._note_versions()
 
     def _detach(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -185,7 +194,10 @@ class GradientLog:
         self._arrived.clear()
 
     def _last_step(self) -> None:
-        """At the end of the block; a scaler's gradients are scaled still, and its own concern."""
+        """Judge the remaining gradients at the end of the block, unless there is a GradScaler.
+
+        A GradScaler's gradients are still scaled here, and unscaling them is the loop's own task.
+        """
         if self._seen_gradients and self._scaler is None:
             self._check_versions()
             self.step()
@@ -193,18 +205,23 @@ class GradientLog:
     # ------------------------------------------------------- while gradients arrive
 
     def _loss_scale(self, device: torch.device) -> torch.Tensor | None:
-        """The factor on gradients in a backward pass, on the device."""
+        """Return the factor of the GradScaler on gradients in a backward pass, on the device, or
+        None."""
         if self._scaler is None:
             return None
         return self._scaler.scale(torch.ones((), device=device))
 
     def _norm_of_arrival(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a gradient that arrives in a backward pass, without the scaler's
+        factor."""
         self._seen_gradients = True
         scale = self._loss_scale(grad.device)
         norm = norms_of([grad])[0]
         return norm if scale is None else norm / scale
 
     def _clamp_arrivals(self, name: str, parameter: nn.Parameter, limit: float) -> None:
+        """Register a hook that records the norm of a parameter's gradient and clamps it."""
+
         def clamp(grad: torch.Tensor) -> torch.Tensor:
             _refuse_sparse(name, grad)
             if parameter.grad is None:
@@ -214,14 +231,18 @@ class GradientLog:
             if scale is None:
                 return grad.clamp(-limit, limit)
             bound = limit * scale
-            # An infinity must stay one for the scaler, who skips the step and lowers its scale.
+            # The scaler must see infinities, so that it skips the step and lowers its scale.
             return torch.where(grad.isinf(), grad, grad.clamp(-bound, bound))
 
         self._clamped.add(id(parameter))
         self._handles.append(parameter.register_hook(clamp))  # type: ignore[no-untyped-call]
 
     def _begin_forward(self) -> None:
-        """Before the model runs: were the gradients so far dropped, or used unseen?"""
+        """Before a forward pass: detect gradients that were dropped, or used without a step.
+
+        Raises:
+            RunError: the parameters changed without a step.
+        """
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         skipped, self._last_scale = scale < self._last_scale, scale
         if not self._seen_gradients:
@@ -232,19 +253,21 @@ class GradientLog:
             self._forget()
 
     def _forget(self) -> None:
-        """Nothing of what came counts any more."""
+        """Discard all gradients that arrived since the last step."""
         self._arrived.clear()
         self._flow.forget()
         self._seen_gradients = False
 
     def _note_versions(self) -> None:
+        """Record autograd's version counters of the parameters."""
         self._versions = [p._version for p in self._model.parameters()]
 
     def _check_versions(self) -> None:
-        """Autograd counts the writes to each tensor.
+        """Check that no parameter was written to since the last step, by autograd's version
+        counters.
 
         Raises:
-            RunError: the parameters have changed and no step was seen.
+            RunError: a parameter changed without a step.
         """
         if self._versions != [p._version for p in self._model.parameters()]:
             raise RunError(
@@ -258,6 +281,11 @@ class GradientLog:
     def _before_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Hook before every step of every torch.optim optimizer.
+
+        Returns:
+            changed arguments of `optimizer.step` if it has a closure, else None.
+        """
         updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = {n: p for n, p in self._model.named_parameters() if id(p) in updated}
         if not parameters:
@@ -266,7 +294,7 @@ class GradientLog:
             _refuse_hidden_scaler()
 
         def finish() -> None:
-            # Fused optimizers unscale by themselves, and skip what overflowed by themselves.
+            # Fused optimizers unscale the gradients and skip overflowed steps inside `step`.
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None and bool(found_inf.any()):
                 self._forget()
@@ -291,15 +319,19 @@ class GradientLog:
         return (args[0], watched_closure, *args[2:]), kwargs
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Hook after every step of every torch.optim optimizer."""
         self._note_versions()
 
     def _finish(self, parameters: Mapping[str, nn.Parameter], owner: object, factor: float) -> None:
         """Record, judge and clip the gradients of one step.
 
         Args:
-            parameters: those that are about to be updated, by name.
-            owner: who updates them.
-            factor: what is still multiplied onto their gradients.
+            parameters: name -> parameter that is about to be updated.
+            owner: the optimizer, or this log.
+            factor: factor of the GradScaler that the gradients still have.
+
+        Raises:
+            GradientAlarm: with on_alarm='raise'.
         """
         grads = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         for name, grad in grads.items():
@@ -321,6 +353,7 @@ class GradientLog:
             nn.utils.clip_grads_with_norm_(with_grad.values(), self._clip_norm, total)
 
     def _tell(self, alarm: Alarm) -> None:
+        """Raise an alarm or pass it to the user's function."""
         clipped = self._clip_value is not None or self._clip_norm is not None
         if callable(self._on_alarm):
             self._on_alarm(alarm)
@@ -328,7 +361,8 @@ class GradientLog:
             raise GradientAlarm(alarm)
 
     def _measure(self, grads: Mapping[str, torch.Tensor], factor: float) -> Step:
-        """The norms of a step, in one copy from each device; the flow's are settled on the way."""
+        """Compute the norms of a step with one copy from each device to the CPU, those of the flow
+        included."""
         arrived = {name: self._arrived.pop(name, []) for name in grads}
         rest = [name for name in grads if not arrived[name]]
         present = norms_of([grads[name] for name in rest])
@@ -351,7 +385,7 @@ class GradientLog:
     def _clamp_late(
         self, parameters: Mapping[str, nn.Parameter], limit: float, factor: float
     ) -> None:
-        """Parameters added or unfrozen inside the block, for which nothing was clamped so far."""
+        """Clamp parameters that were added or unfrozen inside the block, which have no hook yet."""
         late = {name: p for name, p in parameters.items() if id(p) not in self._clamped}
         if late:
             nn.utils.clip_grad_value_(late.values(), limit * factor)
@@ -361,10 +395,12 @@ class GradientLog:
 
 
 def _largest(norms: Sequence[float]) -> float:
+    """Return the largest norm, or NaN if one of them is NaN."""
     return math.nan if any(map(math.isnan, norms)) else max(norms)
 
 
 def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
+    """Raise ConfigError for a gradient that is not strided."""
     if grad.layout != torch.strided:
         raise ConfigError(
             f"the gradient of {name} is sparse, which featx.gradients does not measure; build the "
@@ -373,7 +409,11 @@ def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
 
 
 def _refuse_hidden_scaler() -> None:
-    """A GradScaler leaves no trace on a gradient but its factor; look for it among the callers."""
+    """Raise ConfigError if a GradScaler that was not passed to `watch` is among the callers.
+
+    A GradScaler leaves no other trace on a gradient than its factor, so its frame is searched on
+    the stack.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         frame = frame.f_back

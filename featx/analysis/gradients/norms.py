@@ -1,4 +1,5 @@
-"""Norms of gradients: on the device until the end of a step, and right where float32 is not."""
+"""L2 norms of gradients that stay on the device until the end of a step and do not under- or
+overflow."""
 
 from __future__ import annotations
 
@@ -8,22 +9,24 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 _SMALLEST_FLOAT32_NORM = 1e-16
-"""Below it, squares begin to vanish in float32 and the norm is taken in float64."""
+"""Norm below which squares start to underflow in float32, so that the norm is computed in
+float64."""
 
 
 def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """L2 norms as scalars on the tensors' devices, right also where float32 squares are not.
+    """Compute L2 norms as scalars on the devices of the tensors, without underflow or overflow.
 
-    A vanishing gradient of 1e-25 has a norm of 0 in float32, a large finite one of infinity. On
-    an accelerator the norm is taken in float64, which costs little beside the reading; on a CPU,
-    where looking costs nothing, only if float32 did not do.
+    In float32, squares underflow for a gradient of 1e-25 and overflow for large finite ones. On an
+    accelerator the norm is computed in float64, which costs little compared with reading the data.
+    On a CPU, where checking the result needs no synchronisation, float64 is used only if float32
+    fails.
     """
     if not tensors:
         return []
     real = [torch.view_as_real(x) if x.is_complex() else x for x in map(torch.detach, tensors)]
     kinds = {x.device.type for x in real}
     if kinds != {"cpu"}:
-        # Apple's GPUs have no float64.
+        # Apple GPUs have no float64.
         wide = torch.float32 if "mps" in kinds else torch.float64
         return list(torch._foreach_norm(real, 2.0, wide))
     small = (torch.float16, torch.bfloat16)
@@ -35,7 +38,7 @@ def norms_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Values of scalar tensors, with one copy from each device."""
+    """Return the values of scalar tensors, with one copy from each device."""
     values = [0.0] * len(scalars)
     for device in {x.device for x in scalars}:
         places = [i for i, x in enumerate(scalars) if x.device == device]
@@ -47,13 +50,14 @@ def to_host(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 
 def norm_of_norms(norms: Iterable[float]) -> float:
-    """The norm of everything, from the norms of its parts; NaN if any of them is."""
+    """Combine the norms of parts to the norm of the whole; NaN if one of them is NaN."""
     norms = list(norms)
     return math.nan if any(map(math.isnan, norms)) else math.hypot(*norms)
 
 
 def by_module(parameters: Mapping[str, float]) -> dict[str, float]:
-    """Norm of each module's own parameters."""
+    """Combine the norms of parameters, by dotted name, to the norm of each module's own
+    parameters."""
     parts: dict[str, list[float]] = {}
     for name, norm in parameters.items():
         parts.setdefault(name.rpartition(".")[0], []).append(norm)

@@ -1,11 +1,11 @@
-"""Which rows of a store are alike, and which layers: exact, block by block, on any device.
+"""Nearest neighbours, near-duplicates and layer similarity: exact and in blocks, on any device.
 
-An index of faiss, which misses some nearest rows, only where it is asked for.
+Only `RowIndex`, an index of faiss, is approximate: it misses some of the nearest rows.
 
-row_vectors.py                the ok rows of a layer as vectors on a device
-nearest_neighbours.py         nearest rows
-faiss_index.py                nearest rows by an index: a measured share of them, in less time
-duplicates.py                 groups of rows that are nearly the same
+row_vectors.py                rows of a layer as vectors on a device
+nearest_neighbours.py         nearest rows by exact search
+faiss_index.py                nearest rows by an index, with a measured recall and in less time
+duplicates.py                 groups of near-duplicates
 representation_similarity.py  linear CKA and RSA between layers
 """
 

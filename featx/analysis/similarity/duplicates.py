@@ -1,4 +1,5 @@
-"""Groups of rows that are nearly the same: every pair is looked at, and pairs are joined."""
+"""Groups of near-duplicates: all pairs of rows are compared, and pairs above a threshold are
+linked."""
 
 from __future__ import annotations
 
@@ -15,16 +16,17 @@ from featx.errors import ConfigError
 from featx.store.reader import FeatureStore
 
 SLACK = 1e-6
-"""A cosine this much below the threshold reaches it: two equal float32 vectors have about 1."""
+"""Amount by which a cosine may miss the threshold, since two equal float32 vectors have a cosine of
+about 1."""
 
 _FLOAT32_WIDTH = 20_000
-"""A product of float32 vectors that are so long errs by less than SLACK, of longer ones by more."""
+"""Length of vectors up to which a float32 dot product has an error below SLACK."""
 
 _EXACT_BYTES = 1 << 26
-"""Of vectors that are compared in float64 at a time."""
+"""Bytes of vectors that are compared in float64 at a time."""
 
 AT_ONCE = 2048
-"""Rows of a block, at the most; a block of pairs has its square."""
+"""Maximum number of rows per block. A pair of blocks takes the square of it in products."""
 
 
 def duplicate_groups(
@@ -34,21 +36,24 @@ def duplicate_groups(
     device: str = "auto",
     tell: Callable[[int], None] = lambda rows: None,
 ) -> list[npt.NDArray[np.int64]]:
-    """Rows joined by pairs whose cosine reaches a threshold, directly or through others.
+    """Find groups of rows that are linked, directly or through others, by a cosine above a
+    threshold.
 
     Args:
-        store: open for reading; rows that failed are left out.
-        layer: its name; a map counts as one long vector.
-        threshold: above 0, up to 1. A vector of zeros has no cosine, and is like no other.
-        device: auto, cpu, cuda, ...
-        tell: is told of every block how many rows are done.
+        store: open store; rows that failed are left out.
+        layer: name of the layer; a map counts as one long vector.
+        threshold: cosine, above 0 and at most 1. A vector of zeros has no cosine and is in no
+            group.
+        device: 'auto', 'cpu', 'cuda', ...
+        tell: called after every block with the number of rows that it completes.
 
     Returns:
-        groups of at least two rows of the store, each increasing, in the order of their first row.
+        one (m,) int64 array per group of at least two rows, increasing rows of the store; groups
+        are in the order of their first row.
 
     Raises:
-        ConfigError: the threshold is out of range, or no row is ok.
-        LayerError: no such layer.
+        ConfigError: the threshold is out of range, or all rows failed.
+        LayerError: the store has no such layer.
     """
     if not 0 < threshold <= 1:
         raise ConfigError(f"duplicates={threshold}: expected a cosine above 0, up to 1.")
@@ -59,13 +64,15 @@ def duplicate_groups(
         for other in range(start, len(vectors), step):
             against = vectors.block(other, min(len(vectors), other + step))
             places = np.array([start, other])
+            # Only pairs whose float32 cosine is too close to the threshold are computed again in
+            # float64.
             sure, near = _reached(block @ against.T, threshold, vectors.width, other == start)
             _join(parents, *(sure + places).T)
             at_once = _exact_at_once(vectors.width)
             for first in range(0, len(near), at_once):
                 some = near[first : first + at_once]
                 apart = np.not_equal(*_roots(parents, (some + places).T))
-                some = some[apart]  # of many equal pictures few pairs are left
+                some = some[apart]  # large groups of equal rows leave few pairs
                 some = some[exact_cosines(block, against, some) >= threshold - SLACK]
                 _join(parents, *(some + places).T)
         tell(len(block))
@@ -78,7 +85,16 @@ def duplicate_groups(
 def cosines_to_first(
     store: FeatureStore, layer: str, rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32]:
-    """(n,) cosines of some ok rows to the first of them."""
+    """Compute the cosines of some rows to the first of them.
+
+    Args:
+        store: open store.
+        layer: name of the layer.
+        rows: (n,) int64 rows that did not fail.
+
+    Returns:
+        (n,) float32 in [-1, 1].
+    """
     vectors = Vectors(store, layer, torch.device("cpu"), rows=rows, unit=True)
     first = vectors.block(0, 1)
     found = []
@@ -91,11 +107,15 @@ def cosines_to_first(
 def exact_cosines(
     a: torch.Tensor, b: torch.Tensor, pairs: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """(p,) cosines of pairs of rows, computed in float64; 0 with a vector of zeros.
+    """Compute the cosines of pairs of rows in float64; a cosine with a vector of zeros is 0.
 
     Args:
-        a, b: (n, width) and (m, width).
-        pairs: (p, 2) a row of each.
+        a: (n, width) vectors.
+        b: (m, width) vectors.
+        pairs: (p, 2) int64, a row of `a` and a row of `b`.
+
+    Returns:
+        (p,) float64.
     """
     home, at_once = float64_home(a.device), _exact_at_once(a.shape[1])
     cosines = np.empty(len(pairs))
@@ -108,19 +128,23 @@ def exact_cosines(
 
 
 def _exact_at_once(width: int) -> int:
+    """Return the number of pairs whose float64 vectors take `_EXACT_BYTES`, at least one."""
     return max(1, _EXACT_BYTES // (16 * width))
 
 
 def _reached(
     cosines: torch.Tensor, threshold: float, width: int, above_diagonal: bool
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """(p, 2) pairs that reach a threshold for sure, and those too near to it to say in float32.
+    """Return the pairs that reach a threshold, and those that float32 cannot decide.
 
     Args:
-        cosines: (n, m) of float32 vectors.
-        threshold: as it was asked for.
-        width: of the vectors.
-        above_diagonal: the rows are the columns, and each pair counts once.
+        cosines: (n, m) cosines of float32 vectors.
+        threshold: the requested cosine.
+        width: length of the vectors.
+        above_diagonal: whether rows and columns are the same block, so that each pair counts once.
+
+    Returns:
+        (p, 2) and (q, 2) int64 pairs of row and column.
     """
     error = SLACK * max(1.0, width / _FLOAT32_WIDTH)
     sure = cosines >= threshold - SLACK + error
@@ -131,7 +155,7 @@ def _reached(
 
 
 def _roots(parents: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The root of each of some places; a root is its own parent."""
+    """Find the root of each place in the union-find forest; a root is its own parent."""
     roots = parents[places]
     while not np.array_equal(above := parents[roots], roots):
         roots = above
@@ -141,15 +165,21 @@ def _roots(parents: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> npt
 def _join(
     parents: npt.NDArray[np.int64], a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]
 ) -> None:
-    """Give the places of each pair (a[i], b[i]) the same root, the smallest one of all.
+    """Link pairs of places in the union-find forest; the root of a group is its smallest place.
 
-    Many pairs at once: the larger root is hung below the smaller one, until none are left apart.
+    All pairs are linked together: the larger root becomes a child of the smaller one, repeatedly,
+    until both places of every pair have the same root.
+
+    Args:
+        parents: (N,) parent of each place; changed in place.
+        a: (p,) first place of each pair.
+        b: (p,) second place of each pair.
     """
     while True:
         root_a, root_b = _roots(parents, a), _roots(parents, b)
         apart = root_a != root_b
         if not apart.any():
-            parents[a] = root_a  # shorter ways for those that come later
+            parents[a] = root_a  # path compression
             parents[b] = root_b
             return
         a, b, root_a, root_b = a[apart], b[apart], root_a[apart], root_b[apart]

@@ -1,11 +1,11 @@
-"""Nearest rows by faiss: exactly, or far less work and a share of them is missed.
+"""Nearest rows with faiss: exact, or approximate with far fewer comparisons.
 
-Exact search by faiss spends its time in the same products as `neighbours` (docs/performance.md).
-What pays for very many rows is to look at a part of them only. k-means deals the vectors out to
-lists, and a row's neighbours are looked for in the lists whose centres are nearest to it (IVF:
-Sivic and Zisserman, Video Google, ICCV 2003; as in Johnson, Douze and Jegou, Billion-scale
-similarity search with GPUs, 2019). Vectors are kept whole, so the scores of what is found are
-exact.
+Exact search with faiss spends its time in the same dot products as `nearest_rows`
+(docs/performance.md). For very many rows, comparing with only a part of them pays off: k-means
+assigns the vectors to lists, and the neighbours of a row are searched in the lists with the nearest
+centres (IVF: Sivic and Zisserman, Video Google, ICCV 2003; as in Johnson, Douze and Jegou,
+Billion-scale similarity search with GPUs, 2019). Vectors are stored uncompressed, so the scores of
+the neighbours that are found are exact.
 """
 
 from __future__ import annotations
@@ -32,43 +32,45 @@ from featx.errors import ConfigError, MissingExtraError
 from featx.store.reader import FeatureStore
 
 SAMPLE = 1000
-"""Rows on which it is decided how many lists are looked at, and as many others on which the recall
-is then measured."""
+"""Number of random rows that choose how many lists are searched. The recall is then measured on as
+many other rows."""
 
 ROWS_OF_A_LIST = 64
-"""Vectors that k-means takes for each list."""
+"""Training vectors of k-means per list."""
 
 MARGIN = 2.0
+"""Standard errors by which the recall on the sample must exceed the requested recall."""
 
 TIE = 1e-6
-"""A score that is worse by no more than this is as good: products are rounded."""
+"""Difference of scores that counts as rounding; a neighbour within it is as near as the exact
+one."""
 
 
 class RowIndex:
-    """An index of the ok rows of a layer that finds about a share of their nearest rows.
+    """Index of the rows of a layer that finds a requested share of their nearest rows.
 
     Args:
-        store: open for reading.
-        layer: its name; a map counts as one long vector.
-        recall: the share of the k nearest rows that is wanted, above 0, up to 1. As many lists
-            are looked at as give it on SAMPLE random rows, with MARGIN standard errors to spare;
-            for 1 there are no lists, and every pair is looked at.
-        k: at most as many as there are other rows.
-        metric: cosine or euclidean.
-        seed: of k-means and of both samples.
-        device: of the exact search for the samples; faiss itself uses the CPU.
+        store: open store; rows that failed are left out.
+        layer: name of the layer; a map counts as one long vector.
+        recall: requested share of the k nearest rows, above 0 and at most 1. Enough lists are
+            searched to reach it on SAMPLE random rows with MARGIN standard errors to spare. With 1
+            there are no lists, and all pairs are compared.
+        k: number of neighbours, limited to the number of other rows.
+        metric: 'cosine' or 'euclidean'.
+        seed: seed of k-means and of both samples.
+        device: device of the exact search for the samples; faiss itself uses the CPU.
 
     Attributes:
-        recall: what was measured on other rows than those used to choose; it may be a little less
-            than was wanted.
-        measured_on: number of these rows, none for exact search.
-        lists: all of them, about 4 sqrt(n).
-        looked_at: lists that are looked at for a row.
+        recall: share measured on rows other than those that chose the number of lists. It may be
+            slightly below the requested share.
+        measured_on: number of these rows; 0 for exact search.
+        lists: number of lists, about 4 sqrt(n).
+        looked_at: number of lists that are searched per row.
 
     Raises:
         MissingExtraError: faiss is not installed.
-        ConfigError: no such metric, a recall out of range, or there is no other row.
-        LayerError: no such layer.
+        ConfigError: the metric is unknown, the recall is out of range, or there is no second row.
+        LayerError: the store has no such layer.
     """
 
     def __init__(
@@ -101,10 +103,13 @@ class RowIndex:
             self._choose(recall, rng.permutation(len(self._vectors))[: 2 * SAMPLE])
 
     def nearest_rows(self, tell: Callable[[int], None] = lambda rows: None) -> Neighbours:
-        """The nearest rows of every ok row, as far as they are found: k of each all the same.
+        """Search the nearest rows of every row.
+
+        A row for which the lists hold fewer than k others is searched exactly, so every row has k
+        neighbours.
 
         Args:
-            tell: is told of every block how many rows are done.
+            tell: called after every block with the number of rows that it completes.
         """
         places = np.arange(len(self._vectors))
         found = [np.empty((0, self._k), np.int64)]
@@ -121,7 +126,7 @@ class RowIndex:
 
     @property
     def about(self) -> dict[str, float | int]:
-        """What was measured, in JSON types."""
+        """Measured recall and number of lists as JSON types."""
         return {
             "recall": self.recall,
             "measured_on": self.measured_on,
@@ -131,10 +136,16 @@ class RowIndex:
 
     @property
     def _metric(self) -> str:
+        """Name of the metric."""
         return "cosine" if self._cosine else "euclidean"
 
     def _choose(self, recall: float, samples: npt.NDArray[np.int64]) -> None:
-        """How many lists are looked at, by the first half of some places; the rest measures it."""
+        """Choose the number of lists to search, and measure the recall.
+
+        Args:
+            recall: requested share.
+            samples: (2 n,) random places; the first half chooses, the second half measures.
+        """
         half = len(samples) // 2
         exact = nearest_among(self._vectors, samples, self._k, self._metric).scores
         while self.looked_at < self.lists:
@@ -146,10 +157,10 @@ class RowIndex:
         self.measured_on = len(samples) - half
 
     def _built(self, rng: np.random.Generator, seed: int) -> Any:
-        """An index of faiss that holds all vectors: IndexFlat for one list, else IndexIVFFlat."""
+        """Build an index of faiss with all vectors: IndexFlat for one list, else IndexIVFFlat."""
         vectors, faiss = self._vectors, self._faiss
         faiss.omp_set_num_threads(torch.get_num_threads())
-        kind = faiss.METRIC_L2  # of unit vectors, too: cosines are told by their distances
+        kind = faiss.METRIC_L2  # also for cosines: the order of unit vectors is the same
         if self.lists == 1:
             index = faiss.index_factory(vectors.width, "Flat", kind)
         else:
@@ -163,24 +174,25 @@ class RowIndex:
         return index
 
     def _search(self, places: npt.NDArray[np.int64]) -> Neighbours:
-        """The nearest rows of the vectors at some places."""
+        """Search the nearest rows of the vectors at some places."""
         if self.lists > 1:
             self._index.nprobe = self.looked_at
         vectors, k = self._vectors, self._k
         queries = torch.from_numpy(places).to(vectors.device)
         x = vectors.at(queries)
         _, at = self._index.search(x.cpu().numpy(), k + 1)
-        # The row itself goes last; where it was not found, the worst one goes.
+        # A row is its own nearest neighbour: move it to the end and drop the last entry. If the
+        # index did not find the row itself, this drops the worst neighbour.
         own = at == places[:, None]
         order = np.argsort(own, axis=1, kind="stable")[:, :k]
         at = np.take_along_axis(at, order, 1)
         short = np.flatnonzero((at < 0).any(1))
-        at[short] = 0  # any place will do; they are searched again below
+        at[short] = 0  # placeholder; these rows are searched again below
         found_at = torch.from_numpy(at).to(vectors.device)
         ordered, given = in_order(vectors, x, found_at, self._cosine)
         rows, found = vectors.rows[ordered.cpu().numpy()], given.cpu().numpy()
         if len(short):
-            # The lists that were looked at hold fewer than k other rows.
+            # The searched lists hold fewer than k other rows.
             exact = nearest_among(vectors, places[short], k, self._metric)
             rows[short], found[short] = exact.neighbours, exact.scores
         return Neighbours(vectors.rows[places], rows, found, self._metric)
@@ -188,7 +200,13 @@ class RowIndex:
     def _shares(
         self, places: npt.NDArray[np.int64], exact: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float64]:
-        """(q,) of each place the share of the k nearest, or of others as near, that was found."""
+        """Compute the recall of each place: the share of its neighbours that are as near as the
+        exact ones.
+
+        Args:
+            places: (q,) int64 places.
+            exact: (q, k) scores of exact search.
+        """
         found = self._search(places).scores
         last = exact[:, -1:]
         near = found >= last - TIE if self._cosine else found <= last * (1 + TIE)
@@ -197,6 +215,11 @@ class RowIndex:
 
 
 def _faiss() -> Any:
+    """Import faiss.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import faiss
     except ImportError as error:

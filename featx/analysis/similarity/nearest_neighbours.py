@@ -1,4 +1,4 @@
-"""Exact nearest rows: every pair is looked at, block against block."""
+"""Exact nearest rows: all pairs are compared, block by block."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from featx.store.reader import FeatureStore
 from featx.types import Status
 
 _FAR_SQUARE = (sizes.FAR / 2) ** 2
+"""Squared length above which a centred vector stands for a vector of zeros; see
+`row_vectors.FAR`."""
 
 QUERIES = 8192
-"""Rows whose neighbours are looked for at a time, at the most."""
+"""Maximum number of rows whose neighbours are searched at a time."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The nearest rows of some rows.
+    """Nearest rows of some rows.
 
     Attributes:
-        rows: (q,) int64, of the store.
-        neighbours: (q, k) int64, rows of the store, the nearest first, never the row itself.
-        scores: (q, k) float32: cosines, the largest first, or Euclidean distances.
-        metric: cosine or euclidean.
+        rows: (q,) int64 rows of the store.
+        neighbours: (q, k) int64 rows of the store, the nearest first, without the row itself.
+        scores: (q, k) float32 cosines in falling order, or Euclidean distances in rising order.
+        metric: 'cosine' or 'euclidean'.
     """
 
     rows: npt.NDArray[np.int64]
@@ -50,25 +52,25 @@ def nearest_rows(
     device: str = "auto",
     tell: Callable[[int], None] = lambda rows: None,
 ) -> Neighbours:
-    """The k nearest ok rows of every ok row, or of one picture.
+    """Find the k nearest rows of every row, or of one row.
 
-    Products are taken in float32, of vectors around their mean; distances and cosines of the k that
-    were found are then taken from the differences, so that those of rows which are nearly the same
-    are right as well. Rows of the same
-    score come in the order of the store; which of them are among the k is not defined.
+    Rows that failed are left out. Candidates are found by float32 dot products of vectors minus
+    their mean. The scores of the k candidates are computed from differences of vectors, so they are
+    accurate for nearly equal rows as well. Rows with equal scores are in the order of the store;
+    which of them are among the k is undefined.
 
     Args:
-        store: open for reading.
-        layer: its name; a map counts as one long vector.
-        k: at most as many as there are other rows.
-        metric: cosine (0 with a vector of zeros) or euclidean.
-        key: of a picture; None looks at every row.
-        device: auto, cpu, cuda, ...
-        tell: is told of every block how many rows are done.
+        store: open store.
+        layer: name of the layer; a map counts as one long vector.
+        k: number of neighbours, limited to the number of other rows.
+        metric: 'cosine' (0 with a vector of zeros) or 'euclidean'.
+        key: key of one row, or None for all rows.
+        device: 'auto', 'cpu', 'cuda', ...
+        tell: called after every block with the number of rows that it completes.
 
     Raises:
-        ConfigError: no such metric, no such picture, or it failed; there is no other row.
-        LayerError: no such layer.
+        ConfigError: the metric or the key is unknown, the row failed, or there is no second row.
+        LayerError: the store has no such layer.
     """
     check_choice("metric", metric, METRICS)
     cosine = metric == "cosine"
@@ -86,15 +88,17 @@ def nearest_among(
     metric: str = "cosine",
     tell: Callable[[int], None] = lambda rows: None,
 ) -> Neighbours:
-    """The k nearest of some vectors for a part of them; see `nearest_rows`.
+    """Find the k nearest of some vectors for a subset of them; see `nearest_rows`.
 
     Args:
-        vectors: centred; of length 1 before that for cosine.
-        places: (q,) of those whose neighbours are wanted.
-        k, metric, tell: as for `nearest_rows`.
+        vectors: vectors of a layer, created with centre=True, and with unit=True for cosine.
+        places: (q,) int64 places whose neighbours are wanted.
+        k: number of neighbours.
+        metric: 'cosine' or 'euclidean'.
+        tell: called after every block with the number of rows that it completes.
 
     Raises:
-        ConfigError: there is no other row.
+        ConfigError: there is no second row.
     """
     if len(vectors) < 2:
         raise ConfigError(f"{vectors.root} has one ok row only: it has no neighbours.")
@@ -114,7 +118,11 @@ def nearest_among(
 
 
 def row_of(store: FeatureStore, key: str) -> int:
-    """The row of a picture that is ok. Raises ConfigError where there is none."""
+    """Return the row of a key.
+
+    Raises:
+        ConfigError: there is no such key, or its row failed.
+    """
     try:
         row = store.row(key)
     except KeyError as error:
@@ -128,16 +136,16 @@ def row_of(store: FeatureStore, key: str) -> int:
 def best_of_blocks(
     scored: Iterable[tuple[torch.Tensor, torch.Tensor]], own: torch.Tensor, k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of what comes block by block, for many queries at once.
+    """Select the k best scores of many queries over blocks of candidates.
 
     Args:
-        scored: of each block its places, (m,) int64, increasing, and (q, m) scores, which are
-            written over.
-        own: (q,) the place of each query, which is not a neighbour of itself.
-        k: all of them where there are fewer.
+        scored: for each block the places of its candidates, (m,) int64 and increasing, and the
+            scores, (q, m), which are overwritten.
+        own: (q,) place of each query, which is excluded from its neighbours.
+        k: number of candidates to keep; all if there are fewer.
 
     Returns:
-        (q, k) scores, falling, and (q, k) places; a score of -inf is no neighbour.
+        (q, k) scores in falling order and (q, k) places. A score of -inf is no neighbour.
     """
     best = torch.full((len(own), 0), -torch.inf, device=own.device)
     places = torch.zeros((len(own), 0), dtype=torch.int64, device=own.device)
@@ -157,7 +165,7 @@ def best_of_blocks(
 def _nearest(
     vectors: Vectors, queries: torch.Tensor, k: int, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, k) places and (q, k) scores of the rows at some places, (q,)."""
+    """Return (q, k) places and (q, k) scores of the rows nearest to those at (q,) places."""
     x = vectors.at(queries)
     at_once = min(
         vectors.rows_of(sizes.BLOCK_BYTES), max(1, sizes.BLOCK_BYTES // (4 * len(queries)))
@@ -165,10 +173,11 @@ def _nearest(
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for start, block in vectors.blocks(at_once):
-            # |x - y|^2 without |x|^2, the same for all y; the nearest has the largest.
+            # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
+            # order.
             squares = (block * block).sum(1)
             scores = torch.addmm(-squares, x, block.T, alpha=2)
-            if cosine and (squares > _FAR_SQUARE).any():  # zeros: at a cosine of 0 from all
+            if cosine and (squares > _FAR_SQUARE).any():  # vectors of zeros: cosine 0
                 of_zeros = (x * x).sum(1, keepdim=True) - 2
                 scores = torch.where(squares > _FAR_SQUARE, of_zeros, scores)
             yield torch.arange(start, start + len(block), device=x.device), scores
@@ -180,13 +189,16 @@ def _nearest(
 def in_order(
     vectors: Vectors, x: torch.Tensor, places: torch.Tensor, cosine: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, k) places and scores as they are given out: the nearest first, equals as in the store.
+    """Compute the final scores and sort neighbours: the nearest first, equal ones by row.
 
     Args:
-        vectors: in which they were found.
-        x: (q, D) the vectors asked for.
-        places: (q, k) that were found.
-        cosine: else euclidean.
+        vectors: the vectors that were searched.
+        x: (q, D) vectors of the queries.
+        places: (q, k) places that were found.
+        cosine: whether scores are cosines, else Euclidean distances.
+
+    Returns:
+        (q, k) places and (q, k) scores.
     """
     scores = distances = _distances(vectors, x, places)
     if cosine:
@@ -195,13 +207,13 @@ def in_order(
         scores = (1 - distances * distances / 2).clamp(-1, 1).masked_fill(is_zero, 0)
     places, order = places.sort(dim=1)
     distances, scores = distances.gather(1, order), scores.gather(1, order)
-    # By distances, which tell cosines apart that are all 1 in float32.
+    # Sorted by distance, which distinguishes rows whose cosines are all 1 in float32.
     order = distances.sort(dim=1, stable=True).indices
     return places.gather(1, order), scores.gather(1, order)
 
 
 def _distances(vectors: Vectors, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """(q, k) lengths of the differences between (q, D) and the vectors at (q, k) places."""
+    """Compute the distances between (q, D) vectors and the vectors at (q, k) places, as (q, k)."""
     found = torch.empty(places.shape, dtype=torch.float32, device=x.device)
     step = max(1, vectors.rows_of(sizes.BLOCK_BYTES) // places.shape[1])
     for start in range(0, len(x), step):

@@ -1,16 +1,17 @@
-"""How alike two layers are: linear CKA and RSA, over the same pictures.
+"""Layer similarity: linear CKA and RSA of two layers over the same images.
 
-With the Gram matrix K = X X^T of the vectors of a layer (n, D), one row a picture:
+With the Gram matrix K = X X^T of the vectors of a layer (n, D), one row per image, and L of
+another:
 
     CKA       <HKH, HLH> / (|HKH| |HLH|), H = I - 1/n  (Kornblith et al. 2019)
     debiased  the same with the U-centred matrices of Szekely and Rizzo (2014), which have a zero
-              diagonal (Nguyen et al. 2021): where D is not small against n, CKA is near 1 for any
-              two layers, and this is not
+              diagonal (Nguyen et al. 2021). If D is not small compared with n, CKA is near 1 for
+              any two layers; the debiased form is not
     RSA       Spearman's correlation of the cosine distances 1 - K_ij / sqrt(K_ii K_jj), i < j
               (Kriegeskorte et al. 2008)
 
-Each is the dot product of two vectors of length 1, one a layer, so many layers cost one Gram matrix
-each. Everything is float64, but for what is kept of each layer (float32).
+Each measure is the dot product of two unit vectors, one per layer, so the cost is one Gram matrix
+per layer, not per pair. Computation is in float64; the vectors of each layer are kept as float32.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ from featx.store.reader import FeatureStore
 
 MEASURES = ("cka", "cka_debiased", "rsa")
 ROWS = 2000
-"""Pictures that are taken where nobody says how many; what is kept of a layer grows with the
-square: 8 n^2 bytes, 32 MB."""
+"""Default number of images. The memory kept per layer grows with its square: 8 n^2 bytes, 32 MB."""
 
 Matrix = npt.NDArray[np.float64]
 
 _SAME = 1e-28
-"""Products of centred rows so small against those of the rows themselves are rounding: float64 has
-2e-16, and products have its square."""
+"""Ratio of squared norms below which centred rows count as rounding errors, so that all rows of the
+layer are the same: float64 has a relative error of 2e-16, and products have its square."""
 
 _SAME_RANK = 1e-12
-"""Distances this near to each other, as a part of the largest one, share a rank."""
+"""Difference of distances, relative to the largest, below which they share a rank."""
 
 
 @dataclass(frozen=True)
 class LayerSimilarity:
-    """Layers against layers.
+    """Similarity of every layer of one list to every layer of another.
 
     Attributes:
-        layers, others: names of the rows and of the columns.
-        measures: 'cka', 'cka_debiased' and 'rsa' -> (layers, others) float64; NaN where a layer
-            is the same for all pictures.
-        num_rows: pictures that were taken.
-        num_common: pictures there were to choose from.
+        layers: names of the layers of the rows.
+        others: names of the layers of the columns.
+        measures: 'cka', 'cka_debiased' and 'rsa' -> (layers, others) float64; NaN if a layer is the
+            same for all images.
+        num_rows: number of images that were used.
+        num_common: number of images that were available.
     """
 
     layers: tuple[str, ...]
@@ -72,20 +73,21 @@ def layer_similarity(
     device: str = "auto",
     tell: Callable[[int], None] = lambda layers: None,
 ) -> LayerSimilarity:
-    """CKA and RSA between the layers of a store, or between those of two stores.
+    """Compute CKA and RSA between the layers of a store, or between those of two stores.
 
     Args:
-        store: open for reading.
-        other: its rows are matched by key; only what is ok in both counts.
-        layers: names or globs, of both stores where there are two; all when not given.
-        num_rows: so many random pictures; all where there are no more.
-        seed: of the choice.
-        device: auto, cpu, cuda, ...
-        tell: is told of every layer that is done.
+        store: open store.
+        other: second store, whose rows are matched by key; only rows that failed in neither are
+            used.
+        layers: names or globs, applied to both stores; None for all layers.
+        num_rows: number of random images, or all if there are fewer.
+        seed: seed of the choice of images.
+        device: 'auto', 'cpu', 'cuda', ...
+        tell: called with 1 after every layer.
 
     Raises:
-        ConfigError: fewer than four pictures to compare, or a single layer.
-        LayerError: no such layer in one of the stores.
+        ConfigError: there are fewer than four common images, or only one layer.
+        LayerError: one of the stores has no such layer.
     """
     rows, other_rows = _common_rows(store, other)
     if len(rows) < 4:
@@ -120,20 +122,31 @@ def layer_similarity(
 def linear_cka(
     x: npt.NDArray[np.floating], y: npt.NDArray[np.floating], debiased: bool = False
 ) -> float:
-    """Linear CKA of two matrices (n, D) and (n, E) whose rows are of the same n things."""
+    """Compute the linear CKA of two matrices (n, D) and (n, E) whose rows belong together.
+
+    Args:
+        x: (n, D), or any shape with n rows.
+        y: (n, E), or any shape with n rows.
+        debiased: whether to use the U-centred matrices.
+    """
     which = 1 if debiased else 0
     return _dot(_signatures_of(x)[which], _signatures_of(y)[which])
 
 
 def rsa(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
-    """Spearman's correlation of the cosine distances within (n, D) and within (n, E)."""
+    """Compute Spearman's correlation of the cosine distances within (n, D) and within (n, E)
+    rows."""
     return _dot(_signatures_of(x)[2], _signatures_of(y)[2])
 
 
 def _common_rows(
     store: FeatureStore, other: FeatureStore | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Rows of the first and of the second store that are ok and of the same pictures."""
+    """Return the rows of both stores that have the same keys and did not fail.
+
+    Returns:
+        two (n,) int64 arrays; the first is increasing.
+    """
     rows = np.flatnonzero(store.ok)
     if other is None:
         return rows, rows
@@ -146,6 +159,7 @@ def _common_rows(
 
 
 def _signatures_of(x: npt.NDArray[np.floating]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the unit vectors of CKA, debiased CKA and RSA for a matrix in memory."""
     flat = torch.from_numpy(np.asarray(x, np.float64).reshape(len(x), -1))
     mean = flat.mean(dim=0)
     centred = flat - mean
@@ -153,9 +167,10 @@ def _signatures_of(x: npt.NDArray[np.floating]) -> tuple[torch.Tensor, torch.Ten
 
 
 def _centred_gram(vectors: Vectors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Products of all pairs of rows less their mean m, of each such row with m, and of m with m.
+    """Compute the dot products of all rows minus their mean m, of each such row with m, and of m
+    with m.
 
-    An offset that all rows share would leave nothing of the products but rounding.
+    The mean is subtracted first, since a large common offset would leave only rounding errors.
 
     Returns:
         (n, n), (n,) and () float64.
@@ -181,18 +196,23 @@ def _centred_gram(vectors: Vectors) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def _signatures(
     gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What CKA, its debiased form and RSA compare of a layer: vectors of length 1, float32.
+    """Compute the unit vectors of CKA, debiased CKA and RSA, float32 on the CPU.
 
     Args:
-        gram, along, mean_square: as `_centred_gram` gives them.
+        gram: (n, n) from `_centred_gram`.
+        along: (n,) from `_centred_gram`.
+        mean_square: () from `_centred_gram`.
+
+    Returns:
+        (n^2,), (n (n - 1) / 2,) and (n (n - 1) / 2,); NaN if all rows are the same.
     """
     n = len(gram)
     upper = torch.triu_indices(n, n, 1, device=gram.device)
-    # Rows that differ by rounding only, of the numbers they were before the mean was taken off.
+    # All rows are the same up to rounding, relative to their size before centring.
     if not gram.norm() > _SAME * (gram.norm() + n * mean_square):
         nothing = torch.full((n * n,), torch.nan)
         return nothing, nothing[: upper.shape[1]], nothing[: upper.shape[1]]
-    means = gram.mean(dim=0)  # rounding of the mean of the rows
+    means = gram.mean(dim=0)  # nearly 0: the rounding error of centring
     cka = _unit((gram - means - means[:, None] + gram.mean()).reshape(-1), gram.norm())
     hollow = gram.clone().fill_diagonal_(0)
     sums = hollow.sum(dim=0)
@@ -207,15 +227,21 @@ def _signatures(
 def _cosine_distances(
     gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor, upper: torch.Tensor
 ) -> torch.Tensor:
-    """(p,) 1 - cos of pairs of rows, rounded: what is equal but for its last bits shares a rank.
+    """Compute 1 - cos for pairs of rows, rounded so that values that differ in their last bits are
+    equal.
 
-    With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). Of
-    rows that an offset makes nearly parallel, 1 less the cosine would be nothing but rounding; the
-    other form is as exact as |d|^2 / (2 |x| |y|), the larger one of its terms.
+    With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). For
+    rows that a common offset makes nearly parallel, 1 minus the cosine is dominated by rounding.
+    The other form is as exact as |d|^2 / (2 |x| |y|), the larger of its terms.
 
     Args:
-        gram, along, mean_square: as `_centred_gram` gives them.
-        upper: (2, p) the pairs.
+        gram: (n, n) from `_centred_gram`.
+        along: (n,) from `_centred_gram`.
+        mean_square: () from `_centred_gram`.
+        upper: (2, p) pairs of rows.
+
+    Returns:
+        (p,) float64 whole numbers that have the order of the distances.
     """
     i, j = upper
     own = gram.diagonal()
@@ -237,10 +263,14 @@ def _cosine_distances(
 
 
 def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x / |x| as float32 in main memory; NaN where it is nothing but rounding.
+    """Normalise a vector to length 1.
 
     Args:
-        scale: of the numbers that x was taken from.
+        x: vector of any length.
+        scale: magnitude of the numbers that x was computed from.
+
+    Returns:
+        float32 on the CPU; NaN if x consists of rounding errors.
     """
     length = x.norm()
     if not length > 1e-12 * scale:
@@ -254,7 +284,11 @@ def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def average_ranks(values: Matrix) -> Matrix:
-    """(m,) ranks from 1; equal values share the mean of theirs."""
+    """Rank values from 1; equal values get the mean of their ranks.
+
+    Args:
+        values: (m,) float64.
+    """
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))

@@ -1,4 +1,4 @@
-"""The ok rows of a layer as vectors on a device, in blocks; a small layer stays there whole."""
+"""Rows of a layer as vectors on a device, in blocks; a small layer stays in memory."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from featx.errors import ConfigError
 from featx.store.reader import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 128 << 20
-"""Of one block of float32 vectors, and of one block of products, at the most."""
+"""Maximum bytes of one block of float32 vectors, and of one block of dot products."""
 
 KEEP_BYTES = 2 << 30
-"""A layer of up to this size, as float32, is read once; on CUDA half of the free memory counts."""
+"""Size up to which a layer, as float32, is kept in memory. On CUDA the limit is half of the free
+memory."""
 
 
 _DOUBLES_BYTES = 8 << 20
-"""Of float32 vectors that are float64 at a time."""
+"""Bytes of float32 vectors that are converted to float64 at a time."""
 
 FAR = 8.0
-"""Length of what stands for zeros among centred unit vectors, which are 2 long at the most."""
+"""Length of the vector that stands for a vector of zeros among centred unit vectors, whose length
+is at most 2."""
 
 
 class Vectors:
-    """Rows of a layer, flattened, as float32; for one question.
+    """Rows of a layer as flat float32 vectors.
 
     Args:
-        store: open for reading.
-        layer: its name.
-        device: where they are wanted.
-        rows: (n,) rows of the store, all of them ok; all ok rows when not given.
-        unit: of length 1; a vector of zeros stays as it is.
-        centre: minus the mean of the first ones: distances stay the same, and are more exact. Of
-            unit vectors cosines are told by the distances, 1 - |u - v|^2 / 2; a vector of zeros,
-            which has none, becomes one that is FAR from all others.
+        store: open store.
+        layer: name of the layer.
+        device: device of the vectors.
+        rows: (n,) rows of the store, none of which failed; None for all such rows.
+        unit: whether vectors are scaled to length 1; a vector of zeros stays zero.
+        centre: whether the mean of the first vectors is subtracted. Distances stay the same and
+            become more exact. With `unit`, cosines follow from distances as 1 - |u - v|^2 / 2, and
+            a vector of zeros, which has no cosine, becomes a vector that is FAR from all others.
 
     Attributes:
-        root: of the store.
-        rows: (n,) int64, the row of the store of each vector; what counts them is a place.
-        width: numbers of a vector.
+        root: path of the store.
+        layer: name of the layer.
+        device: device of the vectors.
+        rows: (n,) int64 row of the store of each vector. An index into `rows` is called a place.
+        width: number of values of a vector.
+
+    Raises:
+        ConfigError: all rows failed.
+        LayerError: the store has no such layer.
     """
 
     def __init__(
@@ -81,29 +89,31 @@ class Vectors:
         return len(self.rows)
 
     def rows_of(self, num_bytes: int) -> int:
-        """How many vectors take so many bytes, at least one."""
+        """Return the number of vectors that take `num_bytes`, at least one."""
         return max(1, num_bytes // (4 * max(1, self.width)))
 
     def block(self, start: int, stop: int) -> torch.Tensor:
-        """(stop - start, width) float32: the vectors at these places."""
+        """Return the vectors at consecutive places, (stop - start, width) float32."""
         return self._read(start, stop) if self._kept is None else self._kept[start:stop]
 
     def blocks(self, at_once: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """All of them: the place of the first, and (m, width)."""
+        """Yield all vectors in blocks: the place of the first, and (m, width)."""
         for start in range(0, len(self), at_once):
             yield start, self.block(start, min(len(self), start + at_once))
 
     def at(self, places: torch.Tensor) -> torch.Tensor:
-        """(m, width) the vectors at any places, with repeats."""
+        """Return the vectors at any places, also repeated ones, as (m, width)."""
         if self._kept is not None:
             return self._kept[places]
         unique, back = torch.unique(places, return_inverse=True)
         return self._prepared(self.rows[unique.cpu().numpy()])[back]
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
+        """Read the vectors at consecutive places from the store."""
         return self._prepared(self.rows[start:stop])
 
     def _prepared(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Read rows from the store, and scale and centre them."""
         together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         read = self._features[slice(int(rows[0]), int(rows[-1]) + 1) if together else rows]
         check_rows_present(self._store, self.layer, rows, read)
@@ -115,16 +125,16 @@ class Vectors:
             parts = torch.split(vectors, self.rows_of(_DOUBLES_BYTES))
             vectors = torch.cat([self._off_centre(part) for part in parts])
         elif self._unit:
-            # Two divisions: the squares of large numbers would overflow.
+            # Divided by the largest value first: squares of large numbers would overflow float32.
             vectors = vectors / vectors.abs().amax(1, keepdim=True).clamp_min(1e-30)
             vectors = vectors / _lengths(vectors).clamp_min(1e-30)
         return vectors
 
     def _off_centre(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Of length 1 and minus the centre, in float64.
+        """Scale vectors to length 1 and subtract the centre, in float64.
 
-        What remains of features with a large common offset is small, and a unit vector in float32
-        has lost it.
+        Features with a large common offset differ little, and float32 unit vectors would lose the
+        difference.
         """
         assert self._unit_centre is not None
         there = vectors.to(self._unit_centre.device).to(torch.float64)
@@ -136,14 +146,17 @@ class Vectors:
 
 
 def _lengths(vectors: torch.Tensor) -> torch.Tensor:
-    """(n, 1) float32, summed in float64: of a map of 10^6 numbers float32 sums err by 1e-5."""
+    """Compute the lengths of vectors, (n, 1) float32.
+
+    They are summed in float64: a float32 sum over 10^6 values has an error of 1e-5.
+    """
     there = vectors.to(float64_home(vectors.device))
     lengths: torch.Tensor = torch.linalg.vector_norm(there, dim=1, dtype=torch.float64)
     return lengths[:, None].to(torch.float32).to(vectors.device)
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of vectors that may stay on a device."""
+    """Return how many bytes of vectors may be kept on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     return KEEP_BYTES

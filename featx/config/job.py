@@ -63,7 +63,7 @@ class StatsConfig:
     rows: str = "image"
     """image: the whole tensor of a picture is a row; position: each place of a map, or each token,
     is one, of C features."""
-    kind: str = "full"
+    covariance: str = "full"
     """full keeps the D x D scatter matrix (D up to 16384), diagonal the variances only."""
     against: str | None = None
     """Another stats.h5, or its folder; the Fréchet distance to it is printed for every layer that
@@ -71,9 +71,9 @@ class StatsConfig:
 
     def __post_init__(self) -> None:
         check_choice("stats.rows", self.rows, ("image", "position"))
-        check_choice("stats.kind", self.kind, ("full", "diagonal"))
-        if self.against is not None and self.kind != "full":
-            raise ConfigError("stats.against needs covariances, so stats.kind=full.")
+        check_choice("stats.covariance", self.covariance, ("full", "diagonal"))
+        if self.against is not None and self.covariance != "full":
+            raise ConfigError("stats.against needs covariances, so stats.covariance=full.")
 
 
 @dataclass

@@ -79,7 +79,7 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
         # Neither a part nor the data set ends with a whole batch.
         ({"layers": ["conv", "pool", "deep:input"], "batch_size": 3, "part_rows": 8}, {}),
         ({"layers": ["conv", "deep"], "batch_size": 3, "part_rows": 8}, {"rows": "position"}),
-        ({"layers": {"conv": "gem", "deep": "flatten"}}, {"kind": "diagonal"}),
+        ({"layers": {"conv": "gem", "deep": "flatten"}}, {"covariance": "diagonal"}),
         ({"layers": {"conv": {"name": "grid", "size": 2}}}, {"rows": "position"}),
         ({"layers": ["conv"], "capture": "grad_output", "target": "label"}, {}),
     ],
@@ -95,7 +95,7 @@ def test_equal_numpy_on_the_whole_matrix(
         assert_moments_of(statistics, layer, matrix(store, layer, stats.get("rows") == "position"))
         about = statistics.about(layer)
         assert about["row"] == stats.get("rows", "image")
-        assert about["kind"] == stats.get("kind", "full")
+        assert about["kind"] == stats.get("covariance", "full")
         assert about["shape"] == list(store[layer].shape[1:])
 
 
@@ -127,7 +127,7 @@ def test_a_part_is_longer_where_its_matrices_take_long_to_write() -> None:
 
     assert seconds(2048) == seconds(4096) == 60
     assert seconds(16384) == 8 * 16384**2 / target.COMMIT_BYTES_PER_S / target.COMMIT_SHARE
-    assert seconds(100352, kind="diagonal") == 60
+    assert seconds(100352, covariance="diagonal") == 60
     # A short run has parts for all of its workers.
     assert seconds(256, work_s=300) == 2
     assert seconds(2048, work_s=600) == 8 * 2048**2 / 40e6 / 0.1
@@ -425,10 +425,10 @@ def test_the_distance_to_other_statistics_is_told(
 
 
 def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> None:
-    take(photos, out="other", layers=["deep"], stats={"kind": "diagonal"})
+    take(photos, out="other", layers=["deep"], stats={"covariance": "diagonal"})
     for keys, error, message in (
         ({"layers": ["conv"]}, ConfigError, "of deep, of none of conv"),
-        ({"layers": ["deep"]}, ConfigError, "needs stats.kind=full there"),
+        ({"layers": ["deep"]}, ConfigError, "needs stats.covariance=full there"),
         ({"layers": ["deep"], "seed": 1}, StoreMismatchError, "weights_sha256"),
         ({"layers": ["deep"], "reduce": "avg"}, StoreMismatchError, "reduce: 'avg' and 'none'"),
     ):
@@ -446,8 +446,8 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"grow": True}, "grow has no effect with job=stats"),
         ({"store": "x"}, "store has an effect with job=verify and job=status and job=pack"),
         ({"stats": {"rows": "pixel"}}, "stats.rows=pixel: expected one of image, position"),
-        ({"stats": {"kind": "half"}}, "stats.kind=half: expected one of full, diagonal"),
-        ({"stats": {"kind": "diagonal", "against": "x"}}, "stats.against needs covariances"),
+        ({"stats": {"covariance": "half"}}, "stats.covariance=half: expected one of full, diagonal"),
+        ({"stats": {"covariance": "diagonal", "against": "x"}}, "stats.against needs covariances"),
     ],
 )
 def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> None:

@@ -195,7 +195,7 @@ def _check_against(other: Statistics, purpose: StatsTarget, prepared: RunContext
         if about["kind"] != "full":
             raise ConfigError(
                 f"stats.against={other.path} keeps the variances of {layer.spec.name} only; a "
-                "distance needs stats.kind=full there, too."
+                "distance needs stats.covariance=full there, too."
             )
 
 

@@ -47,7 +47,7 @@ class StatsTarget:
         self.settings: dict[str, Any] = {
             "dtype": self.dtype,
             "stats.rows": config.stats.rows,
-            "stats.kind": config.stats.kind,
+            "stats.covariance": config.stats.covariance,
         }
         if config.takes_gradients:
             self.settings["target"] = config.target
@@ -96,7 +96,7 @@ class StatsTarget:
                 "stats.rows=position has no effect: the rows of these layers are vectors. Leave "
                 "it out, or take layers with maps or tokens, or another reduction."
             )
-        full = self._config.stats.kind == "full"
+        full = self._config.stats.covariance == "full"
         numbers = sum(layer.dim ** (2 if full else 1) for layer in self.layers)
         commit_s = 8 * numbers / COMMIT_BYTES_PER_S
         seconds = seconds_of_part(work_s, self._config.executor.task_seconds)
@@ -108,4 +108,4 @@ class StatsTarget:
             axis = channel_axis(spec.reduce, spec.name, spec.shape, input_size)
             self.axes[spec.name] = axis
             positions = math.prod(spec.shape) // spec.shape[axis - 1]
-        return StatsLayer(spec, self._config.stats.kind, positions)
+        return StatsLayer(spec, self._config.stats.covariance, positions)

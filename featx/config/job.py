@@ -60,17 +60,17 @@ class LogConfig:
 class StatsConfig:
     """What job=stats keeps of each layer."""
 
-    rows: str = "image"
-    """image: the whole tensor of a picture is a row; position: each place of a map, or each token,
-    is one, of C features."""
+    observation: str = "image"
+    """image: one observation for each image, its whole tensor; position: one observation of C
+    features for each position of a map, or each token."""
     covariance: str = "full"
-    """full keeps the D x D scatter matrix (D up to 16384), diagonal the variances only."""
+    """full keeps the D x D scatter matrix (D up to 16384), diagonal only the variances."""
     against: str | None = None
     """Another stats.h5, or its folder; the Fréchet distance to it is printed for every layer that
     both have."""
 
     def __post_init__(self) -> None:
-        check_choice("stats.rows", self.rows, ("image", "position"))
+        check_choice("stats.observation", self.observation, ("image", "position"))
         check_choice("stats.covariance", self.covariance, ("full", "diagonal"))
         if self.against is not None and self.covariance != "full":
             raise ConfigError("stats.against needs covariances, so stats.covariance=full.")

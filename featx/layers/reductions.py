@@ -127,7 +127,8 @@ def channels_last(
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
     raise ReduceError(
         f"{asked} does not fit {layer}: its row shape {row_shape} {which}, so its channels "
-        "are unknown. Take its rows whole instead (reduce=none or flatten, stats.rows=image)."
+        "are unknown. Take its rows whole instead (reduce=none or flatten, "
+        "stats.observation=image)."
     )
 
 
@@ -150,10 +151,10 @@ def channel_axis(
     if len(row_shape) == 2:
         return 2
     if len(row_shape) == 3:
-        return 3 if channels_last("stats.rows=position", layer, row_shape, input_size) else 1
+        return 3 if channels_last("stats.observation=position", layer, row_shape, input_size) else 1
     raise ReduceError(
-        f"stats.rows=position does not fit {layer}: its rows have shape {row_shape}, expected a "
-        "vector, tokens (T, C) or a map (C, H, W). Use stats.rows=image."
+        f"stats.observation=position does not fit {layer}: its rows have shape {row_shape}, expected "
+        "a vector, tokens (T, C) or a map (C, H, W). Use stats.observation=image."
     )
 
 

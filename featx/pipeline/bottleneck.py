@@ -38,7 +38,7 @@ def bottleneck(
         "model": f"the model: {{share:.0%}} of the time; {model} would help",
         "copy": "copying from the device: {share:.0%} of the time; a reduction moves less",
         "write": "writing: {share:.0%} of the time; a reduction leaves less to write",
-        "statistics": "summing up: {share:.0%} of the time; a reduction or stats.covariance=diagonal "
-        "leaves less to sum",
+        "statistics": "summing up: {share:.0%} of the time; a reduction or "
+        "stats.covariance=diagonal leaves less to sum",
     }[stage]
     return text.format(share=seconds[stage] / took)

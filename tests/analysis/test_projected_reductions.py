@@ -69,7 +69,7 @@ def test_an_operation_that_no_module_owns_is_projected(photos: Path) -> None:
 def test_each_position_is_projected_and_the_map_keeps_its_layout(photos: Path) -> None:
     plain = stored(photos, out="plain")
     x = matrix(plain, "conv", by_position=True)
-    take(photos, out="stats", stats={"rows": "position"})
+    take(photos, out="stats", stats={"observation": "position"})
     y = stored(photos, reduce={"name": "pca", "stats": "stats", "k": 3})["conv"][:]
     assert y.shape == (21, 3, 4, 4)
     expected = PCA(3, svd_solver="full").fit(x)

@@ -78,9 +78,12 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
     [
         # Neither a part nor the data set ends with a whole batch.
         ({"layers": ["conv", "pool", "deep:input"], "batch_size": 3, "part_rows": 8}, {}),
-        ({"layers": ["conv", "deep"], "batch_size": 3, "part_rows": 8}, {"rows": "position"}),
+        (
+            {"layers": ["conv", "deep"], "batch_size": 3, "part_rows": 8},
+            {"observation": "position"},
+        ),
         ({"layers": {"conv": "gem", "deep": "flatten"}}, {"covariance": "diagonal"}),
-        ({"layers": {"conv": {"name": "grid", "size": 2}}}, {"rows": "position"}),
+        ({"layers": {"conv": {"name": "grid", "size": 2}}}, {"observation": "position"}),
         ({"layers": ["conv"], "capture": "grad_output", "target": "label"}, {}),
     ],
 )
@@ -92,15 +95,17 @@ def test_equal_numpy_on_the_whole_matrix(
     statistics = take(photos, out="store", stats=stats, **keys)
     assert sorted(statistics) == sorted(store)
     for layer in store:
-        assert_moments_of(statistics, layer, matrix(store, layer, stats.get("rows") == "position"))
+        assert_moments_of(
+            statistics, layer, matrix(store, layer, stats.get("observation") == "position")
+        )
         about = statistics.about(layer)
-        assert about["row"] == stats.get("rows", "image")
+        assert about["row"] == stats.get("observation", "image")
         assert about["kind"] == stats.get("covariance", "full")
         assert about["shape"] == list(store[layer].shape[1:])
 
 
 def test_tokens_and_maps_with_channels_behind() -> None:
-    purpose = target.StatsTarget(config(stats={"rows": "position"}))
+    purpose = target.StatsTarget(config(stats={"observation": "position"}))
     tokens = purpose._layer(make_spec("tokens", (50, 7)), (32, 32))
     behind = purpose._layer(make_spec("map", (4, 4, 7)), (32, 32))
     vector = purpose._layer(make_spec("vector", (7,)), (32, 32))
@@ -279,7 +284,7 @@ def test_other_settings_are_refused_with_the_difference(photos: Path, unfinished
     before = {path: path.read_bytes() for path in Path("store").rglob("*.h5")}
     changes = {
         "precision: 'fp32', now 'bf16'": {"precision": "bf16"},
-        "stats.rows: 'image', now 'position'": {"stats": {"rows": "position"}},
+        "stats.observation: 'image', now 'position'": {"stats": {"observation": "position"}},
         r"layers: \['conv'\], now \['deep'\]": {"layers": ["deep"]},
         "nonfinite: 'error', now 'record'": {"nonfinite": "record"},
         "listing: '21 rows, sha256 .*, now '9 rows": {
@@ -445,8 +450,14 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"pack": False}, "pack has no effect with job=stats"),
         ({"grow": True}, "grow has no effect with job=stats"),
         ({"store": "x"}, "store has an effect with job=verify and job=status and job=pack"),
-        ({"stats": {"rows": "pixel"}}, "stats.rows=pixel: expected one of image, position"),
-        ({"stats": {"covariance": "half"}}, "stats.covariance=half: expected one of full, diagonal"),
+        (
+            {"stats": {"observation": "pixel"}},
+            "stats.observation=pixel: expected one of image, position",
+        ),
+        (
+            {"stats": {"covariance": "half"}},
+            "stats.covariance=half: expected one of full, diagonal",
+        ),
         ({"stats": {"covariance": "diagonal", "against": "x"}}, "stats.against needs covariances"),
     ],
 )
@@ -457,12 +468,12 @@ def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> 
 
 def test_statistics_keys_belong_to_the_job() -> None:
     with pytest.raises(ConfigError, match=r"stats\.rows has an effect with job=stats only"):
-        extract("photos", stats={"rows": "position"})
+        extract("photos", stats={"observation": "position"})
 
 
 def test_positions_need_a_layer_that_has_them(photos: Path) -> None:
     with pytest.raises(ConfigError, match="the rows of these layers are vectors"):
-        take(photos, layers=["head"], stats={"rows": "position"})
+        take(photos, layers=["head"], stats={"observation": "position"})
     assert not Path("store").exists()
 
 

@@ -18,11 +18,11 @@ _ATTRIBUTE["attribute"] = {
 }  # fmt: skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "stats": {**KEYS, "layers": ["conv", "deep"], "stats": {"rows": "position"}},
+    "stats": {**KEYS, "layers": ["conv", "deep"], "stats": {"observation": "position"}},
     "attribute": _ATTRIBUTE,
 }
 OVERRIDES = {
-    "stats": ("job=stats", "layers=[conv,deep]", "stats.rows=position"),
+    "stats": ("job=stats", "layers=[conv,deep]", "stats.observation=position"),
     "attribute": ("job=attribute", "attribute.method=[gradcam,saliency]", "attribute.layer=deep",
                   "attribute.maps=conv", "attribute.per_class=1"),
 }  # fmt: skip

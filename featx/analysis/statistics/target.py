@@ -46,7 +46,7 @@ class StatsTarget:
         self.axes: dict[str, int] = {}
         self.settings: dict[str, Any] = {
             "dtype": self.dtype,
-            "stats.rows": config.stats.rows,
+            "stats.observation": config.stats.observation,
             "stats.covariance": config.stats.covariance,
         }
         if config.takes_gradients:
@@ -91,10 +91,10 @@ class StatsTarget:
             ReduceError: the positions of a layer are unknown.
         """
         self.layers = [self._layer(spec, engine.backbone.preprocess.crop) for spec in specs]
-        if self._config.stats.rows == "position" and not self.axes:
+        if self._config.stats.observation == "position" and not self.axes:
             raise ConfigError(
-                "stats.rows=position has no effect: the rows of these layers are vectors. Leave "
-                "it out, or take layers with maps or tokens, or another reduction."
+                "stats.observation=position has no effect: the rows of these layers are vectors. "
+                "Leave it out, or take layers with maps or tokens, or another reduction."
             )
         full = self._config.stats.covariance == "full"
         numbers = sum(layer.dim ** (2 if full else 1) for layer in self.layers)
@@ -104,7 +104,7 @@ class StatsTarget:
 
     def _layer(self, spec: LayerSpec, input_size: tuple[int, int]) -> StatsLayer:
         positions = None
-        if self._config.stats.rows == "position" and len(spec.shape) > 1:
+        if self._config.stats.observation == "position" and len(spec.shape) > 1:
             axis = channel_axis(spec.reduce, spec.name, spec.shape, input_size)
             self.axes[spec.name] = axis
             positions = math.prod(spec.shape) // spec.shape[axis - 1]

@@ -65,15 +65,15 @@ class StatsConfig:
     features for each position of a map, or each token."""
     covariance: str = "full"
     """full keeps the D x D scatter matrix (D up to 16384), diagonal only the variances."""
-    against: str | None = None
-    """Another stats.h5, or its folder; the Fréchet distance to it is printed for every layer that
+    reference: str | None = None
+    """Another stats.h5, or its folder. The Fréchet distance to it is printed for every layer that
     both have."""
 
     def __post_init__(self) -> None:
         check_choice("stats.observation", self.observation, ("image", "position"))
         check_choice("stats.covariance", self.covariance, ("full", "diagonal"))
-        if self.against is not None and self.covariance != "full":
-            raise ConfigError("stats.against needs covariances, so stats.covariance=full.")
+        if self.reference is not None and self.covariance != "full":
+            raise ConfigError("stats.reference needs covariances, so stats.covariance=full.")
 
 
 @dataclass

@@ -153,8 +153,8 @@ def channel_axis(
     if len(row_shape) == 3:
         return 3 if channels_last("stats.observation=position", layer, row_shape, input_size) else 1
     raise ReduceError(
-        f"stats.observation=position does not fit {layer}: its rows have shape {row_shape}, expected "
-        "a vector, tokens (T, C) or a map (C, H, W). Use stats.observation=image."
+        f"stats.observation=position does not fit {layer}: its rows have shape {row_shape}, "
+        "expected a vector, tokens (T, C) or a map (C, H, W). Use stats.observation=image."
     )
 
 

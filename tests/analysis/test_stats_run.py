@@ -421,11 +421,11 @@ def test_the_distance_to_other_statistics_is_told(
     take(few, out="few", layers=["pool", "deep"], reduce="avg")
     mine = {**KEYS, "data": str(photos), "layers": ["deep", "conv"], "reduce": "avg"}
     capsys.readouterr()
-    assert run_job("stats", json=True, **mine, stats={"against": "few"}) == 0
+    assert run_job("stats", json=True, **mine, stats={"reference": "few"}) == 0
     found = json.loads(capsys.readouterr().out)["frechet"]
     assert found == {"deep": featx.frechet_distance("store", "few", "deep")}
     assert found["deep"] > 0
-    assert run_job("stats", **mine, stats={"against": "few/stats.h5"}) == 0
+    assert run_job("stats", **mine, stats={"reference": "few/stats.h5"}) == 0
     assert f"Fréchet distance of deep: {found['deep']:.4g}\n" in capsys.readouterr().out
 
 
@@ -438,7 +438,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
         ({"layers": ["deep"], "reduce": "avg"}, StoreMismatchError, "reduce: 'avg' and 'none'"),
     ):
         with pytest.raises(error, match=message):
-            take(photos, **keys, stats={"against": "other"})
+            take(photos, **keys, stats={"reference": "other"})
     assert not Path("store").exists()
 
 
@@ -458,7 +458,10 @@ def test_what_cannot_be_compared_is_refused_before_the_work(photos: Path) -> Non
             {"stats": {"covariance": "half"}},
             "stats.covariance=half: expected one of full, diagonal",
         ),
-        ({"stats": {"covariance": "diagonal", "against": "x"}}, "stats.against needs covariances"),
+        (
+            {"stats": {"covariance": "diagonal", "reference": "x"}},
+            "stats.reference needs covariances",
+        ),
     ],
 )
 def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> None:

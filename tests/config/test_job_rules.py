@@ -76,7 +76,7 @@ NOT_REACHED = {
     "attribute": {"executor", "devices", "profile", "retry_failed"},
     # The plan is that of the run the same options would make, with its checks.
     "plan": {"pack", "max_failures", "executor", "devices", "target", "tensorboard", "grow"},
-    "stats": {"executor", "devices", "target", "profile", "stats.against"},
+    "stats": {"executor", "devices", "target", "profile", "stats.reference"},
     "export": {"export.incomplete"},
     # What a saved config says of these is compared with what they say.
     "predict": {"data", "model", "reduce.name"},

@@ -82,12 +82,12 @@ def _run(
     out = Path(config.out).expanduser()
     if config.is_spread:
         check(config)
-    other = None if config.stats.against is None else Statistics(config.stats.against)
+    reference = None if config.stats.reference is None else Statistics(config.stats.reference)
     with contextlib.ExitStack() as stack:
         purpose = StatsTarget(config, source)
         prepared = stack.enter_context(build_run_context(config, config_yaml, FEATURES, purpose))
-        if other is not None:
-            _check_against(other, purpose, prepared)
+        if reference is not None:
+            _check_reference(reference, purpose, prepared)
         disk = AtomicFolder(out)
         disk.make_folder(out)
         lock = stack.enter_context(exclusive_lock(out / LOCK))
@@ -113,7 +113,7 @@ def _run(
         mark.remove(disk)
     if parts.failures:
         log_message(failures_text(parts.failures))
-    return _summary(Statistics(parts.path), other, parts.failures, outcome)
+    return _summary(Statistics(parts.path), reference, parts.failures, outcome)
 
 
 def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
@@ -174,16 +174,17 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
             disk.remove(disk.root / name)
 
 
-def _check_against(other: Statistics, purpose: StatsTarget, prepared: RunContext) -> None:
-    """Raise, before hours of work, where no distance to the other statistics can be told."""
-    common = [layer for layer in purpose.layers if layer.spec.name in other]
+def _check_reference(reference: Statistics, purpose: StatsTarget, prepared: RunContext) -> None:
+    """Raise, before hours of work, where the distance to the reference statistics is undefined."""
+    common = [layer for layer in purpose.layers if layer.spec.name in reference]
     if not common:
         names = ", ".join(layer.spec.name for layer in purpose.layers)
         raise ConfigError(
-            f"stats.against={other.path} has statistics of {', '.join(other)}, of none of {names}."
+            f"stats.reference={reference.path} has statistics of {', '.join(reference)}, "
+            f"of none of {names}."
         )
     for layer in common:
-        about = other.about(layer.spec.name)
+        about = reference.about(layer.spec.name)
         header = prepared.header
         mine = {
             "target": purpose.settings.get("target"),
@@ -191,11 +192,11 @@ def _check_against(other: Statistics, purpose: StatsTarget, prepared: RunContext
             "transform": header.transform,
             **layer.attributes,
         }
-        refuse_other_values(mine, about, f"this run and {other.path}, {layer.spec.name}")
+        refuse_other_values(mine, about, f"this run and {reference.path}, {layer.spec.name}")
         if about["kind"] != "full":
             raise ConfigError(
-                f"stats.against={other.path} keeps the variances of {layer.spec.name} only; a "
-                "distance needs stats.covariance=full there, too."
+                f"stats.reference={reference.path} keeps only the variances of {layer.spec.name}; "
+                "a distance needs stats.covariance=full there, too."
             )
 
 
@@ -222,7 +223,7 @@ def _begin_text(
 
 def _summary(
     statistics: Statistics,
-    other: Statistics | None,
+    reference: Statistics | None,
     failures: Sequence[Failure],
     outcome: RunOutcome,
 ) -> dict[str, Any]:
@@ -230,8 +231,8 @@ def _summary(
     for name in statistics:
         moments = statistics[name]
         layers[name] = spread_of(moments)
-        if other is not None and name in other:
-            distances[name] = _distance(moments, other[name])
+        if reference is not None and name in reference:
+            distances[name] = _distance(moments, reference[name])
     figures = outcome.figures
     del figures.seconds["copy"]  # nothing is copied but a flag a row
     return {

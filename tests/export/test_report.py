@@ -165,15 +165,15 @@ def test_pictures_that_went_are_counted(photos: Path) -> None:
     extract(photos)
     (photos / "cat" / "000.png").unlink()
     (photos / "cat" / "006.png").write_bytes(b"no picture any more")
-    words = report(report={"pictures": 40}).words
+    words = report(report={"thumbnails": 40}).words
     assert "1 pictures could not be read now" in words
     assert "1 picture cannot be decoded now: cat/006.png." in words
     data = data_of()
     gone, damaged = (str(data["keys"].index(f"cat/{name}.png")) for name in ("000", "006"))
     assert data["unread"] == {gone: "cannot be read", damaged: "cannot be decoded"}
     assert not {gone, damaged} & data["pictures"].keys()
-    assert "asked for none" in report(report={"pictures": 0}).words
-    page = report(report={"pictures": 5})
+    assert "asks for none" in report(report={"thumbnails": 0}).words
+    page = report(report={"thumbnails": 5})
     assert "5 thumbnails" in page.words
     assert "points of the maps beyond that have none" in page.words
 

@@ -129,7 +129,7 @@ def _pictures_of(
     tell: Callable[[str], None],
 ) -> Thumbnails:
     """What is looked at closely first; then the points of the maps, as many as fit."""
-    with Thumbnails(store, config.data, config.report.pictures) as thumbnails:
+    with Thumbnails(store, config.data, config.report.thumbnails) as thumbnails:
         if not thumbnails.why_none:
             tell("thumbnails")
         thumbnails.add(each.row for reason in reasons if reason.opened for each in reason.shown)
@@ -138,7 +138,7 @@ def _pictures_of(
                 thumbnails.add([row, *(each.row for each in nearest)])
         thumbnails.add_every(rows.tolist())
         thumbnails.finish()
-    if thumbnails.why_none and config.report.pictures:
+    if thumbnails.why_none and config.report.thumbnails:
         tell(f"no thumbnails: {thumbnails.why_none}")
     elif thumbnails.undecoded:
         first = as_utf8(str(store.keys[thumbnails.undecoded[0]]))

@@ -58,7 +58,7 @@ class Thumbnails:
         self.uris: dict[int, str] = {}
         self.unread: dict[int, str] = {}
         self.limit = limit
-        self.why_none = "" if limit else "report.pictures=0 asked for none."
+        self.why_none = "" if limit else "report.thumbnails=0 asks for none."
         self._store = store
         self._data = data
         self._bytes = 0

@@ -114,7 +114,7 @@ MISTAKES = [
     (["reduce=true"], "reduce=true: expected one of"),
     (["executor=[1]"], "executor=[1]: expected one of"),
     (["model=1e5"], "unknown model '1e5'"),
-    (["fold=maybe"], "fold"),
+    (["fold_batchnorm=maybe"], "fold_batchnorm"),
 ]
 
 SEVERAL = """

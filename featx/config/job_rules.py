@@ -87,7 +87,16 @@ _READS = {
 others have no effect. All other jobs compute, and read what `_WITHOUT_EFFECT` does not list."""
 
 _OF_A_RUN = (
-    *("out", "compile", "fold", "part_rows", "codec", "max_failures", "nonfinite", "pack"),
+    *(
+        "out",
+        "compile",
+        "fold_batchnorm",
+        "part_rows",
+        "codec",
+        "max_failures",
+        "nonfinite",
+        "pack",
+    ),
     *("grow", "overwrite", "layers", "reduce", "target"),
 )
 """Options of what a run computes and writes."""

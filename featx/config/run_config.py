@@ -121,7 +121,7 @@ class Config:
     """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
     compile: Any = "auto"
     """torch.compile; auto where the run is long enough to earn it back, and it pays."""
-    fold: bool = True
+    fold_batchnorm: bool = True
     """Fold BatchNorm into the convolution before it, where that changes values by rounding alone;
     false computes every layer as it stands."""
     decode: str = "fast"

@@ -166,20 +166,20 @@ class AutoSettings:
     def _formats(self) -> tuple[bool, bool]:
         """(channels_last, fold) from the resume state, or as measured by `Engine.formats`."""
         if "channels_last" in self._stored:
-            fold = self._config.fold and bool(self._stored.get("fold"))
+            fold = self._config.fold_batchnorm and bool(self._stored.get("fold_batchnorm"))
             return bool(self._stored["channels_last"]), fold
-        found = self._engine.formats(self._images, fold=self._config.fold)
+        found = self._engine.formats(self._images, fold_batchnorm=self._config.fold_batchnorm)
         self._exact = found.values
-        if self._config.fold:
+        if self._config.fold_batchnorm:
             why = "nothing that is not tapped can be folded"
             if self._engine.follows_data:
                 why = "what the model does may follow the values that its forward pass reads"
-            self.choices["fold"] = (
+            self.choices["fold_batchnorm"] = (
                 f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
-                if found.fold
+                if found.fold_batchnorm
                 else f"false ({why})"
             )
-        return found.channels_last, found.fold
+        return found.channels_last, found.fold_batchnorm
 
     def _batch_size(self) -> int:
         """The batch size from the option, the resume state, or the device and number of rows."""

@@ -84,18 +84,20 @@ class Compute:
         compile: whether torch.compile is used.
         channels_last: whether images and convolution weights are in channels-last memory format.
         batch_size: images per forward pass; the last batch is padded to it.
-        fold: whether BatchNorm is folded into the convolutions before it.
+        fold_batchnorm: whether BatchNorm is folded into the convolutions before it.
     """
 
     precision: str
     compile: bool
     channels_last: bool
     batch_size: int
-    fold: bool = False
+    fold_batchnorm: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON types; `fold` is left out if false."""
-        return {key: value for key, value in asdict(self).items() if key != "fold" or value}
+        """The fields as JSON types; `fold_batchnorm` is left out if false."""
+        return {
+            key: value for key, value in asdict(self).items() if key != "fold_batchnorm" or value
+        }
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,13 @@ class Formats:
 
     Attributes:
         channels_last: as in `Compute`.
-        fold: as in `Compute`.
+        fold_batchnorm: as in `Compute`.
         values: dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
             dtype of the store and on the device; None unless all images were computed.
     """
 
     channels_last: bool
-    fold: bool
+    fold_batchnorm: bool
     values: Mapping[str, torch.Tensor] | None = None
 
 
@@ -493,7 +495,7 @@ class Engine:
         self._stack.close()
         self.compute = compute
         self._keeper.compiled = compute.compile
-        if compute.fold:
+        if compute.fold_batchnorm:
             self._stack.enter_context(folded(self._foldable()))
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
         self._module.to(memory_format=memory_format)
@@ -515,7 +517,7 @@ class Engine:
         compute = self.compute
         if compute.precision == "fp32" or self.takes_gradients or not self._order:
             return CastableWeights()
-        key = compute.precision, compute.channels_last, compute.fold
+        key = compute.precision, compute.channels_last, compute.fold_batchnorm
         if key not in self._castable:
             dtype = COMPUTE_DTYPES[compute.precision]
             with self._named_failure(self._noise(_PROOF_BATCH)):
@@ -553,7 +555,7 @@ class Engine:
             for name, p in self._module.named_parameters()
         )
 
-    def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
+    def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
         """Find the faster settings that give the values of the plain ones.
 
         Channels-last and folding are tried together on images of the data set, and one by one if
@@ -561,11 +563,11 @@ class Engine:
 
         Args:
             images: (n, 3, H, W) uint8 or normalised float32; noise is used if n is 0.
-            fold: whether BatchNorm may be folded.
+            fold_batchnorm: whether BatchNorm may be folded.
         """
         has_convolutions = any(isinstance(m, nn.Conv2d) for m in self._module.modules())
         layouts = [True, False] if has_convolutions else [False]
-        folds = [True, False] if fold and self.num_folded else [False]
+        folds = [True, False] if fold_batchnorm and self.num_folded else [False]
         tried = [(layout, fold) for layout in layouts for fold in folds][:-1]
         if not tried:
             return Formats(False, False)
@@ -587,10 +589,10 @@ class Engine:
         return Formats(*chosen, {name: value.to(stored) for name, value in values.items()})
 
     def _values_of(
-        self, x: torch.Tensor, channels_last: bool, fold: bool
+        self, x: torch.Tensor, channels_last: bool, fold_batchnorm: bool
     ) -> dict[str, torch.Tensor]:
         """The rows of normalised images in fp32 with these settings."""
-        self.configure_compute(Compute("fp32", False, channels_last, len(x), fold))
+        self.configure_compute(Compute("fp32", False, channels_last, len(x), fold_batchnorm))
         return self._pass(x)
 
     def _is_same(

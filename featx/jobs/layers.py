@@ -57,7 +57,7 @@ def run(config: Config, config_yaml: str) -> int:
         if show != "watch":
             traced = _trace(engine)
             compute = replace(
-                compute, channels_last=engine.formats(images, fold=False).channels_last
+                compute, channels_last=engine.formats(images, fold_batchnorm=False).channels_last
             )
         engine.configure_compute(compute)
         heading = _heading(config, engine, f"{key} of {_where(config)}{missing}")

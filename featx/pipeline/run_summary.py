@@ -29,7 +29,7 @@ def describe_run(prepared: RunContext) -> list[tuple[str, str]]:
         **prepared.engine.backbone.choices,
         "precision": compute.precision,
         "compile": str(compute.compile).lower(),
-        "fold": str(compute.fold).lower(),
+        "fold_batchnorm": str(compute.fold_batchnorm).lower(),
         "batch_size": str(compute.batch_size),
         "part_rows": str(prepared.part_rows),
         **({} if prepared.at_once.threads is None else {"threads": str(prepared.at_once.threads)}),

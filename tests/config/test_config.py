@@ -94,7 +94,7 @@ def test_a_key_without_effect_is_an_error() -> None:
     "keys",
     [
         *({"layers": ["layer4"]}, {"capture": "input"}, {"reduce": "avg"}, {"decode": "reference"}),
-        *({"precision": "bf16"}, {"compile": True}, {"fold": False}, {"batch_size": 8}),
+        *({"precision": "bf16"}, {"compile": True}, {"fold_batchnorm": False}, {"batch_size": 8}),
         *({"part_rows": 64}, {"dtype": "float32"}, {"codec": "gzip"}, {"nonfinite": "record"}),
         *({"max_failures": 3}, {"grow": True}),
     ],

@@ -212,13 +212,13 @@ def test_a_reader_that_noise_does_not_show_keeps_a_convolution_from_being_folded
     with bound(backbone_of(module), "block", images=IMAGES) as engine:
         plain = engine.run(IMAGES)["block"]
         found = engine.formats(IMAGES)
-        assert not found.fold
+        assert not found.fold_batchnorm
         engine.configure_compute(
-            Compute("fp32", False, False, 16, fold=True)
+            Compute("fp32", False, False, 16, fold_batchnorm=True)
         )  # folds what it may: nothing
         torch.testing.assert_close(engine.run(IMAGES)["block"], plain)
     with bound(backbone_of(Net()), "block", images=IMAGES) as engine:
-        assert engine.formats(IMAGES).fold
+        assert engine.formats(IMAGES).fold_batchnorm
 
 
 def test_values_that_differ_on_images_alone_keep_from_folding(
@@ -228,8 +228,8 @@ def test_values_that_differ_on_images_alone_keep_from_folding(
     module = Masked()
     with bound(backbone_of(module), "block", images=IMAGES) as engine:
         engine._pairs = [(module.conv, module.bn)]
-        assert not engine.formats(IMAGES).fold
-        assert engine.formats(torch.zeros(0, 3, 8, 8)).fold, "noise takes no such branch"
+        assert not engine.formats(IMAGES).fold_batchnorm
+        assert engine.formats(torch.zeros(0, 3, 8, 8)).fold_batchnorm, "noise takes no such branch"
 
 
 def test_a_run_notices_a_layer_that_fires_again_behind_the_last_one() -> None:
@@ -263,7 +263,7 @@ def test_a_run_says_why_a_model_that_follows_its_data_is_not_folded(
 ) -> None:
     model = {**KEYS["model"], "target": "test_batch_independence:OwnLoop"}
     extract(photos, model=model, layers=["head"])
-    assert "fold        false (what the model does may follow" in capsys.readouterr().err
+    assert "fold_batchnorm  false (what the model does may follow" in capsys.readouterr().err
 
 
 def test_a_model_that_reads_no_values_still_stops_early() -> None:
@@ -364,7 +364,9 @@ def test_the_rows_of_a_branch_that_noise_does_not_take_are_right(tmp_path: Path)
         Image.fromarray(220 + np.asarray(Image.open(path)) // 8).save(path)
     model = {**KEYS["model"], "target": "test_batch_independence:Masked"}
     store = extract(root, model=model, layers=["block"], dtype="float32")
-    plain = extract(root, model=model, layers=["block"], dtype="float32", fold=False, out="plain")
+    plain = extract(
+        root, model=model, layers=["block"], dtype="float32", fold_batchnorm=False, out="plain"
+    )
     np.testing.assert_allclose(store["block"][:], plain["block"][:], atol=1e-6)
 
 
@@ -377,10 +379,10 @@ def test_the_proofs_make_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sum(sizes) <= 2 + 3 * 3
         sizes.clear()
         found = engine.formats(IMAGES)
-        assert (found.channels_last, found.fold) == (True, True)
+        assert (found.channels_last, found.fold_batchnorm) == (True, True)
         assert sizes == [3, 16, 16]
         assert found.values is not None
-        engine.configure_compute(Compute("fp32", False, True, 16, fold=True))
+        engine.configure_compute(Compute("fp32", False, True, 16, fold_batchnorm=True))
         torch.testing.assert_close(found.values["block"], engine.run(IMAGES)["block"])
 
 

@@ -185,7 +185,7 @@ def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos:
     with pytest.raises(LayerError):
         extract(photos, **{**keys, "layers": ["last@3"], "out": "other"})
     assert facts(module) == before
-    plain = extract(photos, **{**keys, "fold": False, "out": "plain"})
+    plain = extract(photos, **{**keys, "fold_batchnorm": False, "out": "plain"})
     np.testing.assert_allclose(store["last"][:], plain["last"][:], atol=1e-5)
 
 
@@ -220,7 +220,7 @@ def test_batch_statistics_are_not_folded() -> None:
 def test_an_output_that_is_read_twice_shows_in_the_values(read_twice: bool, folds: bool) -> None:
     module = with_statistics(nn.Sequential(Block(read_twice), nn.MaxPool2d(2)))
     with bound(backbone_of(module, side=16), "1") as engine:
-        assert engine.formats(NONE).fold == folds
+        assert engine.formats(NONE).fold_batchnorm == folds
 
 
 def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
@@ -233,13 +233,13 @@ def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
             engine.configure_compute(Compute("fp32", False, False, 3, fold))
             values.append(engine.run(x)["1"])
         assert not torch.equal(*values)
-        assert engine.formats(NONE).fold
+        assert engine.formats(NONE).fold_batchnorm
 
 
 def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
     module = nn.Sequential(Block(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     with bound(backbone_of(with_statistics(module), side=16), "0.relu:grad_output") as engine:
-        assert not engine.formats(NONE).fold
+        assert not engine.formats(NONE).fold_batchnorm
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_las
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     with bound(backbone_of(module, side=16), "relu") as engine:
         plain = engine.run(images)["relu"]
-        engine.configure_compute(Compute("fp32", compiled, channels_last, 4, fold=True))
+        engine.configure_compute(Compute("fp32", compiled, channels_last, 4, fold_batchnorm=True))
         assert "forward" in module.bn.__dict__
         assert torch.allclose(engine.run(images)["relu"], plain, atol=1e-5)
         engine.configure_compute(Compute("fp32", False, False, 4))
@@ -282,15 +282,15 @@ class Classifier(Block):
 
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_run_folds_says_so_and_is_not_gone_on_with_otherwise(photos: Path) -> None:
-    plain = extract(photos, **{**OWN, "out": "plain", "fold": False})
+    plain = extract(photos, **{**OWN, "out": "plain", "fold_batchnorm": False})
     store = extract(photos, **OWN)
     assert store.attrs["config"] != plain.attrs["config"]
     np.testing.assert_allclose(store["relu"][:], plain["relu"][:], atol=2e-3)  # float16
     resolved = json.loads(Path("store/featx.json").read_text())["resolved"]
-    assert resolved["fold"] is True
-    assert "fold" not in json.loads(Path("plain/featx.json").read_text())["resolved"]
-    with pytest.raises(StoreMismatchError, match="fold"):
-        extract(photos, **{**OWN, "fold": False})
+    assert resolved["fold_batchnorm"] is True
+    assert "fold_batchnorm" not in json.loads(Path("plain/featx.json").read_text())["resolved"]
+    with pytest.raises(StoreMismatchError, match="fold_batchnorm"):
+        extract(photos, **{**OWN, "fold_batchnorm": False})
     assert extract(photos, **OWN).complete
 
 
@@ -315,13 +315,13 @@ def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
     }
     extract(photos, **{**keys, "layers": ["first.relu"]})
     added = extract(photos, **{**keys, "layers": ["first.relu", "last"]})
-    plain = extract(photos, **{**keys, "layers": ["last"], "fold": False, "out": "plain"})
+    plain = extract(photos, **{**keys, "layers": ["last"], "fold_batchnorm": False, "out": "plain"})
     np.testing.assert_allclose(added["last"][:], plain["last"][:], atol=1e-5)
 
 
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_store_that_was_begun_without_it_goes_on_without_it(photos: Path) -> None:
-    extract(photos, **{**OWN, "fold": False})
+    extract(photos, **{**OWN, "fold_batchnorm": False})
     assert extract(photos, **OWN).complete
 
 

@@ -237,7 +237,7 @@ def test_folded_and_in_channels_last(
                 monkeypatch.setattr(
                     "featx.engine.engine.castable_weights", lambda *_: CastableWeights()
                 )
-            settled(engine, precision, channels_last=channels_last, fold=True)
+            settled(engine, precision, channels_last=channels_last, fold_batchnorm=True)
             read = module[0].conv.weight, module[0].conv.bias, module[1].weight
             assert {p.dtype for p in read} == {
                 COMPUTE_DTYPES[precision] if casts else torch.float32

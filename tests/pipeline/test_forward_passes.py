@@ -359,7 +359,7 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
     ("key", "said"),
     [
         ("seed=0", "1, and 2 batches side by side"),
-        pytest.param("devices=2", "threads     1\n", marks=pytest.mark.slow),
+        pytest.param("devices=2", "threads         1\n", marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_the_same_beside_others(
@@ -367,7 +367,7 @@ def test_rows_are_the_same_beside_others(
 ) -> None:
     """Of one thread, of two side by side, and of two workers with one thread each."""
     monkeypatch.chdir(tmp_path)
-    assert "threads     1\n" in printed(photos, "out=one", cpus=1)
+    assert "threads         1\n" in printed(photos, "out=one", cpus=1)
     assert said in printed(photos, "out=other", key)
     digests = [dataset_digests(Path(out, "features.h5")) for out in ("one", "other")]
     assert digests[0] == digests[1]
@@ -383,7 +383,7 @@ def test_statistics_are_the_same_beside_others(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     keys = ("job=stats", "layers=[avgpool]")
-    assert "threads     1\n" in printed(photos, "out=one", *keys, cpus=1)
+    assert "threads         1\n" in printed(photos, "out=one", *keys, cpus=1)
     assert "1, and 2 batches side by side" in printed(photos, "out=other", *keys)
     one, other = (dataset_digests(Path(out, "stats.h5")) for out in ("one", "other"))
     assert one == other

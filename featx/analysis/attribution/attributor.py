@@ -208,13 +208,13 @@ class Attributor(Engine):
         self._take(compute, cast_once)
         self._forward = self._attributions
 
-    def formats(self, images: torch.Tensor, fold: bool = True) -> Formats:
+    def formats(self, images: torch.Tensor, fold_batchnorm: bool = True) -> Formats:
         """Compare memory formats on two images, without folding and without values.
 
         Folding is left out because comparing heat maps takes hundreds of passes.
         """
         with self._cheaply():
-            return replace(super().formats(images[:2], fold=False), values=None)
+            return replace(super().formats(images[:2], fold_batchnorm=False), values=None)
 
     def seconds_per_image(
         self,

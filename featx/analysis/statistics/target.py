@@ -74,7 +74,7 @@ class StatsTarget:
             return None
         settings = self._begun.settings
         resolved = {key: settings[key] for key in _RESOLVED}
-        resolved["fold"] = settings.get("fold", False)
+        resolved["fold_batchnorm"] = settings.get("fold_batchnorm", False)
         resolved["jpeg"] = settings.get("jpeg", PILLOW)
         resolved["heif"] = settings.get("version.pillow_heif")
         if self._begun.threads is not None:

@@ -470,7 +470,7 @@ def test_keys_without_effect_are_refused(keys: dict[str, Any], message: str) -> 
 
 
 def test_statistics_keys_belong_to_the_job() -> None:
-    with pytest.raises(ConfigError, match=r"stats\.rows has an effect with job=stats only"):
+    with pytest.raises(ConfigError, match=r"stats\.observation has an effect with job=stats only"):
         extract("photos", stats={"observation": "position"})
 
 

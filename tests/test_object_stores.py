@@ -89,7 +89,7 @@ def test_the_rows_are_those_of_a_run_to_the_disk(
     assert more.layers == ("conv", "pool")
     assert rows_of(more) == rows_of(extract(str(pictures), layers=both))
     assert check_store(place(out)).complete
-    assert run_job("verify", store=out, verify={"sample": 4}) == 0
+    assert run_job("verify", store=out, verify={"reextract_rows": 4}) == 0
     assert {"pictures", "store"} <= set(os.listdir()) <= {"cache", "pictures", "store"}
 
 

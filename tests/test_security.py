@@ -184,14 +184,14 @@ def test_a_strangers_store_reads_no_environment_and_opens_no_url(
     monkeypatch.setattr(socket.socket, "connect", refused)
     foreign(name="webdataset", root=place)
     with pytest.raises(ConfigError, match="opens no URL and reads no environment") as refusal:
-        run_job("verify", store="store", verify={"sample": 2})
+        run_job("verify", store="store", verify={"reextract_rows": 2})
     assert "hunter2" not in str(refusal.value)
     assert place in str(refusal.value)
     with pytest.raises(ConfigError, match="opens no URL and reads no environment"):
         run_job("export", store="store", export={"format": "webdataset"})
     # What the command names is what counts.
     data = {"name": "folder", "root": str(photos)}
-    assert run_job("verify", store="store", verify={"sample": 2}, data=data) in (0, 1)
+    assert run_job("verify", store="store", verify={"reextract_rows": 2}, data=data) in (0, 1)
 
 
 def test_our_own_reference_to_the_environment_is_kept_as_text(
@@ -203,6 +203,6 @@ def test_our_own_reference_to_the_environment_is_kept_as_text(
     assert store.ok.all()
     assert "${oc.env:PHOTOS}" in str(featx.open("store").attrs["config"])
     with pytest.raises(ConfigError, match=r"data\.root=\$\{oc\.env:PHOTOS\}"):
-        run_job("verify", store="store", verify={"sample": 2})
+        run_job("verify", store="store", verify={"reextract_rows": 2})
     data = {"name": "folder", "root": str(photos)}
-    assert run_job("verify", store="store", verify={"sample": 2}, data=data) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 2}, data=data) == 0

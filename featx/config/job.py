@@ -80,14 +80,16 @@ class StatsConfig:
 class VerifyConfig:
     """How job=verify looks at a store."""
 
-    sample: int = 0
-    """So many random rows are extracted from their pictures again and compared."""
+    reextract_rows: int = 0
+    """Number of random rows that are extracted from their images again and compared."""
     repair: bool = False
-    """Set aside what is damaged and extract those rows again."""
+    """Quarantine what is damaged and extract those rows again."""
 
     def __post_init__(self) -> None:
-        if self.sample < 0:
-            raise ConfigError(f"verify.sample={self.sample}: expected 0 or more rows.")
+        if self.reextract_rows < 0:
+            raise ConfigError(
+                f"verify.reextract_rows={self.reextract_rows}: expected 0 or more rows."
+            )
 
 
 @dataclass

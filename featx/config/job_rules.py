@@ -200,9 +200,9 @@ def _read_of_store(config: Config, names: Collection[str]) -> tuple[str, ...]:
     if config.store is None and "out" not in names and job not in _OF_A_STORE:
         # out=runs/<data>/<model>, and what names these two
         read |= {"data.name", "data.root", "data.dataset", *_OF_CUSTOM_CODE}
-    if job == "verify" and (config.verify.sample or config.verify.repair):
+    if job == "verify" and (config.verify.reextract_rows or config.verify.repair):
         read |= {"data.name", "data.root", "device", "reduce.name", "reduce.stats"}
-        read |= {"seed"} if config.verify.sample else set()
+        read |= {"seed"} if config.verify.reextract_rows else set()
     if job == "export" and config.export.format == "webdataset":
         read |= {"data.name", "data.root"}
     if job == "predict":

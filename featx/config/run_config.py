@@ -162,8 +162,8 @@ class Config:
     """Delete the store in `out` and start anew; with job=stats the statistics there, with
     job=export the export."""
     seed: int = 0
-    """Of random weights, of the rows that verify.sample, similar.rows and report.rows choose, and
-    of a probe's splits; a whole number from 0 to 4294967295."""
+    """Seed of random weights, of the rows that verify.reextract_rows, similar.rows and report.rows
+    choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
     """The folder or features.h5 that job=verify, status, pack, probe, predict, similar, export and
     report read, on a disk or as s3://bucket/folder; null takes `out`, with the last four it has to

@@ -37,12 +37,13 @@ def run(config: Config, config_yaml: str) -> int:
 
     Returns:
         0 where the store is complete and sound, 1 where rows are still missing, 2 where something
-        is damaged or differs from the pictures.
+        is damaged or differs from the images.
     """
     root = config.place_of_store()
-    if root.is_file() and (config.verify.sample or config.verify.repair):
+    if root.is_file() and (config.verify.reextract_rows or config.verify.repair):
         raise ConfigError(
-            f"store={root} is a file; verify.sample and verify.repair need the store's folder."
+            f"store={root} is a file; verify.reextract_rows and verify.repair need the store's "
+            "folder."
         )
     report = check_store(root)
     found: dict[str, Any] = report.as_dict()
@@ -57,21 +58,21 @@ def run(config: Config, config_yaml: str) -> int:
     elif root.is_dir() or is_url(root):
         images = check_images(config, root, _manifest(root))
     found["images"] = images.as_dict()
-    sample = None
-    if config.verify.sample and not report.damages:
-        sample = recheck_rows(config, root, _manifest(root), config.verify.sample)
-        found["sample"] = sample.as_dict()
+    reextracted = None
+    if config.verify.reextract_rows and not report.damages:
+        reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
+        found["reextracted"] = reextracted.as_dict()
     if config.job.json:
         print_result(json.dumps(found, indent=2))
     else:
-        print_result(_text(report, images, sample))
-    if report.damages or images.changed or (sample is not None and sample.different):
+        print_result(_text(report, images, reextracted))
+    if report.damages or images.changed or (reextracted is not None and reextracted.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
 
 
 def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
-    """Set aside what is damaged, extract what is missing, and look again."""
+    """Quarantine what is damaged, extract what is missing, and check again."""
     root = report.root
     was_packed = (root / layout.PACKED).exists()
     moved = set_damage_aside(report)
@@ -81,7 +82,7 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     lacking = missing_parts(root, manifest)
     runs = [run for run, _ in lacking]
     if not runs and not (root / layout.LISTING).exists():
-        runs = [manifest.runs[-1]]  # no file has a copy: it is listed from the pictures again
+        runs = [manifest.runs[-1]]  # no file has a copy: it is listed from the images again
     for run in runs:
         as_then = config_of_run(config, root, manifest, run)
         spec = engine_spec(as_then.job.name)
@@ -99,7 +100,7 @@ def _manifest(root: Path) -> Manifest:
     return manifest
 
 
-def _text(report: Report, images: ImagesReport, sample: ReproducibilityReport | None) -> str:
+def _text(report: Report, images: ImagesReport, reextracted: ReproducibilityReport | None) -> str:
     """The verdict for people."""
     rows = [
         ("store", str(report.root)),
@@ -119,13 +120,14 @@ def _text(report: Report, images: ImagesReport, sample: ReproducibilityReport | 
             lines.append(f"and {more} more")
         rows.append(("damaged", "\n".join(lines)))
     rows.append(("images", _images_text(images)))
-    if sample is not None:
+    if reextracted is not None:
         text = (
-            f"{counted(sample.rows, 'row')} extracted again: {sample.identical} identical, "
-            f"{sample.close} close, {len(sample.different)} different"
+            f"{counted(reextracted.rows, 'row')} extracted again: "
+            f"{reextracted.identical} identical, {reextracted.close} close, "
+            f"{len(reextracted.different)} different"
         )
-        rows.append(("sample", "\n".join([text, *sample.different[:20]])))
-    return f"{facts(rows)}\n{_verdict(report, images, sample)}"
+        rows.append(("reextracted", "\n".join([text, *reextracted.different[:20]])))
+    return f"{facts(rows)}\n{_verdict(report, images, reextracted)}"
 
 
 def _images_text(images: ImagesReport) -> str:
@@ -146,19 +148,21 @@ def _images_text(images: ImagesReport) -> str:
     return "\n".join(lines)
 
 
-def _verdict(report: Report, images: ImagesReport, sample: ReproducibilityReport | None) -> str:
+def _verdict(
+    report: Report, images: ImagesReport, reextracted: ReproducibilityReport | None
+) -> str:
     if report.damages:
         return (
-            "The store is damaged. verify.repair=true sets aside what is bad and extracts those "
-            "rows again."
+            "The store is damaged. verify.repair=true moves damaged files to quarantine and "
+            "extracts those rows again."
         )
     if images.changed:
         return (
             "Images have changed since their rows were computed: the command of the run with "
             "refresh=true computes those rows anew."
         )
-    if sample is not None and sample.different:
-        return "Rows differ from their pictures: were pictures, weights or libraries changed?"
+    if reextracted is not None and reextracted.different:
+        return "Rows differ from their images: were images, weights or libraries changed?"
     if report.missing:
         return "What is there is sound; the command that began the store goes on with it."
     return "The store is complete and sound."

@@ -36,7 +36,7 @@ def test_what_cannot_be_compared(photos: Path) -> None:
     take(photos, out="two", layers=["pool", "conv"], reduce="flatten")
     take(photos, out="deep", layers=["deep"])
     take(photos, out="pool", layers=["pool"])
-    take(photos, out="diagonal", layers=["pool"], stats={"kind": "diagonal"})
+    take(photos, out="diagonal", layers=["pool"], stats={"covariance": "diagonal"})
     with pytest.raises(ConfigError, match=r"name the layer: .* in common: pool, conv"):
         featx.frechet_distance("two", "two")
     with pytest.raises(ConfigError, match="in common: none"):

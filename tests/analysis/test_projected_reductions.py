@@ -249,7 +249,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_pictures(folder / "photos")
     with chdir(folder):
         take("photos", out="stats", layers=["conv", "deep"])
-        take("photos", out="diagonal", layers=["deep"], stats={"kind": "diagonal"})
+        take("photos", out="diagonal", layers=["deep"], stats={"covariance": "diagonal"})
     return folder
 
 
@@ -316,8 +316,8 @@ def test_keys_of_a_projection_are_checked(reduce: dict[str, Any], message: str) 
 
 def sample(capsys: pytest.CaptureFixture[str], **keys: Any) -> dict[str, Any]:
     capsys.readouterr()
-    run_job("verify", json=True, **{"out": "store", "verify": {"sample": 21}, **keys})
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["sample"]
+    run_job("verify", json=True, **{"out": "store", "verify": {"reextract_rows": 21}, **keys})
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["reextracted"]
     return found
 
 

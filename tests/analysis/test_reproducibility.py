@@ -1,4 +1,4 @@
-"""verify.sample: rows extracted again from their pictures, and what it does and does not notice."""
+"""verify.reextract_rows: which differences of rows extracted again it notices, and which not."""
 
 from __future__ import annotations
 
@@ -28,19 +28,21 @@ extract = partial(extract_and_pack, pack=False)
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
 
-def sample(
+def reextract(
     capsys: pytest.CaptureFixture[str], count: int = 21, **keys: Any
 ) -> tuple[int, dict[str, Any]]:
-    """Exit code and findings of verify.sample over `count` rows, all of them as a rule."""
+    """Exit code and findings of verify.reextract_rows over `count` rows, all of them as a rule."""
     capsys.readouterr()
-    code = run_job("verify", json=True, **{"out": "store", "verify": {"sample": count}, **keys})
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["sample"]
+    code = run_job(
+        "verify", json=True, **{"out": "store", "verify": {"reextract_rows": count}, **keys}
+    )
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)["reextracted"]
     assert found["identical"] + found["close"] + len(found["different"]) == found["rows"]
     return code, found
 
 
 def assert_untouched(capsys: pytest.CaptureFixture[str], rows: int = 21, **keys: Any) -> None:
-    assert sample(capsys, **keys) == (
+    assert reextract(capsys, **keys) == (
         0,
         {"rows": rows, "identical": rows, "close": 0, "different": []},
     )
@@ -76,7 +78,7 @@ def test_no_more_rows_are_drawn_than_asked_for_and_the_seed_chooses_them(
     assert_untouched(capsys, 5, count=5)
     for path in (photos / "cat").iterdir():
         write_picture(path, 1000 + int(path.stem))
-    found = [sample(capsys, 6, seed=seed)[1]["different"] for seed in (0, 0, 1)]
+    found = [reextract(capsys, 6, seed=seed)[1]["different"] for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
 
 
@@ -89,7 +91,7 @@ def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
     assert_untouched(capsys)
     (photos / "dog" / "003.png").write_bytes(b"no picture")
     write_picture(photos / "cat" / "000.png", 0)
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
     assert [line.split(": ", 1)[1] for line in found["different"]] == [
         "was unsupported, is ok now",
@@ -108,7 +110,7 @@ def test_a_replaced_picture_and_two_swapped_ones_are_found(
     first.rename("x.png")
     second.rename(first)
     Path("x.png").rename(second)
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
     # Their batches are computed again as well, and no neighbour has changed.
     assert found["identical"] == 18
@@ -121,7 +123,7 @@ def test_a_picture_that_fails_now_is_found(
 ) -> None:
     store = extract(photos)
     (photos / str(store.keys[20])).write_bytes(b"no picture")
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
     assert found["different"] == [f"row 20 ({store.keys[20]}): was ok, is unsupported now"]
 
@@ -130,7 +132,7 @@ def test_a_picture_that_is_gone_is_named(photos: Path, capsys: pytest.CaptureFix
     store = extract(photos)
     (photos / str(store.keys[20])).unlink()
     with pytest.raises(StoreMismatchError, match=f"1 row whose image.*{store.keys[20]}"):
-        sample(capsys)
+        reextract(capsys)
 
 
 def test_rows_written_into_each_others_places_are_found(
@@ -147,7 +149,7 @@ def test_rows_written_into_each_others_places_are_found(
         data[:] = rows
         file["checksums/features/conv"][:] = chunk_checksums(rows, data.chunks[0])
     assert run_job("verify", out="store") == 0
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
     assert [int(line.split()[1]) for line in found["different"]] == [2, 5]
 
@@ -161,7 +163,7 @@ def test_rows_twice_as_long_are_not_close(photos: Path, capsys: pytest.CaptureFi
         data = file["features/conv"]
         data[:] = data[:] * np.float32(2)
         file["checksums/features/conv"][:] = chunk_checksums(data[:], data.chunks[0])
-    assert len(sample(capsys)[1]["different"]) == 21
+    assert len(reextract(capsys)[1]["different"]) == 21
 
 
 @pytest.mark.slow
@@ -172,7 +174,7 @@ def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str
     assert_untouched(capsys)
     key = str(extract(photos).keys[7])
     write_picture(photos / key, 4711)
-    assert [line.split()[1] for line in sample(capsys)[1]["different"]] == ["7"]
+    assert [line.split()[1] for line in reextract(capsys)[1]["different"]] == ["7"]
 
 
 @pytest.mark.slow
@@ -210,13 +212,15 @@ def test_pictures_and_store_that_moved(
     assert_untouched(capsys, store="elsewhere")
     photos.rename(tmp_path / "moved")
     with pytest.raises(ValueError, match="photos does not exist"):
-        sample(capsys, store="elsewhere")
+        reextract(capsys, store="elsewhere")
     moved = {"name": "folder", "root": str(tmp_path / "moved")}
     assert_untouched(capsys, store="elsewhere", data=moved)
     # Pictures of other names are another data set.
     shutil.copytree(tmp_path / "moved" / "cat", tmp_path / "other")
     with pytest.raises(StoreMismatchError, match="21 row whose image are no longer"):
-        sample(capsys, store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")})
+        reextract(
+            capsys, store="elsewhere", data={"name": "folder", "root": str(tmp_path / "other")}
+        )
 
 
 @pytest.mark.parametrize("present", [[0, 2, 5], [1]])
@@ -227,11 +231,11 @@ def test_an_unfinished_store_is_compared_where_it_is_there(
     for index in set(range(6)) - set(present):
         Path(f"store/parts/part-{index:06d}.h5").unlink()
     rows = sum(1 if index == 5 else 4 for index in present)
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (rows, rows)
     write_picture(photos / "cat" / "000.png", 4711)
-    assert len(sample(capsys)[1]["different"]) == (0 in present)
+    assert len(reextract(capsys)[1]["different"]) == (0 in present)
 
 
 def test_a_part_lost_of_the_first_of_two_runs(
@@ -241,11 +245,11 @@ def test_a_part_lost_of_the_first_of_two_runs(
     extract(photos)
     extract(photos, layers=["conv", "pool"])
     Path("store/parts/part-000001.h5").unlink()
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (17, 17)
     write_picture(photos / "cat" / "000.png", 4711)
-    assert [line.split()[1] for line in sample(capsys)[1]["different"]] == ["0"]
+    assert [line.split()[1] for line in reextract(capsys)[1]["different"]] == ["0"]
 
 
 @pytest.mark.slow
@@ -255,7 +259,7 @@ def test_a_part_lost_of_a_store_that_grew_in_layers_and_rows(
     """The last run made a layer that is finished and one that is not."""
     extract_in_steps(photos, pack=False)
     Path("store/parts/part-000001.h5").unlink()
-    code, found = sample(capsys)
+    code, found = reextract(capsys)
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (17, 17)
 
@@ -275,7 +279,7 @@ def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(
     assert_untouched(capsys)
     key = str(store.keys[np.flatnonzero(~store.ok)[3]])
     write_picture(photos / key, 4711)
-    assert len(sample(capsys)[1]["different"]) == 1
+    assert len(reextract(capsys)[1]["different"]) == 1
 
 
 def test_another_model_is_refused_by_name(
@@ -285,7 +289,7 @@ def test_another_model_is_refused_by_name(
     extract(photos)
     monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
     with pytest.raises(StoreMismatchError, match=r"cannot be compared.*\n +weights_sha256: the"):
-        sample(capsys)
+        reextract(capsys)
 
 
 FLOATS = arrays(np.float64, st.integers(1, 6), elements=st.floats(-1e3, 1e3))

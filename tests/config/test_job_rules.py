@@ -63,7 +63,10 @@ CALLS = [
     Call("export", {"store": "store", "out": "exported"}),
     Call("export", {"store": "store", "export": {"format": "webdataset"}, "data": "photos"}),
     Call("verify", {"store": "store"}),
-    Call("verify", {"store": "store", "verify": {"sample": 4}, "model": TRUSTED, "data": "photos"}),
+    Call(
+        "verify",
+        {"store": "store", "verify": {"reextract_rows": 4}, "model": TRUSTED, "data": "photos"},
+    ),
     Call("verify", {"out": "store"}),
     Call("status", {"store": "store"}),
     Call("status", {"out": "store"}),

@@ -155,7 +155,7 @@ def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
     write_gifs(photos, ("dog/005.gif",))
     extract(photos)  # whose decoder it does no harm
     done = subprocess.run(
-        [sys.executable, "-m", "featx", "job=verify", "store=store", "verify.sample=50",
+        [sys.executable, "-m", "featx", "job=verify", "store=store", "verify.reextract_rows=50",
          *COMMAND[:5]],
         env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip

@@ -128,7 +128,7 @@ def test_methods_and_features_join_one_store(
     assert {names for names, _ in computed} == {frozenset({"saliency"})}
     store = featx.open("store")
     assert {"conv", "gradcam", "saliency", "target"} <= set(store.layers)
-    assert run_job("verify", store="store", verify={"sample": 5}) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 5}) == 0
 
 
 @pytest.mark.usefixtures("in_tmp_path")
@@ -138,7 +138,7 @@ def test_verify_computes_rows_again_and_repairs(
 ) -> None:
     assert run(photos, attribute={"method": ALL, "steps": 2, "window": 16}, pack=False) == 0
     capsys.readouterr()
-    assert run_job("verify", store="store", verify={"sample": 9}) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 9}) == 0
     assert "9 rows extracted again: 9 identical" in capsys.readouterr().out
     part = sorted(Path("store/parts").iterdir())[1]
     whole = part.read_bytes()

@@ -296,7 +296,7 @@ def test_new_pictures_while_the_growth_before_is_not_finished(photos: Path) -> N
     store = extract(photos, grow=True)
     assert store.complete
     assert store.keys.tolist() == [*order, "ant/0.png"]
-    assert run_job("verify", out="store", verify={"sample": 30}) == 0
+    assert run_job("verify", out="store", verify={"reextract_rows": 30}) == 0
 
 
 @pytest.mark.slow

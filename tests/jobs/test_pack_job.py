@@ -58,7 +58,7 @@ def test_layers_that_came_later_join_the_packed_file(photos: Path) -> None:
     assert run_job("pack", out="store") == 0
     extract(photos, layers=["conv", "pool"], out="both")
     assert dataset_digests(PACKED) == dataset_digests(Path("both/features.h5"))
-    assert run_job("verify", out="store", verify={"sample": 21}) == 0
+    assert run_job("verify", out="store", verify={"reextract_rows": 21}) == 0
 
 
 def test_an_unfinished_store_is_refused_and_keeps_its_parts(photos: Path) -> None:

@@ -86,7 +86,7 @@ def test_verify_writes_nothing(photos: Path) -> None:
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()
-    assert run_job("verify", out="store", verify={"sample": 21}) == 0
+    assert run_job("verify", out="store", verify={"reextract_rows": 21}) == 0
     assert run_job("verify", out="store", verify={"repair": True}) == 0
     assert state() == before
 
@@ -96,8 +96,10 @@ def test_no_store_and_a_file_for_a_sample_are_clear_errors(photos: Path) -> None
         run_job("verify", store="nowhere")
     extract(photos)
     assert run_job("verify", store="store/features.h5") == 0
-    with pytest.raises(ConfigError, match=r"verify\.sample and verify\.repair need the store's"):
-        run_job("verify", store="store/features.h5", verify={"sample": 3})
+    with pytest.raises(
+        ConfigError, match=r"verify\.reextract_rows and verify\.repair need the store's"
+    ):
+        run_job("verify", store="store/features.h5", verify={"reextract_rows": 3})
 
 
 @pytest.mark.slow
@@ -157,7 +159,7 @@ def test_a_flipped_byte_costs_one_part_of_one_layer(
     assert dataset_digests(Path("store/features.h5")) == before
     assert not Path("store/parts").exists()
     assert [path.name for path in Path("store/quarantine").iterdir()] == ["features.h5.1"]
-    assert look(capsys, verify={"sample": 21})[1]["sample"]["identical"] == 21
+    assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "swapped", "gone"])
@@ -258,7 +260,7 @@ def test_a_lost_descriptor_or_listing_is_put_back(
     assert Path("store/features.h5").exists() == pack
     if name == "featx.json":
         assert path.read_bytes() == before
-    assert look(capsys, verify={"sample": 21})[1]["sample"]["identical"] == 21
+    assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
 def test_putting_back_the_descriptor_needs_no_picture(
@@ -353,7 +355,7 @@ def test_repair_of_a_store_that_grew_by_rows_and_layers(
     code, found = look(capsys, verify={"repair": True})
     assert code == 0, found
     assert dataset_digests(Path("store/features.h5")) == before
-    assert look(capsys, verify={"sample": 21})[1]["sample"]["identical"] == 21
+    assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
 def test_a_running_writer_keeps_repair_out(
@@ -382,10 +384,10 @@ def test_a_lost_file_of_weights_is_named(
 
     torch.save(Tiny().state_dict(), tmp_path / "weights.pth")
     extract(photos, model={**MODEL, "weights": str(tmp_path / "weights.pth")})
-    assert look(capsys, verify={"sample": 5})[0] == 0
+    assert look(capsys, verify={"reextract_rows": 5})[0] == 0
     (tmp_path / "weights.pth").unlink()
     with pytest.raises(ModelError, match=r"weights\.pth"):
-        look(capsys, verify={"sample": 5})
+        look(capsys, verify={"reextract_rows": 5})
     assert look(capsys)[0] == 0
 
 

@@ -153,10 +153,10 @@ def test_a_run_goes_on_grows_and_is_verified_as_any_other(photos: Path) -> None:
     boxed(photos, write_boxes(lines[:30]))
     grown = boxed(photos, write_boxes(lines), grow=True)
     assert len(grown.keys) == 63
-    assert run_job("verify", store="store", verify={"sample": 63}) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 63}) == 0
     elsewhere = photos.rename("elsewhere")
     data = {"name": "folder", "root": str(elsewhere)}
-    assert run_job("verify", store="store", verify={"sample": 63}, data=data) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 63}, data=data) == 0
 
 
 def test_whole_pictures_are_not_exported_as_regions(photos: Path) -> None:

@@ -227,7 +227,7 @@ def test_the_same_object_goes_on_and_another_one_is_refused(
         extract([*data, (paths[0], 0)])
     assert len(extract([*data, (paths[0], 0)], grow=True, pack=False)) == 22
     with pytest.raises(DataError, match="can be opened from there only"):
-        run_job("verify", store="store", verify={"sample": 2})
+        run_job("verify", store="store", verify={"reextract_rows": 2})
 
 
 class OwnSource:

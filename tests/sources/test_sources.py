@@ -149,7 +149,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     again = extract(data, dtype="float32", pack=False)
     assert [row for _, row in computed] == [4, 16]
     assert again["conv"][:].tobytes() == reference["conv"][:].tobytes()
-    assert run_job("verify", store="store", verify={"sample": 3}) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 3}) == 0
     # Another picture under a known key.
     first = next(iter(pictures))
     changed = {**pictures, first: list(pictures.values())[-1] + b"behind its end"}

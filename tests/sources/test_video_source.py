@@ -149,7 +149,7 @@ def test_a_run_a_resume_and_a_changed_video() -> None:
     Path("store/parts/part-000002.h5").unlink()
     again = extract(data, pack=False)
     assert again["conv"][:].tobytes() == whole["conv"][:].tobytes()
-    assert run_job("verify", store="store", verify={"sample": 4}) == 0
+    assert run_job("verify", store="store", verify={"reextract_rows": 4}) == 0
     with pytest.raises(ConfigError, match="frames of videos, and webdataset takes pictures"):
         run_job("export", store="store", export={"format": "webdataset"}, out="out")
     write_video(Path("set/y/2.mp4"), 36, first=5)

@@ -1,8 +1,8 @@
-"""Attention weights: how modules that hide them are asked, and left as they were.
+"""Access to attention weights, which most modules compute but do not return.
 
-nn.MultiheadAttention gives its weights as a second result when asked to. timm's attention modules
-hand theirs to `attn_drop`, unless they compute by a fused kernel (`fused_attn`), which never makes
-them. The weights are (N, heads, T, S): each row of S adds up to 1.
+nn.MultiheadAttention returns its weights as a second result if asked to. The attention modules of
+timm pass theirs to `attn_drop`, unless they use a fused kernel (`fused_attn`), which never
+materialises them. The weights are (N, heads, T, S), and each row over S sums to 1.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from featx.layers.layer_names import split_capture
 from featx.layers.operations import of_module, unwatched
 
 HIDDEN = ("matmul", "matmul_1", "softmax")
-"""The operations of a plain attention that its fused form does not call."""
+"""Names of the operations of plain attention that the fused kernel does not call."""
 
 _NEED, _AVERAGE = "need_weights", "average_attn_weights"
 _PLACES = {_NEED: 4, _AVERAGE: 6}
-"""Places of nn.MultiheadAttention's arguments where they are given without their names."""
+"""Argument name of nn.MultiheadAttention.forward -> its position."""
 
 
 def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[str]:
-    """The modules with fused attention whose weights, or operations that it hides, are asked for.
+    """Names of the modules whose fused kernel hides requested weights or operations.
 
     Args:
         module: the model.
-        requests: names, globs and presets, with what to capture behind a colon.
+        requests: names, globs and presets of layers, with the kind of capture after a colon.
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     fused = [name for name, m in module.named_modules() if getattr(m, "fused_attn", False) is True]
@@ -54,7 +54,12 @@ def needs_plain_attention(module: nn.Module, requests: Sequence[str]) -> list[st
 
 @contextlib.contextmanager
 def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Switch the fused kernels of some modules off, and on again behind the block."""
+    """Switch the fused kernels of the named modules off inside the block.
+
+    Args:
+        module: the model.
+        names: dotted names of modules with `fused_attn`.
+    """
     targets: list[Any] = [module.get_submodule(name) for name in names]
     try:
         for target in targets:
@@ -66,16 +71,24 @@ def plain_attention(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _dropout(module: nn.Module) -> nn.Module | None:
-    """The module that timm's attention hands its weights to."""
+    """The module to which timm's attention passes its weights, or None."""
     dropout = getattr(module, "attn_drop", None)
     return dropout if isinstance(dropout, nn.Module) else None
 
 
 def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], None]) -> list[Any]:
-    """Hooks that hand the weights of each call to `take`, (N, heads, T, S); returns their handles.
+    """Attach hooks that pass the weights of each call, (N, heads, T, S), to `take`.
+
+    Args:
+        name: dotted name of the module, for the message.
+        module: an attention module.
+        take: function that is called with the weights.
+
+    Returns:
+        The handles of the hooks.
 
     Raises:
-        LayerError: the module is no attention module, or computes by a fused kernel.
+        LayerError: featx cannot get weights from this type of module.
     """
     if isinstance(module, nn.MultiheadAttention):
         return _multihead_hooks(module, take)
@@ -94,7 +107,7 @@ def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], No
 
 
 class _Asked(threading.local):
-    """Calls that run in this thread, as (need_weights, average_attn_weights) were given."""
+    """The running calls of a thread, as (need_weights, average_attn_weights) were given."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[bool, bool]] = []
@@ -103,7 +116,11 @@ class _Asked(threading.local):
 def _multihead_hooks(
     module: nn.MultiheadAttention, take: Callable[[torch.Tensor], None]
 ) -> list[Any]:
-    """The layers around get the weights only if they asked for them, and as they asked."""
+    """Hooks on nn.MultiheadAttention that request weights per head.
+
+    The caller of the module receives weights only if it asked for them, averaged if it asked so:
+    the model computes as without the hooks.
+    """
     asked = _Asked()
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -131,7 +148,11 @@ def _multihead_hooks(
 
 
 def check_weights(name: str, weights: torch.Tensor) -> None:
-    """Raise a LayerError where the rows of what was captured do not add up to 1."""
+    """Check that captured weights are at least 0 and sum to 1 over the last dimension.
+
+    Raises:
+        LayerError: they are no attention weights.
+    """
     sums = weights.sum(-1)
     if weights.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
         raise LayerError(
@@ -142,13 +163,17 @@ def check_weights(name: str, weights: torch.Tensor) -> None:
 
 
 class WeightShapes:
-    """The shapes of the weights, as one recorded pass goes by: what each call could show."""
+    """Records the shapes of the attention weights in a traced forward pass."""
 
     def __init__(self) -> None:
         self._handed: dict[int, tuple[int, ...]] = {}
 
     def attach(self, module: nn.Module) -> list[Any]:
-        """Hooks on a module, where it hands its weights on; returns their handles."""
+        """Attach a hook where a module passes its weights on.
+
+        Returns:
+            The handles; empty if the module is not of timm's kind.
+        """
         dropout = _dropout(module)
         if dropout is None:
             return []
@@ -162,7 +187,13 @@ class WeightShapes:
     def of_call(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[int, ...] | None:
-        """(N, heads, T, S) of the call that just ended, None where it shows none."""
+        """Shape (N, heads, T, S) of the weights of the call that has just ended, or None.
+
+        Args:
+            module: module that was called.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+        """
         if isinstance(module, nn.MultiheadAttention):
             query = args[0] if args else kwargs["query"]
             key = args[1] if len(args) > 1 else kwargs["key"]

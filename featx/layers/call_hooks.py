@@ -1,4 +1,4 @@
-"""Every call of every module of one pass, told to an observer while it goes on."""
+"""Hooks that report every call of every module in a forward pass while it runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 @dataclass
 class OpenCall:
-    """A module call that goes on.
+    """A module call that has not ended.
 
     Attributes:
-        name: the module's first dotted name, '' for the model itself.
+        name: first dotted name of the module, '' for the model itself.
         target: the module.
-        parent: the call that it is a part of; None for the model itself.
-        note: what the observer of its begin leaves for that of its end.
+        parent: the enclosing call, or None for the model itself.
+        note: value that the `begin` callback stores for the `end` callback.
     """
 
     name: str
@@ -28,7 +28,7 @@ class OpenCall:
 
     @property
     def depth(self) -> int:
-        """How many calls it is inside of."""
+        """Number of enclosing calls."""
         return 0 if self.parent is None else 1 + self.parent.depth
 
 
@@ -38,15 +38,17 @@ def every_call(
     begin: Callable[[OpenCall, list[Any]], None],
     end: Callable[[OpenCall, int, Any], None],
 ) -> Iterator[list[OpenCall]]:
-    """Tell of each call of each module while the block runs; the hooks go with it.
+    """Report each call of each module inside the block; the hooks are removed at its end.
 
     Args:
-        module: the model; one pass inside the block.
-        begin: before a call: (the call, its arguments).
-        end: after it: (the call, its number among the module's calls, from 1, its output).
+        module: the model; the block runs one forward pass.
+        begin: called before each call with (the call, its arguments).
+        end: called after it with (the call, its number among the calls of the module, from 1, its
+            output).
 
     Yields:
-        The calls that go on, the innermost last; after an exception, those it broke off.
+        The calls that have not ended, innermost last. After an exception these are the calls that
+        it interrupted.
     """
     going_on: list[OpenCall] = []
     ended: dict[str, int] = {}
@@ -60,7 +62,7 @@ def every_call(
         def after(target: nn.Module, args: Any, output: Any) -> None:
             ended[name] = ended.get(name, 0) + 1
             while (call := going_on.pop()).target is not target:
-                pass  # a call whose exception the model caught
+                pass  # the model caught an exception from this inner call
             end(call, ended[name], output)
 
         return before, after

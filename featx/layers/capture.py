@@ -1,4 +1,4 @@
-"""featx.capture: the tensors of named layers, of any module, while a block runs."""
+"""`featx.capture`: the tensors of named layers of any module."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ from featx.layers.trace import CapturePoint
 
 @contextlib.contextmanager
 def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]:
-    """Keep the outputs, inputs or gradients of named layers while the block runs.
+    """Capture outputs, inputs or gradients of named layers inside the block.
 
         with featx.capture(model, ["layer4", "avgpool"]) as features:
             model(x)
-            features["layer4"]          # (B, 2048, 7, 7), as the layer gave it
+            features["layer4"]          # (B, 2048, 7, 7), as the layer returned it
 
-    Each forward pass replaces what the one before left. What is read belongs to the last pass of
-    the thread that reads: several threads may use one model, each reads its own features, and a
-    gradient that belongs to an earlier pass is an error, not a value. Passes of a deep copy or a
-    replica of the model are not captured. The tensors are copies, so that in-place operations later
-    in the model cannot change them; they stay attached to the graph, on their device, in their
-    dtype. The hooks go with the block, also after an exception.
+    Each forward pass replaces the tensors of the previous one. Reading returns the tensors of the
+    last pass of the reading thread: several threads may use one model, and each reads its own
+    features. A gradient that belongs to an earlier pass is an error, not a value. Passes of a deep
+    copy or a replica of the model are not captured.
+
+    The tensors are copies, so in-place operations later in the model cannot change them. They stay
+    attached to the graph, on their device, in their dtype. The hooks are removed at the end of the
+    block, also after an exception.
 
     Args:
-        model: any torch.nn.Module, in whatever mode it is.
-        layers: a dotted name, or several; `relu@2` for the second call of a module that is called
-            several times, `encoder[0]` or `block.hidden` for one element of a nested output,
-            `layer4:input` for what goes into a layer; `layer4:grad_output`, `layer4:grad_input` for
-            the gradients there, which are filled in by your `loss.backward()`;
-            `layer1.0.add` for an operation that no module owns, as torch.fx names it;
-            `blocks.3.attn:attention` for the weights of an attention module.
+        model: any torch.nn.Module, in train or eval mode.
+        layers: one name or several. A name is the dotted name of a module; `relu@2` for the second
+            call of a module that is called several times; `encoder[0]` or `block.hidden` for one
+            element of a nested output; `layer4:input` for the input of a layer;
+            `layer4:grad_output` or `layer4:grad_input` for gradients, available after
+            `loss.backward()`; `layer1.0.add` for an operation in a module's forward, as torch.fx
+            names it; `blocks.3.attn:attention` for the weights of an attention module.
+
+    Yields:
+        A mapping from the given names to tensors.
 
     Raises:
         LayerError: there is no such module; on access, the layer was not called in the last forward
@@ -66,7 +71,11 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
 
 
 def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
-    """The taps that a name may mean: only a pass tells the key `mean` of a result from a mean()."""
+    """The capture points that a name may mean.
+
+    `block.mean` may be an element of a dict or the operation mean(); only a forward pass shows
+    which.
+    """
     parsed = parse_operation(layer)
     name, capture, path = parsed or ("", "", ())
     module, _, plain = name.rpartition(".")
@@ -81,7 +90,11 @@ def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
 
 
 class _CapturedPass(PassRecord):
-    """The tensors of one forward pass, of every call of each layer."""
+    """The tensors of one forward pass.
+
+    Attributes:
+        tensors: (capture name, operation or '') -> one tensor per call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,12 +102,12 @@ class _CapturedPass(PassRecord):
 
 
 class _CaptureHooks(CaptureHooks):
-    """Hooks that keep a copy of what each call gave, in the record of its own pass."""
+    """Hooks that copy the tensor of each call into the record of its forward pass."""
 
     record_type: type[PassRecord] = _CapturedPass
 
     def __exit__(self, *error: object) -> None:
-        """Remove the hooks; what was captured can be read behind the block as well."""
+        """Remove the hooks but keep the tensors, which may be read after the block."""
         self._detach()
 
     def _store(self, record: PassRecord, tap: CapturePoint, tensor: torch.Tensor) -> None:
@@ -103,7 +116,12 @@ class _CaptureHooks(CaptureHooks):
 
 
 class Captured(Mapping[str, torch.Tensor]):
-    """The tensors of the reading thread's last forward pass in a `featx.capture` block, by name."""
+    """Mapping from layer name to its tensor in the last forward pass of the reading thread.
+
+    Args:
+        model: the model.
+        taps: capture points of all names.
+    """
 
     def __init__(self, model: nn.Module, taps: Sequence[CapturePoint]) -> None:
         self._taps = {tap.name: tap for tap in taps}
@@ -112,7 +130,7 @@ class Captured(Mapping[str, torch.Tensor]):
         self.hooks = _CaptureHooks(model, taps, optional=operations, per_thread=True)
 
     def begin(self, module: nn.Module, args: Any) -> None:
-        """Begin the record of a forward pass of the calling thread."""
+        """Start the record of a forward pass of the calling thread."""
         self._threads.add(threading.get_ident())
         self.hooks.reset()
 
@@ -122,7 +140,7 @@ class Captured(Mapping[str, torch.Tensor]):
         tap = self._taps[layer]
         record = self.hooks.record
         assert isinstance(record, _CapturedPass)
-        # What a module gave under that name goes before an operation of that name.
+        # An element of a module's output has precedence over an operation of the same name.
         found = record.tensors.get((layer, "")) or record.tensors.get((layer, tap.operation), [])
         if len(found) == 1:
             return found[0]

@@ -1,4 +1,4 @@
-"""Forward hooks that take tensors out of a running module and leave it as it was."""
+"""Forward hooks that capture tensors of a running module and leave it as it was."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from featx.layers.output_elements import path_to, pick, with_element
 from featx.layers.trace import CapturePoint
 
 Keep = Callable[[CapturePoint, torch.Tensor], torch.Tensor]
+"""Function that receives a captured tensor as the layer made it, and returns the tensor to keep."""
 
 
 class StopForward(BaseException):
-    """Ends a forward pass after the last tap; no `except Exception` in a model swallows it."""
+    """Ends a forward pass after the last capture.
+
+    It is a BaseException so that no `except Exception` in a model catches it.
+    """
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a pass does, as an earlier one has shown; a pass that does anything else is an error.
+    """What an earlier forward pass did; a pass that does anything else is an error.
 
     Attributes:
-        fired: names of the taps in the order in which they fire; None where it is not known yet.
-        operations: what `Trace.operations_up_to` says of the taps; None where any may run.
-        calls: (module, kind of capture) -> how often the module is called in a whole pass; None
-            where any number will do. Not looked at where the pass is ended early.
-        stop: end the pass by an exception after the last of `fired`; not under torch.compile, which
-            drops what nobody reads by itself, and not where gradients are taken, which come after
-            the pass.
+        fired: names of the captures in the order in which they fire, or None if not yet known.
+        operations: result of `Trace.operations_up_to` for the captures, or None to allow any.
+        calls: (module, kind of capture) -> number of calls of the module in a whole pass, or None
+            to allow any number. Not checked in passes that end early.
+        stop: whether to end the pass by an exception after the last of `fired`. Not used under
+            torch.compile, which removes unused computation itself, nor for gradients, which come
+            after the forward pass.
     """
 
     fired: Sequence[str] | None = None
@@ -47,7 +51,7 @@ class Expected:
     stop: bool = False
 
     def ends_after(self, fired: Sequence[str]) -> bool:
-        """Whether the pass is to be ended now that these have fired."""
+        """Whether to end the pass now that the given captures have fired."""
         return self.stop and self.fired is not None and len(fired) >= len(self.fired)
 
     def check(
@@ -57,16 +61,16 @@ class Expected:
         done: Sequence[str],
         num_done: int,
     ) -> None:
-        """Compare a pass with what was expected.
+        """Compare a pass with the expected one.
 
         Args:
-            fired: names of taps, in order.
-            calls: (module, kind of capture) -> how often the module was called.
-            done: operations of the modules that have one tapped, in order.
-            num_done: how many of them there were when the last tapped one had run.
+            fired: names of captures, in order.
+            calls: (module, kind of capture) -> number of calls of the module.
+            done: operations of the modules with a captured operation, in order.
+            num_done: length of `done` when the last captured operation had run.
 
         Raises:
-            RunError: it has done something else.
+            RunError: the passes differ.
         """
         if self.calls is not None and not self.stop:
             check_calls(calls, self.calls)
@@ -81,6 +85,7 @@ class Expected:
             )
 
     def _check_operations(self, done: Sequence[str], num_done: int) -> None:
+        """Compare the operations up to the last captured one, and name the first difference."""
         if self.operations is None or list(done[:num_done]) == list(self.operations):
             return
         done = done[: max(num_done, len(self.operations))]
@@ -96,14 +101,14 @@ class Expected:
 def check_calls(
     calls: Mapping[tuple[str, str], int], expected: Mapping[tuple[str, str], int]
 ) -> None:
-    """Compare how often modules were called in two passes.
+    """Compare the numbers of calls in two passes.
 
     Args:
-        calls, expected: (module, kind of capture) -> how often; a module that is not there was not
-            called.
+        calls: (module, kind of capture) -> number of calls; a missing module was not called.
+        expected: the same for the earlier pass.
 
     Raises:
-        RunError: they differ.
+        RunError: a number differs.
     """
     for place, before in expected.items():
         if (now := calls.get(place, 0)) != before:
@@ -120,21 +125,21 @@ def _times(count: int) -> str:
 
 
 ANYTHING = Expected()
-"""Of a pass that nobody has seen yet."""
+"""Expectation for a first pass: everything is allowed."""
 
 
 @dataclass
 class PassRecord:
-    """What the hooks have seen of one forward pass.
+    """What the hooks have captured in one forward pass.
 
-    Gradients arrive after the pass, maybe after another one has begun: they are written into the
-    record of the pass that they belong to.
+    Gradients arrive after the forward pass, possibly after another pass has started, so they are
+    written into the record of the pass to which they belong.
 
     Attributes:
-        values: capture name -> what `keep` returned, the last call's where there are several.
-        fired: names in the order in which they fired.
-        calls: (id of a module, kind of capture) -> calls so far.
-        done: operations of the modules that have one captured, in order.
+        values: capture name -> tensor that `keep` returned, of the last call if there are several.
+        fired: names of the captures in the order in which they fired.
+        calls: (id of a module, kind of capture) -> number of calls so far.
+        done: operations of the modules with a captured operation, in order.
         num_done: length of `done` when the last captured operation had run.
     """
 
@@ -146,39 +151,40 @@ class PassRecord:
 
 
 class _OneRecord:
-    """The record of the running pass, whichever thread runs it."""
+    """One record, shared by all threads."""
 
     def __init__(self, make: Callable[[], PassRecord]) -> None:
         self.current = make()
 
 
 class _RecordPerThread(threading.local):
-    """The record of the pass that runs, or ran last, in the thread that asks."""
+    """One record per thread: that of its current or last pass."""
 
     def __init__(self, make: Callable[[], PassRecord]) -> None:
         self.current = make()
 
 
 class CaptureHooks:
-    """Forward hooks for some taps of one module; they go with the `with` block.
+    """Hooks for some capture points of one module; a context manager that removes them.
 
     Args:
         module: the model.
-        taps: what to take.
-        keep: what becomes of a tensor at once, while it is as the layer made it: (tap, tensor)
-            -> tensor, such as a reduction and a cast.
-        expected: what each pass of `forward` has to do, and whether it is ended early.
-        score: what the module returns -> the numbers (B,) whose gradients are taken; needed by
-            `forward` where a tap is a gradient.
-        optional: names of taps that stay silent where a module's output lacks their element.
-        per_thread: passes run in several threads at the same time, and each thread has a record
-            of its own.
+        taps: capture points.
+        keep: function (capture point, tensor) -> tensor that is called inside the hook, while the
+            tensor is as the layer made it; for example a reduction and a cast.
+        expected: what each pass of `forward` must do, and whether it ends early.
+        score: function from the output of the model to the (B,) numbers whose gradients are taken;
+            required by `forward` if a capture is a gradient.
+        optional: names of captures that do not fire if the output of the module lacks their
+            element.
+        per_thread: whether passes run in several threads at the same time, each with its own
+            record.
 
     Attributes:
-        numbers: (B,) what `score` gave in the last pass.
-        watch: sees operations where a tap is one; entered around the pass, by `forward` as well.
-        thread: the one whose passes are seen, as `threading.get_ident` names it; None for all. Of
-            modules only: operations, gradients and attention weights are seen of any thread.
+        numbers: (B,) result of `score` in the last pass.
+        watch: context manager that records operations if any are captured; `forward` enters it.
+        thread: id of the only thread whose module calls are captured, as in `threading.get_ident`;
+            None for all threads. Operations are not limited by it.
     """
 
     record_type: type[PassRecord] = PassRecord
@@ -217,12 +223,12 @@ class CaptureHooks:
 
     @property
     def record(self) -> PassRecord:
-        """Of the last pass, with `per_thread` of the calling thread's."""
+        """Record of the last pass; with `per_thread`, of the last pass of the calling thread."""
         return self._records.current
 
     @property
     def fired(self) -> list[str]:
-        """Names in the order in which they fired in the last pass."""
+        """Names of the captures in the order in which they fired in the last pass."""
         return self._records.current.fired
 
     def __enter__(self) -> CaptureHooks:
@@ -234,11 +240,13 @@ class CaptureHooks:
         return self
 
     def _attach(self) -> None:
+        """Register all hooks."""
         if self._operations:
             _refuse_compiled(self._module, next(iter(self._operations)))
             self.watch = self._watch = OperationRecorder(self._module, self._operation)
             self._handles += self._watch.attach()
-        # Attention first: the other hooks see what the layers around see.
+        # Attention first: its hooks run before the others, which then see the output as the
+        # surrounding layers do.
         for (identity, capture), taps in sorted(
             self._taps.items(), key=lambda item: item[0][1] != "attention"
         ):
@@ -267,27 +275,34 @@ class CaptureHooks:
         self.reset()
 
     def _detach(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def reset(self) -> None:
-        """Begin the record of another pass."""
+        """Start the record of another pass."""
         self._records.current = self.record_type()
         if self._operations:
             self._watch.reset()
 
     @property
     def num_calls(self) -> dict[tuple[str, str], int]:
-        """(module, kind of capture) -> how often a tapped module was called in the last pass."""
+        """(module, kind of capture) -> number of calls of the module in the last pass."""
         made = self._records.current.calls
         return {(taps[0].module, key[1]): made.get(key, 0) for key, taps in self._taps.items()}
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One pass; returns what the taps gave.
+        """Run one forward pass and return the captured tensors.
+
+        Args:
+            x: (B, 3, H, W) normalised images on the device of the model.
+
+        Returns:
+            capture name -> tensor that `keep` returned.
 
         Raises:
-            RunError: it does other things than expected.
+            RunError: the pass differs from the expected one.
         """
         self.reset()
         if self._score is None:
@@ -301,11 +316,15 @@ class CaptureHooks:
         return record.values
 
     def _backward(self, x: torch.Tensor) -> None:
-        """A pass with gradients: of the sum of all images' numbers, so of each image's own."""
+        """Run a forward and a backward pass.
+
+        The gradient is that of the sum over all images, which for each image is the gradient of its
+        own number.
+        """
         assert self._score is not None
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            # A copy: a model may write to its input, which a leaf does not allow.
+            # A model may write to its input, which autograd does not allow for a leaf.
             given = leaf.clone()
             with self.watch:
                 output = self._module(given)
@@ -334,9 +353,10 @@ class CaptureHooks:
         return hook
 
     def _grad_input_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
-        """The layer gets a copy of its input, for other layers that read it have other gradients.
+        """Hook that gives the layer a copy of its input and captures the gradient of the copy.
 
-        A view would do, but its hook is lost where the layer writes to it.
+        The gradient of the input itself would include that of other layers which read it. A view
+        would save memory, but its hook is lost if the layer writes to it.
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -352,6 +372,11 @@ class CaptureHooks:
         return hook
 
     def _await_gradient(self, tap: CapturePoint, tensor: torch.Tensor) -> None:
+        """Capture the gradient of a tensor when the backward pass reaches it.
+
+        Raises:
+            LayerError: the tensor requires no gradient.
+        """
         if not tensor.requires_grad:
             raise LayerError(
                 f"{tap.name}: no gradient passes there. It is under torch.no_grad(), or depends "
@@ -368,7 +393,10 @@ class CaptureHooks:
         tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
     def _meant(self, key: tuple[int, str], taps: list[CapturePoint]) -> list[CapturePoint]:
-        """Count a call of a module, and tell which taps mean this one."""
+        """Count a call of a module, and return the captures of this call.
+
+        There are none if the call belongs to a thread that is not captured.
+        """
         if self.thread is not None and self.thread != threading.get_ident():
             return []
         calls = self._records.current.calls
@@ -377,17 +405,18 @@ class CaptureHooks:
         return [tap for tap in taps if tap.call is None or tap.call == number]
 
     def _present(self, taps: list[CapturePoint], output: Any) -> list[CapturePoint]:
-        """Those whose element is there, where it need not be."""
+        """The captures without those that are optional and whose element is missing."""
         if not self._optional:
             return taps
         there = elements(output)
         return [tap for tap in taps if tap.name not in self._optional or tap.path in there]
 
     def _take(self, key: tuple[int, str], taps: list[CapturePoint], value: Any) -> None:
+        """Capture tensors of a value of one call."""
         self._keep_all(self._meant(key, taps), value)
 
     def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
-        """The watch saw an operation."""
+        """Record an operation, and capture its result if requested."""
         if module not in self._watched:
             return
         record = self._records.current
@@ -401,6 +430,7 @@ class CaptureHooks:
         self._keep_all([tap for tap in taps if not tap.is_gradient], result)
 
     def _keep_all(self, taps: list[CapturePoint], value: Any) -> None:
+        """Capture tensors of `value`, and end the pass after the last expected one."""
         record = self._records.current
         for tap in taps:
             with unwatched():
@@ -415,6 +445,7 @@ class CaptureHooks:
 
 
 def _refuse_compiled(module: nn.Module, operation: str) -> None:
+    """Raise LayerError if the model is compiled, where operations are invisible."""
     compiled = (
         m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule"
         for m in module.modules()
@@ -427,28 +458,28 @@ def _refuse_compiled(module: nn.Module, operation: str) -> None:
 
 
 class Copies:
-    """Copies of what taps give, and which of the tensors were written to again later in the pass.
+    """Copies of captured tensors, to find those that are overwritten later in the pass.
 
     `nn.ReLU(inplace=True)` after a layer, or `out += identity`, changes a tensor that a hook has
-    already seen; only these need a copy in a run. They are found by comparing values.
+    already seen. Only these tensors need a copy in a run. They are found by comparing values.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def keep(self, tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """As `Keep`; autograd adds to gradients, which are copied in any case."""
+        """Copy a tensor; a `Keep` function. Gradients are copied but not compared."""
         copy = tensor.detach().clone()
         if not tap.is_gradient:
             self._pairs[tap.name] = tensor.detach(), copy
         return copy
 
     def overwritten(self) -> frozenset[str]:
-        """The names of the taps that need a copy, once the pass has ended; forgets the tensors."""
+        """Names of the captures that need a copy. Call it after the pass; it drops the tensors."""
         pairs, self._pairs = self._pairs, {}
         return frozenset(name for name, (x, copy) in pairs.items() if not _same_values(x, copy))
 
 
 def _same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal in every element, NaN to NaN."""
+    """Whether all elements are equal; NaN equals NaN."""
     return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,8 +1,9 @@
-"""What the preset `embedding` rests on: evidence from passes of the model, not from layer names.
+"""Evidence for the preset `embedding`, from forward passes instead of layer names.
 
-A library that defines its embedding (timm's `forward_head(..., pre_logits=True)`) is asked for it,
-and the tensors of a plain forward pass that equal it are looked up. Elsewhere a last linear layer
-counts as the classifier only if its output alone decides what the model returns.
+Some libraries define the embedding of their models (timm: `forward_head(..., pre_logits=True)`). It
+is computed, and the tensors of a plain forward pass that equal it are found. For other models, the
+last linear layer counts as the classifier only if the output of the model depends on the image
+through that layer alone.
 """
 
 from __future__ import annotations
@@ -23,26 +24,31 @@ from featx.layers.trace import CapturePoint, Trace
 from featx.models.base import LibraryEmbedding
 
 _ROUNDING = 1e-6
-"""Largest difference to the library's embedding, relative to its largest value.
+"""Largest accepted difference to the library's embedding, relative to its largest magnitude.
 
 Both come from the same kernels, so nearly all are equal in every bit. A BatchNorm with its initial
-statistics changes values by 5e-6 and must not pass for the identity.
+statistics changes values by 5e-6 and must not be taken for the identity.
 """
 
 
 def with_evidence(
     trace: Trace, module: nn.Module, x: torch.Tensor, library: LibraryEmbedding | None
 ) -> Trace:
-    """The trace with what the preset `embedding` needs to know beside names and shapes.
+    """Add to a trace what the preset `embedding` needs beyond names and shapes.
 
     Args:
-        trace: of `module`.
-        module: in eval mode.
-        x: (B, 3, H, W) noise, B at least 2. One image is smoothed, as photographs are.
-        library: the embedding as the library of the model defines it, None where it defines none.
+        trace: trace of `module`.
+        module: model in eval mode.
+        x: (B, 3, H, W) noise, B at least 2. The last image is replaced by a smooth one, as
+            photographs are smooth.
+        library: the embedding as defined by the model's library, or None.
+
+    Returns:
+        The trace with `library_embedding` or `undecided`.
 
     Raises:
-        LayerError: the library's embedding is no vector, or is the same for different images.
+        LayerError: the library's embedding is no vector, is equal for different images, or is no
+            tensor of the forward pass.
     """
     x = _noise_and_smooth(x)
     with torch.no_grad():
@@ -70,13 +76,13 @@ def with_evidence(
 
 
 def is_exposed(trace: Trace) -> bool:
-    """Whether the library's embedding comes from a module that the traced pass did not have."""
+    """Whether the library's embedding is the output of a module that was added after the trace."""
     found = trace.library_embedding
     return found is not None and found[0].module not in trace.names
 
 
 def _noise_and_smooth(x: torch.Tensor) -> torch.Tensor:
-    """The batch with its last image made of 4 x 4 smooth patches of the same variance."""
+    """The batch with its last image made smooth: 4 x 4 averages, interpolated, with variance 1."""
     height, width = x.shape[2:]
     coarse = F.adaptive_avg_pool2d(x[-1:], 4)
     smooth = F.interpolate(coarse, (height, width), mode="bilinear", align_corners=False)
@@ -84,6 +90,11 @@ def _noise_and_smooth(x: torch.Tensor) -> torch.Tensor:
 
 
 def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tensor:
+    """(B, D) embedding as the library computes it.
+
+    Raises:
+        LayerError: it is no vector, not finite, or equal for different images.
+    """
     found = library.compute(x.clone())
     if not isinstance(found, torch.Tensor) or found.dim() != 2 or len(found) != len(x):
         what = f"a {type(found).__name__}"
@@ -103,10 +114,10 @@ def _library_embedding(library: LibraryEmbedding, x: torch.Tensor) -> torch.Tens
 
 
 def _best_match(module: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> _Match | None:
-    """The tensor of a pass that equals the expected one; of several, the nearest to the classifier.
+    """The tensor of a forward pass that equals the expected one, or None.
 
-    Inputs and outputs of modules come before operations, which forbid compilation and parallel
-    batches.
+    Among several, the one nearest to the classifier is taken. Operations are compared only if no
+    input or output of a module matches, because they rule out compilation and parallel batches.
     """
     for watched in (False, True):
         with _Comparison(module, expected, watched) as comparison, comparison.watch:
@@ -118,13 +129,16 @@ def _best_match(module: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> _
 
 @dataclass(frozen=True)
 class _Match:
-    """A tensor of the pass that equals the embedding.
+    """A tensor of the forward pass that equals the embedding.
 
     Attributes:
-        module, capture, path, operation: as of a Tap.
-        number: which call of the module, from 1.
-        is_vector: its rows are vectors as they are.
-        rank: the larger, the better.
+        module: as in `CapturePoint`.
+        capture: as in `CapturePoint`.
+        number: number of the call of the module, from 1.
+        path: as in `CapturePoint`.
+        operation: as in `CapturePoint`.
+        is_vector: whether its rows are vectors without a reduction.
+        rank: sort key; the largest is the best match.
     """
 
     module: str
@@ -137,7 +151,17 @@ class _Match:
 
 
 class _Comparison:
-    """Hooks that compare every tensor of a pass with an expected one; a context manager."""
+    """Hooks that compare every tensor of a pass with an expected one; a context manager.
+
+    Args:
+        module: the model.
+        expected: (B, D) embedding.
+        watched: whether to compare the results of operations as well.
+
+    Attributes:
+        found: the matches so far.
+        watch: context manager to enter around the forward pass.
+    """
 
     def __init__(self, module: nn.Module, expected: torch.Tensor, watched: bool) -> None:
         self.found: list[_Match] = []
@@ -181,6 +205,7 @@ class _Comparison:
         self._compare(module, "output", result, name)
 
     def _compare(self, module: str, capture: str, value: Any, operation: str = "") -> None:
+        """Compare all tensors of a value of one call with the expected one."""
         key = (operation or module), capture
         number = self._calls[key] = self._calls.get(key, 0) + 1
         with unwatched():
@@ -195,7 +220,7 @@ class _Comparison:
                     self.found.append(match)
 
     def _same(self, tensor: torch.Tensor) -> bool | None:
-        """Whether every bit is equal; None where the values differ."""
+        """Whether every bit is equal; None if values differ by more than rounding."""
         expected = self._expected
         if len(tensor.shape) < 2 or len(tensor) != len(expected):
             return None
@@ -208,10 +233,16 @@ class _Comparison:
 
 
 def _decides(module: nn.Module, classifier: str, x: torch.Tensor) -> bool:
-    """Whether the model's output depends on the image through the output of one layer only.
+    """Whether the output of the model depends on the image only through one layer.
 
-    That output is replaced by zeros: what the model returns must then be the same for every image.
-    The last linear layer of a transformer block or of a squeeze-and-excitation fails this.
+    The output of that layer is replaced by zeros. The output of the model must then be equal for
+    different images. The last linear layer of a transformer block or of a squeeze-and-excitation
+    block fails this check.
+
+    Args:
+        module: model in eval mode.
+        classifier: dotted name of the layer.
+        x: (B, 3, H, W) images of which the first and the last differ.
     """
 
     def zeros(layer: nn.Module, args: Any, output: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A pass told call by call while it goes on, up to the call that fails."""
+"""The forward log: one line for every module call while a forward pass runs."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from featx.layers.call_hooks import OpenCall, every_call
 
 
 def log_forward(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None]) -> None:
-    """Run one pass and tell of every call as a hook sees it, when it ends.
+    """Run one forward pass and log every call when it ends.
 
-    A line holds the name, the class, the shapes that go in and come out, the dtype, and ms, with
-    the calls inside it; values that are not finite are counted behind it. A call with calls inside
-    has a line when it begins as well, which ends in dots.
+    A line holds the name, the class, the shapes of inputs and outputs, the dtype, and the
+    milliseconds of the call including inner calls; the number of non-finite values follows. A call
+    with inner calls also has a line when it starts, which ends in dots.
 
     Args:
-        module: in eval mode; called under the caller's no_grad and autocast.
-        x: (B, 3, H, W), normalised, on the module's device.
-        tell: what becomes of a line.
+        module: model in eval mode; the caller enters no_grad and autocast.
+        x: (B, 3, H, W) normalised images on the device of the module.
+        tell: function that is called with each line.
 
     Raises:
-        ModelError: the pass failed; its last lines say in which call.
+        ModelError: the forward pass fails; the last lines name the call.
     """
     lines = _Lines(module, x.device, tell)
     with every_call(module, lines.begin, lines.end) as going_on:
@@ -44,10 +44,11 @@ def log_forward(module: nn.Module, x: torch.Tensor, tell: Callable[[str], None])
 
 
 _WHOLE = "(the model)"
+"""Name of the model itself in the log."""
 
 
 class _Lines:
-    """The lines of one pass; what telling them takes is not in the times."""
+    """The lines of one forward pass; times exclude the time that logging takes."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, tell: Callable[[str], None]
@@ -61,6 +62,7 @@ class _Lines:
         self._type_width = max(len(type(m).__name__) for m in module.modules())
 
     def begin(self, call: OpenCall, inputs: list[Any]) -> None:
+        """Record the inputs of a call, and write the starting line of its parent."""
         synchronise(self._device)
         begun = time.perf_counter()
         outer = call.parent
@@ -73,6 +75,7 @@ class _Lines:
         call.note.begun = ended - self._telling_s
 
     def end(self, call: OpenCall, number: int, output: Any) -> None:
+        """Write the line of a call."""
         synchronise(self._device)
         ended = time.perf_counter()
         milliseconds = 1e3 * (ended - self._telling_s - call.note.begun)
@@ -89,14 +92,17 @@ class _Lines:
         self._telling_s += time.perf_counter() - ended
 
     def failed(self, call: OpenCall, error: Exception) -> None:
+        """Write the line of a call that raised an exception."""
         self._tell(f"{self._head(call, call.name)} -> {type(error).__name__}")
 
     def _head(self, call: OpenCall, name: str) -> str:
+        """Name, class and input shapes of a call, indented by depth."""
         indented = "  " * max(0, call.depth - 1) + (name or _WHOLE)
         kind = type(call.target).__name__
         return f"{indented:<{self._name_width}}  {kind:<{self._type_width}}  {call.note.shapes}"
 
     def _alarm(self, call: OpenCall, output: Any) -> str:
+        """Number of non-finite values in an output, and whether the input had some; or ''."""
         bad = sum(_bad(t) for t in elements(output).values())
         if not bad:
             return ""
@@ -108,7 +114,14 @@ class _Lines:
 
 
 class _Note:
-    """What the line at the end of a call needs from its begin."""
+    """State of a call between its start and its end.
+
+    Attributes:
+        shapes: shapes of the inputs.
+        bad_input: whether an input has a non-finite value.
+        opened: whether the starting line was written.
+        begun: seconds of the clock at the start, minus the time of logging so far.
+    """
 
     def __init__(self, shapes: str, bad_input: bool) -> None:
         self.shapes = shapes
@@ -118,12 +131,12 @@ class _Note:
 
 
 def _bad(x: torch.Tensor) -> int:
-    """How many values are NaN or infinite."""
+    """Number of values that are NaN or infinite."""
     return int((~torch.isfinite(x)).sum())
 
 
 def _shapes(value: Any) -> str:
-    """The shapes of all tensors in a nested value, the batch included; equal ones counted."""
+    """Shapes of all tensors in a nested value, batch included; equal shapes are counted."""
     counts: dict[str, int] = {}
     for tensor in elements(value).values():
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -133,6 +146,7 @@ def _shapes(value: Any) -> str:
 
 
 def _failure_text(going_on: list[OpenCall], error: Exception) -> str:
+    """Message for an exception, with the innermost call and the line of code outside torch."""
     call = going_on[-1]
     outer = [c.name or _WHOLE for c in reversed(going_on[:-1])]
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""The number whose gradient is taken: one per image, from what the model returns."""
+"""Gradient targets: one number per image, from the output of the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from featx.errors import ModelError
 
 
 def target_values(output: Any, target: str | int, labels: torch.Tensor | None) -> torch.Tensor:
-    """One number per image, differentiable.
+    """Compute the differentiable number of each image whose gradient is taken.
 
     Args:
-        output: what the model returned; see `logits_of`.
-        target: 'label' or 'predicted', the logit of that class; a class by its index; 'loss', the
-            cross entropy to the label; 'entropy' of the softmax; 'logsumexp' of the logits.
-        labels: (B,) int64, the index of the image's class among the model's; None in a probe, where
-            the predicted class stands in.
+        output: output of the model; see `logits_of`.
+        target: 'label' or 'predicted' for the logit of that class; an index for the logit of a
+            fixed class; 'loss' for the cross entropy to the label; 'entropy' of the softmax;
+            'logsumexp' of the logits.
+        labels: (B,) int64 indices into the classes of the model; None in calibration passes, where
+            the predicted class takes the place of the label.
 
     Returns:
-        (B,) of the logits' dtype.
+        (B,) in the dtype of the logits.
 
     Raises:
         ModelError: the model returns no logits, or has no such class.
@@ -32,14 +33,13 @@ def target_values(output: Any, target: str | int, labels: torch.Tensor | None) -
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits (B, classes) in what a model returns.
+    """Find the logits, (B, classes), in the output of a model.
 
-    That is the tensor itself, the entry or attribute `logits` of an output with names (Hugging
-    Face's ModelOutput, a dict, a dataclass, a named tuple), or the only tensor of two dimensions in
-    a tuple or list.
+    They are the output itself, its entry or attribute `logits` (Hugging Face's ModelOutput, a dict,
+    a dataclass, a named tuple), or the only two-dimensional tensor of a tuple or list.
 
     Raises:
-        ModelError: there are none; the message says what was found.
+        ModelError: there are none; the message describes the output.
     """
     found = output
     if isinstance(output, Mapping):
@@ -58,7 +58,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def _described(output: Any) -> str:
-    """A returned value for a message: its type, and the shapes and names in it."""
+    """Description of an output for a message: its type, with names and shapes inside."""
     if isinstance(output, torch.Tensor):
         return f"a tensor {tuple(output.shape)}"
     name = type(output).__name__
@@ -73,17 +73,22 @@ def _described(output: Any) -> str:
 
 
 def _shape(value: Any) -> str:
+    """Shape of a tensor, or the type name of another value."""
     return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def target_classes(
     output: torch.Tensor, target: str | int, labels: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """The class whose number is taken, (B,) int64; None where the number is of no class.
+    """The class of each image whose number is taken.
 
     Args:
-        output: logits (B, classes).
-        target, labels: see `target_values`.
+        output: (B, classes) logits.
+        target: as for `target_values`.
+        labels: as for `target_values`.
+
+    Returns:
+        (B,) int64, or None for targets that concern no single class.
 
     Raises:
         ModelError: the model has no such class.
@@ -112,15 +117,15 @@ def target_classes(
 def values_of_classes(
     output: torch.Tensor, target: str | int, classes: torch.Tensor | None
 ) -> torch.Tensor:
-    """The numbers of classes that were chosen before, such as those of other images' logits.
+    """Compute the numbers for given classes, for example those chosen from other images' logits.
 
     Args:
-        output: logits (B, classes).
-        target: see `target_values`.
+        output: (B, classes) logits.
+        target: as for `target_values`.
         classes: (B,) int64, from `target_classes`.
 
     Returns:
-        (B,) of the logits' dtype.
+        (B,) in the dtype of the logits.
     """
     if target == "entropy":
         return -(output.softmax(1) * output.log_softmax(1)).sum(1)

@@ -1,14 +1,14 @@
-"""The names of layers as users write them, taken apart without a look at what the model does.
+"""Syntax of layer names in the option `layers`, parsed without knowledge of the model's output.
 
-layer4              the module's output
-relu@2              its second call, where a module is called several times
-stages@1            a module that is named like a preset; stages alone is the preset
-encoder[0]  blk.h   one element of a tuple or a dict
-layer*              a glob: * within one part of a dotted name, ** across parts
-layer4:input        what goes into the layer, instead of what comes out; also behind a glob
-layer4:grad_output  the gradient of the target where it comes out, :grad_input where it goes in
-blocks.3.attn:attention  the weights of an attention module, (N, heads, T, T)
-layer1.0.add        an operation that no module owns, named as torch.fx names it
+layer4                   the output of the module
+relu@2                   its second call, for a module that is called several times
+stages@1                 a module that is named like a preset; `stages` alone is the preset
+encoder[0]  blk.h        one element of a tuple or a dict
+layer*                   a glob: * within one part of a dotted name, ** across parts
+layer4:input             the input of the layer instead of its output; also after a glob
+layer4:grad_output       the gradient of the target at the output, :grad_input at the input
+blocks.3.attn:attention  the weights of an attention module, (N, heads, T, S)
+layer1.0.add             an operation in a module's forward, named as in torch.fx
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from featx.layers.trace import CapturePoint
 
 
 def split_capture(request: str) -> tuple[str, str]:
-    """'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output').
+    """Split a request: 'layer4:input' -> ('layer4', 'input'), 'layer4' -> ('layer4', 'output').
 
     Raises:
-        LayerError: there is no such kind of capture.
+        LayerError: the kind of capture does not exist.
     """
     name, colon, capture = request.partition(":")
     if colon and capture not in CAPTURES:
@@ -37,19 +37,19 @@ def split_capture(request: str) -> tuple[str, str]:
 
 
 def with_capture(name: str, capture: str) -> str:
-    """The dataset's name: what is not an output has its kind appended."""
+    """Name of a dataset: the name of the layer, with the kind of capture unless it is 'output'."""
     return name if capture == "output" else f"{name}:{capture}"
 
 
 def parse_tap(
     request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
 ) -> CapturePoint:
-    """The tap of one exact name, with its @call and its way into a nested output.
+    """Parse one exact name of a module, with its call number and its path into a nested output.
 
     Args:
-        request: as the user wrote it.
-        names: every module name of the model -> its first name.
-        known_names: what a message may propose, the modules where not given.
+        request: name as the user wrote it.
+        names: every dotted name of the model's modules -> its first name.
+        known_names: names that a message may suggest; the modules if None.
 
     Raises:
         LayerError: the model has no such module.
@@ -69,10 +69,15 @@ def parse_tap(
 
 
 def parse_operation(request: str) -> tuple[str, str, Path] | None:
-    """'blk.chunk[1]:grad_output' -> ('blk.chunk', 'grad_output', (1,)), or None for another form.
+    """Parse the name of an operation.
+
+    'blk.chunk[1]:grad_output' becomes ('blk.chunk', 'grad_output', (1,)).
+
+    Returns:
+        (name, kind of capture, path), or None if the name has another form.
 
     Raises:
-        LayerError: there is no such kind of capture.
+        LayerError: the kind of capture does not exist.
     """
     name, capture = split_capture(request)
     found = re.fullmatch(r"([\w.-]+?)((?:\[\d+\])*)", name)
@@ -83,7 +88,11 @@ def parse_operation(request: str) -> tuple[str, str, Path] | None:
 
 
 def check_operation_capture(request: str, capture: str) -> None:
-    """Raise a LayerError where an operation has no such kind of capture."""
+    """Check that an operation can be captured in this way.
+
+    Raises:
+        LayerError: the kind of capture is neither 'output' nor 'grad_output'.
+    """
     if capture not in ("output", "grad_output"):
         raise LayerError(
             f"{request!r}: that is an operation, no module; it has an output and a grad_output, "
@@ -92,7 +101,7 @@ def check_operation_capture(request: str, capture: str) -> None:
 
 
 def no_layer(request: str, names: Sequence[str]) -> LayerError:
-    """What to raise where a model has no such name; the nearest of `names` are told."""
+    """The exception for an unknown name, with the nearest of `names`."""
     return LayerError(
         f"there is no layer {request!r} in this model."
         f"{nearest(request, [name for name in names if name])} "
@@ -101,7 +110,7 @@ def no_layer(request: str, names: Sequence[str]) -> LayerError:
 
 
 def _split(request: str, names: Mapping[str, str]) -> tuple[str, str]:
-    """The longest module name the request begins with, and the rest."""
+    """The longest module name with which the request begins, and the rest."""
     for end in range(len(request), 0, -1):
         if request[:end] in names and (end == len(request) or request[end] in "@[."):
             return request[:end], request[end:]

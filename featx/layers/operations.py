@@ -1,9 +1,10 @@
-"""Operations that no module owns, `out += identity` or a softmax in a forward, as they happen.
+"""Recording of operations in a module's forward, such as `out += identity` or a softmax.
 
-They are named as torch.fx names them (torchvision's `get_graph_node_names`): the path of the module
-whose forward called them and the function's plain name, numbered from the second on:
-`layer1.0.add`, `blocks.0.attn.softmax`, `layer1.0.add_1`. fx reads the source of a model once; a
-watch sees the passes as they run, so it needs no second model and takes any control flow.
+They are named as in torch.fx (torchvision's `get_graph_node_names`): the path of the module whose
+forward calls them and the plain name of the function, numbered from the second one on:
+`layer1.0.add`, `blocks.0.attn.softmax`, `layer1.0.add_1`. torch.fx traces the source of a model
+once. The recorder here observes real forward passes, so it needs no second model and allows any
+control flow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 Seen = Callable[[str, str, Any, Any], None]
-"""(name, dotted name of the module, function, result)."""
+"""Callback (name, dotted name of the module, function, result)."""
 
 _OPERATORS = (
     "add",
@@ -35,17 +36,23 @@ _OPERATORS = (
     "or",
     "xor",
 )
+"""Names of Python operators that exist in reflected and in-place forms as well."""
 
 _AS_OPERATOR = {"div": "truediv", "remainder": "mod", "and": "and_", "or": "or_"}
-"""What PyTorch calls `a / b`, `a % b`, `a & b`, `a | b` -> the operator's name, which fx takes."""
+"""PyTorch's name for `a / b`, `a % b`, `a & b`, `a | b` -> the name in Python's `operator` module,
+which torch.fx uses."""
 
 
 def of_module(target: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that does nothing for any module but the one that it was made for.
+    """A hook that runs for one module only, and not for its deep copies.
 
-    A deep copy of a model has the hooks of the original, which would see the copy's passes as well.
-    What is returned is a plain function, which copy.deepcopy leaves as it is: of a bound method it
-    would copy the object, with every tensor that is captured.
+    A deep copy of a model has the hooks of the original, which would capture the passes of the
+    copy. The result is a plain function because copy.deepcopy keeps functions; of a bound method it
+    would copy the object, with all captured tensors.
+
+    Args:
+        target: the module.
+        hook: the hook; its first argument is the module.
     """
 
     def checked(module: nn.Module, *args: Any) -> Any:
@@ -55,17 +62,18 @@ def of_module(target: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]
 
 
 class OperationRecorder(TorchFunctionMode):
-    """Tells every operation of a model's own forwards, while it is entered and `attach`ed.
+    """Reports every operation in the forwards of a model while it is entered and attached.
 
-    PyTorch shows a mode the operations of the thread that entered it; forward passes in other
+    An operation counts if it takes a tensor and returns one. As in torch.fx, operations inside a
+    module of torch.nn belong to that module and are not reported; the model itself is never such a
+    leaf.
+
+    PyTorch calls a mode only for operations of the thread that entered it; forward passes in other
     threads are not seen.
-
-    An operation counts if it takes a tensor and gives one. What a module of torch.nn does inside
-    belongs to that module, as in fx, and is not told; the model itself is always looked into.
 
     Args:
         module: the model.
-        seen: called right behind each operation.
+        seen: called after each operation.
     """
 
     def __init__(self, module: nn.Module, seen: Seen) -> None:
@@ -83,7 +91,11 @@ class OperationRecorder(TorchFunctionMode):
         return self
 
     def attach(self) -> list[Any]:
-        """Hooks that say whose forward runs; returns their handles."""
+        """Attach hooks that track whose forward is running.
+
+        Returns:
+            Their handles.
+        """
         handles: list[Any] = []
         try:
             for name, module in self._module.named_modules():
@@ -98,23 +110,25 @@ class OperationRecorder(TorchFunctionMode):
         return handles
 
     def reset(self) -> None:
-        """Count anew: a pass begins."""
+        """Start counting again for a new forward pass."""
         if self._is_mine():
             self._running.clear()
             self._counts.clear()
 
     def _is_mine(self) -> bool:
-        """Whether the calling thread's operations are seen."""
+        """Whether operations of the calling thread are reported."""
         return self._thread in (None, threading.get_ident())
 
     def _frame_hooks(self, frame: tuple[str, bool]) -> tuple[Callable[..., None], ...]:
+        """Hooks that push and pop a frame, (module name, whether its operations are reported)."""
+
         def begin(module: nn.Module, args: Any) -> None:
             if self._is_mine():
                 self._running.append(frame)
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             while self._is_mine() and self._running and self._running.pop() != frame:
-                pass  # left behind by a pass that was interrupted
+                pass  # frames of a pass that was interrupted
 
         return begin, end
 
@@ -130,7 +144,7 @@ class OperationRecorder(TorchFunctionMode):
         return result
 
     def _named(self, module: str, plain: str) -> str:
-        """The next name of this kind in this module; a module of that name keeps it."""
+        """The next free name of this kind in a module; names of modules are not reused."""
         stem = f"{module}.{plain}" if module else plain
         while True:
             number = self._counts.get((module, plain), 0)
@@ -141,7 +155,7 @@ class OperationRecorder(TorchFunctionMode):
 
 
 def plain_name(function: Any) -> str:
-    """What fx calls a function: `__radd__`, `add_` and `add` are all 'add'."""
+    """Name of a function in torch.fx: `__radd__`, `add_` and `add` are all 'add'."""
     name = str(function.__name__)
     if name == "__get__":  # a property, such as x.mT
         return str(function.__self__.__name__)
@@ -156,27 +170,28 @@ def plain_name(function: Any) -> str:
 
 
 def is_function_name(name: str) -> bool:
-    """Whether PyTorch has a function that a watch would call so: 'add', 'softmax_2'."""
+    """Whether PyTorch has a function that would be named like this: 'add', 'softmax_2'."""
     plain = re.sub(r"_\d+$", "", name)
     known = any(hasattr(place, plain) for place in (torch.Tensor, torch, F))
     return known or hasattr(torch.Tensor, f"__{plain.rstrip('_')}__")
 
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Keeps what featx itself does with a tensor out of every watch, another block's as well."""
-    # torch.compile takes neither a watch nor the question for one.
+    """Context in which operations of featx itself are hidden from every recorder."""
+    # torch.compile supports neither a recorder nor the question whether there is one.
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
         return contextlib.nullcontext()
     return torch._C.DisableTorchFunction()
 
 
 def _is_closed(module: nn.Module) -> bool:
-    """fx's own rule for a leaf."""
+    """Whether operations inside a module are its own: the leaf rule of torch.fx."""
     home = type(module).__module__
     return home.startswith(("torch.nn", "torch.ao.nn")) and not isinstance(module, nn.Sequential)
 
 
 def _has_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or a tuple or list with a tensor at any depth."""
     if isinstance(value, torch.Tensor):
         return True
     return isinstance(value, tuple | list) and any(_has_tensor(part) for part in value)

@@ -1,4 +1,4 @@
-"""What is kept of a tapped tensor: reduced and cast at once, copied where it is overwritten."""
+"""Reduction and cast of captured tensors inside the hook, with a copy if they are overwritten."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from featx.layers.trace import CapturePoint
 
 
 class OutputCollector:
-    """What becomes of the tensors of a pass, while each is as the layer made it.
+    """Reduces and casts the tensors of a forward pass while they are as the layers made them.
 
     Args:
-        dtype: of the store.
-        copied: names of taps whose tensor is written to again later in the pass.
+        dtype: dtype of the store.
+        copied: names of captures whose tensor is overwritten later in the pass.
 
     Attributes:
-        compiled: whether the pass is compiled.
-        compute_dtypes: tap name -> what the layer gave in the last pass.
+        compiled: whether the forward pass is compiled.
+        compute_dtypes: capture name -> dtype of the layer's tensor in the last pass.
     """
 
     def __init__(self, dtype: torch.dtype, copied: Collection[str] = ()) -> None:
@@ -38,7 +38,7 @@ class OutputCollector:
         self._largest: dict[str, torch.Tensor] = {}
 
     def replica(self) -> OutputCollector:
-        """Another one that expects the same, for passes of another thread."""
+        """A collector with the same expectations, for forward passes of another thread."""
         replica = OutputCollector(self._dtype, self._copied)
         replica.compiled = self.compiled
         replica._reductions, replica._row_shapes = self._reductions, self._row_shapes
@@ -48,13 +48,13 @@ class OutputCollector:
     def expect(
         self, tap: CapturePoint, row_shape: tuple[int, ...], kind: str, reduction: Reduction
     ) -> None:
-        """What a tap gives, and how it is reduced.
+        """Set the expected row shape and the reduction of a capture.
 
         Args:
-            tap: fires in every pass.
-            row_shape: of its tensor, without the batch.
-            kind: the name of the reduction.
-            reduction: bound to such rows.
+            tap: capture point that fires in every pass.
+            row_shape: shape of its tensor without the batch dimension.
+            kind: name of the reduction.
+            reduction: function for tensors with such rows.
         """
         self._row_shapes[tap.name] = row_shape
         self._reductions[tap.name] = reduction
@@ -62,23 +62,25 @@ class OutputCollector:
             self._views.add(tap.name)
 
     def keep(self, tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-        """Reduce and cast.
+        """Reduce and cast a captured tensor.
 
         Raises:
-            RunError: the tensor has another shape than expected.
+            RunError: the tensor has another row shape than expected.
         """
         shape = tuple(tensor.shape)
         if shape[1:] != self._row_shapes[tap.name]:
             raise RunError(
                 f"{tap.name} gave {shape}, the probe saw rows of {self._row_shapes[tap.name]}."
             )
-        tensor = tensor.detach()  # where gradients are taken, it hangs on its graph
+        tensor = tensor.detach()  # drop the graph, if gradients are taken
         self.compute_dtypes[tap.name] = tensor.dtype
         reduced = self._reductions[tap.name](tensor)
         stored = self.stored(tap.name, reduced)
         if stored is not reduced or tap.name not in self._views:
             return stored
-        # A compiled pass and inference tensors keep no count of writes; autograd adds to gradients.
+        # The result shares memory with the layer's tensor and may be overwritten. Autograd adds to
+        # gradients. Compiled passes and inference tensors have no version counter, so they are
+        # copied as well. Other tensors are checked by their counter after the pass.
         if tap.is_gradient:
             return stored.clone()
         if tap.name in self._copied or self.compiled or tensor.is_inference():
@@ -87,16 +89,17 @@ class OutputCollector:
         return stored
 
     def stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """(B, ...) of a dataset in the store's dtype; what float16 may lose is noted."""
+        """(B, ...) values in the dtype of the store; records magnitudes for `underflow_rows`."""
         if self._dtype == torch.float16 and value.dtype != torch.float16:
             self._largest[name] = value.reshape(len(value), -1).abs().amax(1)
         return value.to(self._dtype)
 
     def copy_from_now_on(self) -> bool:
-        """Whether tensors of the last pass were written to uncopied; from now on they are copied.
+        """Whether the last pass overwrote captured tensors without a copy; copies them from now on.
 
-        A probe finds most of them, but an in-place clamp that changes nothing on noise may change
-        a picture, and what is a copy in one memory format or precision is none in another.
+        The calibration passes find most of them. An in-place clamp that changes nothing on noise
+        may change an image, and a result that is a copy in one memory format or precision may be a
+        view in another.
         """
         watched, self._watched = self._watched, {}
         written = {name for name, (x, version) in watched.items() if x._version != version}
@@ -105,7 +108,11 @@ class OutputCollector:
 
     @contextlib.contextmanager
     def uncast(self) -> Iterator[torch.dtype]:
-        """Keep float32 inside the block, which is given the store's dtype."""
+        """Keep float32 instead of the dtype of the store inside the block.
+
+        Yields:
+            The dtype of the store.
+        """
         stored, self._dtype = self._dtype, torch.float32
         try:
             yield stored
@@ -113,10 +120,10 @@ class OutputCollector:
             self._dtype = stored
 
     def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
-        """dataset name -> (B,) bool: rows of the last batch that float16 hardly holds.
+        """dataset name -> (B,) bool: underflow rows of the last batch.
 
-        Their largest value is above 0 and below 6.1e-5, the smallest number that float16 holds with
-        all its bits; far below, it holds zeros only.
+        Their largest magnitude is above 0 and below 6.1e-5, the smallest normal number of float16.
+        Smaller values lose bits, and far smaller ones become 0.
         """
         smallest = torch.finfo(torch.float16).tiny
         return {
@@ -126,7 +133,7 @@ class OutputCollector:
 
 
 def check_storable(tap: CapturePoint, tensor: torch.Tensor) -> None:
-    """Refuse what a store of real numbers cannot keep.
+    """Check that a tensor holds real numbers in a dense layout.
 
     Raises:
         LayerError: the tensor is complex, boolean, sparse, nested or quantised.

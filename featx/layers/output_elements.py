@@ -1,4 +1,4 @@
-"""Elements of nested outputs by their paths: `layer[0]`, `layer.name`."""
+"""Elements of nested outputs by their paths, such as `layer[0]` or `layer.name`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from featx.layers.trace import CapturePoint, element_name
 
 
 def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path) -> Path:
-    """The way to the one tensor meant; () means the only one there is.
+    """Path to the one tensor that is meant; () means the only tensor there is.
 
     Args:
-        request: for the message.
-        elements: the ways into a nested value -> shape.
-        path: what was asked for.
+        request: name as the user wrote it, for the message.
+        elements: path into the nested value -> shape.
+        path: the requested path.
 
     Raises:
-        LayerError: it is not there, or () and there are several; the message lists them.
+        LayerError: it does not exist, or () is ambiguous; the message lists the elements.
     """
     if path in elements:
         return path
@@ -41,23 +41,27 @@ def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path
 
 
 def path_to(value: Any, tap: CapturePoint) -> Path:
-    """The way to the tensor of a nested value that a tap means.
+    """Path to the tensor of a nested value that a capture point means.
 
     Raises:
-        LayerError: it is not there, or there are several to choose from.
+        LayerError: it does not exist, or the capture point is ambiguous.
     """
     return pick_path(tap.name, shapes_of(value), tap.path)
 
 
 def pick(value: Any, tap: CapturePoint) -> torch.Tensor:
-    """The tensor of a nested value that a tap means; raises as `path_to`."""
+    """The tensor of a nested value that a capture point means.
+
+    Raises:
+        LayerError: as for `path_to`.
+    """
     if isinstance(value, torch.Tensor) and tap.path == ():
         return value
     return elements(value)[path_to(value, tap)]
 
 
 def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
-    """A nested value with one tensor replaced; the containers on the way are copied."""
+    """A nested value with one tensor replaced; the containers around it are copied."""
     if not path:
         return new
     step, *rest = path
@@ -67,5 +71,5 @@ def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:
         return kind({**value, key: with_element(value[key], tuple(rest), new)})
     items = list(value)
     items[int(step)] = with_element(items[int(step)], tuple(rest), new)
-    named = hasattr(value, "_fields")  # a named tuple takes its items one by one
+    named = hasattr(value, "_fields")  # named tuples take items as arguments
     return type(value)(*items) if named else type(value)(items)

@@ -1,8 +1,8 @@
-"""Whether the positions of a layer's map lie as the image does, found by changing the image.
+"""Check that positions of a layer lie as in the image, by changing parts of the image.
 
-A transformer may keep its patch tokens in any order; Hiera keeps them by mask units. The shape of a
-tensor does not tell, so before a map is made of tokens, single cells of an image are changed, and
-each position has to notice the change of its own cell more than changes elsewhere.
+A transformer may hold its patch tokens in any order; Hiera orders them by mask units. The shape of
+a tensor does not show the order. So before tokens become a map, single cells of an image are
+changed, and each position must respond to its own cell more than to others.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ from featx.layers.capture_hooks import CaptureHooks
 from featx.layers.trace import CapturePoint
 
 ToMap = Callable[[torch.Tensor], torch.Tensor]
-"""A layer's tensor (B, ...) -> (B, C, rows, columns)."""
+"""Function from a layer's tensor, (B, ...), to a map (B, C, rows, columns)."""
 
 _NUM_APART, _NUM_CELLS = 9, 16
-"""Cells of the image that are changed: some with room between them, and so many in all."""
+"""Number of changed cells that are not adjacent to each other, and number of all changed cells."""
 
 _BALANCING_ROUNDS = 20
+"""Number of rounds of Sinkhorn balancing."""
 
 
 def check_positions(
     module: nn.Module, maps: Sequence[tuple[CapturePoint, ToMap]], image: torch.Tensor
 ) -> None:
-    """Raise unless the positions of every map lie as the image does.
+    """Check that the positions of every map lie as in the image.
 
     Args:
-        module: in eval mode.
-        maps: taps, each with what makes a map of its tensor.
-        image: (1, 3, H, W) of noise, normalised.
+        module: model in eval mode.
+        maps: pairs of a capture point and the function that makes its tensor a map.
+        image: (1, 3, H, W) normalised noise.
 
     Raises:
-        ReduceError: they lie in another order, or what they show cannot be told.
+        ReduceError: positions are in another order, or their order cannot be determined.
     """
     for tap, to_map in maps:
+        # A gradient has the positions of its tensor, so the tensor is checked without a backward
+        # pass.
         forward = replace(tap, capture=tap.capture.removeprefix("grad_"))
         with torch.no_grad(), CaptureHooks(module, [forward], _clone) as hooks:
             first = to_map(hooks.forward(image.clone())[tap.name].float())
@@ -58,7 +61,11 @@ def check_positions(
 
 
 def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The corners and some cells between them, no two side by side; these and some more cells."""
+    """Cells (row, column) of a map to change.
+
+    Returns:
+        The corners and some cells that are not adjacent to each other; the same and some more.
+    """
     corners = {(row, column) for row in (0, rows - 1) for column in (0, columns - 1)}
     apart, more = sorted(corners), []
     generator = torch.Generator().manual_seed(0)
@@ -80,7 +87,7 @@ def _noticed(
     first: torch.Tensor,
     cell: tuple[int, int],
 ) -> torch.Tensor:
-    """(rows, columns) by how much each position changes where one cell of the image does."""
+    """(rows, columns) float64: by how much each position changes if one cell of the image does."""
     (row, column), (rows, columns) = cell, first.shape[2:]
     height, width = image.shape[2:]
     top, bottom = row * height // rows, (row + 1) * height // rows
@@ -93,18 +100,19 @@ def _noticed(
 
 
 def _are_apart(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
-    """Whether among cells that lie apart each is noticed most at its own position.
+    """Whether each of several separate cells changes its own position most.
 
-    Some positions change by more than others whatever is changed, and so do some cells; rows and
-    columns are brought to the same sum in turn (R. Sinkhorn, A relationship between arbitrary
-    positive matrices and doubly stochastic matrices, Annals of Mathematical Statistics 35, 1964).
+    Some positions respond more than others to any change, and some cells have more effect. Rows and
+    columns are therefore normalised to the same sum in turn (R. Sinkhorn, A relationship between
+    arbitrary positive matrices and doubly stochastic matrices, Annals of Mathematical Statistics
+    35, 1964).
 
     Args:
-        noticed: (n, rows, columns) changes, one map for each cell that was changed.
-        cells: the first of them, no two side by side.
+        noticed: (n, rows, columns) changes, one map per changed cell.
+        cells: the first of the changed cells, no two of them adjacent.
     """
     if len(cells) < 2:
-        return True  # one position shows the whole image
+        return True  # a single position shows the whole image
     balanced = torch.stack([noticed[: len(cells), row, column] for row, column in cells], 1)
     if not torch.isfinite(balanced).all() or not (balanced.diag() > 0).all():
         return False
@@ -117,9 +125,13 @@ def _are_apart(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
 
 
 def _are_near(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
-    """Whether each cell is noticed most within one position of its own, of all positions.
+    """Whether each cell changes a position at most one step from its own the most.
 
-    One beside is near enough: strided convolutions in front of tokens shift by half a cell.
+    One step is allowed because strided convolutions before the tokens shift by half a cell.
+
+    Args:
+        noticed: (n, rows, columns) changes, one map per changed cell.
+        cells: the n changed cells.
     """
     relative = noticed / (noticed.mean(0, keepdim=True) + 1e-9 * noticed.max())
     places = [divmod(int(each.argmax()), noticed.shape[2]) for each in relative]
@@ -130,4 +142,5 @@ def _are_near(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
 
 
 def _clone(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a captured tensor; later in-place operations do not change it."""
     return tensor.detach().clone()

@@ -1,7 +1,6 @@
-"""What each layer gives and takes in a pass: its values, its time, its memory.
+"""Measurement of the layers of a model: values, time and memory of every call.
 
-The trace says which layers there are; here they are measured on a picture. Every function runs the
-model once or some times, keeps no tensor of it, and takes its hooks away.
+Every function runs one or more forward passes, keeps no tensor, and removes its hooks.
 """
 
 from __future__ import annotations
@@ -22,22 +21,24 @@ from featx.layers.call_hooks import OpenCall, every_call
 from featx.layers.operations import OperationRecorder, unwatched
 
 CallKey = tuple[str, int]
-"""A module's first dotted name, and which of its calls, from 1: as in a Trace."""
+"""First dotted name of a module, and the number of its call from 1, as in a Trace."""
 
 MIN_RUNS, MAX_RUNS, ENOUGH_S = 3, 15, 3.0
-"""Passes that are timed: after so many seconds no further one is begun."""
+"""Smallest and largest number of timed passes, and seconds after which no further pass starts."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """What a tensor holds.
+    """Summary of the values of a tensor.
 
     Attributes:
         dtype: 'float32', 'bfloat16', ...
-        minimum, mean, maximum: of the finite values; None where there are none.
-        zeros: share of values that are 0, in [0, 1]; None of an empty tensor.
-        nonfinite: how many are NaN or infinite.
-        count: how many values there are.
+        minimum: minimum of the finite values; None if there are none.
+        mean: mean of the finite values; None if there are none.
+        maximum: maximum of the finite values; None if there are none.
+        zeros: share of values that are 0, in [0, 1]; None for an empty tensor.
+        nonfinite: number of values that are NaN or infinite.
+        count: number of values.
     """
 
     dtype: str
@@ -51,26 +52,31 @@ class Values:
 
 @dataclass(frozen=True)
 class CallValues:
-    """What goes into a call and what comes out of it, as it is at that moment: way in -> values."""
+    """Values of the tensors that go into a call and come out of it, at that moment.
+
+    Attributes:
+        inputs: path into the arguments -> values.
+        outputs: path into the output -> values.
+    """
 
     inputs: Mapping[Path, Values]
     outputs: Mapping[Path, Values]
 
     @property
     def nonfinite(self) -> int:
-        """Of all outputs."""
+        """Number of non-finite values in all outputs."""
         return sum(values.nonfinite for values in self.outputs.values())
 
 
 @dataclass(frozen=True)
 class Times:
-    """Medians over some warm passes.
+    """Median times over some passes after a warm-up.
 
     Attributes:
-        total: ms of each call, with the calls inside it.
-        own: ms of each call without them.
-        pass_ms: of the whole pass without hooks.
-        runs: how many passes.
+        total: milliseconds of each call, including inner calls.
+        own: milliseconds of each call without inner calls.
+        pass_ms: milliseconds of the whole forward pass without hooks.
+        runs: number of passes.
     """
 
     total: Mapping[CallKey, float]
@@ -81,12 +87,14 @@ class Times:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one call.
+    """Memory of one call, in bytes.
 
     Attributes:
-        output: of the tensors it gives, whether they are new or its input's own.
-        added: device memory that is taken after it and was not before; None but on CUDA.
-        peak: device memory that it takes while it runs, over what was taken before; likewise.
+        output: size of the returned tensors, also of those that are views of the input.
+        added: device memory that is allocated after the call and was not before; None except on
+            CUDA.
+        peak: largest device memory during the call, above what was allocated before; None except on
+            CUDA.
     """
 
     output: int
@@ -95,7 +103,7 @@ class Memory:
 
 
 def summarise(x: torch.Tensor) -> Values:
-    """What a tensor of any dtype holds, on any device."""
+    """Summary of the values of a tensor of any dtype on any device."""
     dtype = str(x.dtype).removeprefix("torch.")
     x = x.detach().cpu()
     x = (torch.view_as_real(x) if x.is_complex() else x).double()
@@ -113,9 +121,16 @@ def summarise(x: torch.Tensor) -> Values:
 
 
 def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValues]:
-    """One pass; what goes into every call and comes out of it, in the order in which they end.
+    """Summarise the inputs and outputs of every call in one forward pass.
 
-    A tensor is looked at when it is made, before a later in-place operation can change it.
+    A tensor is read when it is made, before a later in-place operation can change it.
+
+    Args:
+        module: model in eval mode.
+        x: (B, 3, H, W) normalised images on the device of the module.
+
+    Returns:
+        Values by call, in the order in which the calls end.
     """
     found: dict[CallKey, CallValues] = {}
 
@@ -132,7 +147,12 @@ def measure_values(module: nn.Module, x: torch.Tensor) -> dict[CallKey, CallValu
 
 
 def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Path, Values]]:
-    """One pass; what the operations give that no module owns, by name, at that moment."""
+    """Summarise the results of all operations in one forward pass, by name and path.
+
+    Args:
+        module: model in eval mode.
+        x: (B, 3, H, W) normalised images on the device of the module.
+    """
     found: dict[str, dict[Path, Values]] = {}
 
     def seen(name: str, module: str, function: Any, result: Any) -> None:
@@ -149,10 +169,11 @@ def measure_operations(module: nn.Module, x: torch.Tensor) -> dict[str, dict[Pat
 
 
 def first_nonfinite(found: Mapping[CallKey, CallValues]) -> tuple[CallKey, bool] | None:
-    """The first call that gives NaN or infinity, or None where no call does.
+    """Find the first call whose output is not finite.
 
     Returns:
-        the call; whether its input was finite still, so that the call is to blame.
+        The call, and whether its inputs were finite, so that it is the cause; None if all outputs
+        are finite.
     """
     for key, values in found.items():
         if values.nonfinite:
@@ -161,10 +182,14 @@ def first_nonfinite(found: Mapping[CallKey, CallValues]) -> tuple[CallKey, bool]
 
 
 def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
-    """Time every call in some warm passes, and as many passes without hooks.
+    """Time every call in some warm passes, and as many whole passes without hooks.
 
-    On CUDA and MPS by events, which wait for nothing: where the device is faster than what feeds
-    it, as for small batches, a layer's time is that of its launches.
+    On CUDA and MPS the times come from events, without synchronisation in between. If the device is
+    faster than the host, as with small batches, the time of a layer is that of its kernel launches.
+
+    Args:
+        module: model in eval mode.
+        x: (B, 3, H, W) normalised images on the device of the module.
     """
     mark, elapsed = _clock(x.device)
     whole: list[float] = []
@@ -195,7 +220,7 @@ def measure_times(module: nn.Module, x: torch.Tensor) -> Times:
 
 @dataclass
 class _Span:
-    """When a call began and ended, and the calls directly inside it."""
+    """Start and end of a call, and the calls directly inside it."""
 
     begun: Any = None
     ended: Any = None
@@ -208,7 +233,7 @@ def _timed_pass(
     mark: Callable[[], Any],
     elapsed: Callable[[Any, Any], float],
 ) -> dict[CallKey, tuple[float, float]]:
-    """(ms, own ms) of every call of one pass."""
+    """Call -> (milliseconds, milliseconds without inner calls) in one forward pass."""
     spans: dict[CallKey, _Span] = {}
 
     def begin(call: OpenCall, inputs: list[Any]) -> None:
@@ -235,7 +260,10 @@ def _timed_pass(
 
 
 def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any], float]]:
-    """(a mark in time, ms between two marks); marks of a GPU are read after `synchronise`."""
+    """Functions that take a time mark and give the milliseconds between two marks.
+
+    Marks of a GPU can be read after `synchronise`.
+    """
     if device.type == "cpu":
         return time.perf_counter, lambda begun, ended: 1e3 * (ended - begun)
     events: Any = torch.cuda.Event if device.type == "cuda" else torch.mps.event.Event
@@ -249,18 +277,22 @@ def _clock(device: torch.device) -> tuple[Callable[[], Any], Callable[[Any, Any]
 
 
 def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
-    """One pass; the bytes that every call gives, and on CUDA those that it takes.
+    """Measure the memory of every call in one forward pass; device memory on CUDA only.
 
-    CUDA's figures are its allocator's own, which is told of every tensor before the kernel runs, so
-    nothing has to be waited for. They hold for a warm model: what libraries take once and keep
-    is there already.
+    The figures of CUDA come from torch's allocator, which counts a tensor before its kernel runs,
+    so no synchronisation is needed. They hold for a warm model, whose libraries have already
+    allocated their workspaces.
+
+    Args:
+        module: model in eval mode.
+        x: (B, 3, H, W) normalised images on the device of the module.
     """
     device = x.device
     found: dict[CallKey, Memory] = {}
     image = x.clone()
 
     def note_peak(call: OpenCall | None) -> None:
-        """The peak since the last look belongs to all calls that go on."""
+        """Assign the peak since the last call of this function to all open calls."""
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         while call is not None:
@@ -289,12 +321,13 @@ def measure_memory(module: nn.Module, x: torch.Tensor) -> dict[CallKey, Memory]:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured of the calls of a pass; what was not asked for is empty.
+    """Measurements of the calls of a forward pass; those not requested are empty.
 
     Attributes:
-        values: on one picture.
-        operations: of those that no module owns, the values that they give on that picture.
-        times, memory: of a batch.
+        values: inputs and outputs of each call, for one image.
+        operations: name of an operation -> path -> values, for one image.
+        times: times for a batch, or None.
+        memory: memory of each call for a batch.
     """
 
     values: Mapping[CallKey, CallValues]
@@ -307,8 +340,9 @@ def profile(module: nn.Module, x: torch.Tensor, kinds: Sequence[str]) -> Profile
     """Measure a model on a batch.
 
     Args:
-        module: in eval mode; called under the caller's no_grad and autocast.
-        x: (B, 3, H, W), normalised, on the module's device; values are those of the first picture.
+        module: model in eval mode; the caller enters no_grad and autocast.
+        x: (B, 3, H, W) normalised images on the device of the module; values are those of the first
+            image.
         kinds: some of 'values', 'times', 'memory'.
     """
     return Profile(

@@ -1,4 +1,4 @@
-"""A linear projection of a layer (pca, whiten) as a reduction."""
+"""Projections (pca, whiten) of a layer by its statistics, as reductions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from featx.layers.trace import CapturePoint
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A linear map of features about their mean: y = components (x - mean).
+    """A linear map of centred features: y = components (x - mean).
 
     Attributes:
         mean: (D,) float64.
         components: (k, D) float64.
-        explained_variance: of the principal directions behind it, largest first, float64.
+        explained_variance: float64 variances of the principal components, largest first.
     """
 
     mean: torch.Tensor
@@ -31,9 +31,13 @@ class Projection:
     )
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., D) on any device -> (..., k) float32 there; float64 for float64.
+        """Project features; autocast has no effect on the result.
 
-        Under autocast as without it.
+        Args:
+            x: (..., D) on any device.
+
+        Returns:
+            (..., k) on the same device, float64 for float64 and otherwise float32.
 
         Raises:
             ReduceError: x has another number of features.
@@ -49,9 +53,10 @@ class Projection:
             return (x.to(dtype) - high - low) @ matrix
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Mean as high and low part, and the transposed components, on a device."""
         if (device, dtype) not in self._ready:
             with plain_tensors():
-                # A mean of 1e6 in float32 is off by up to 0.03; what its rounding left follows.
+                # In float32, a mean of 1e6 is rounded by up to 0.03; `low` holds the rest.
                 high = self.mean.to(dtype)
                 low = (self.mean - high.double()).to(dtype)
                 parts = (high, low, self.components.T.to(dtype).contiguous())
@@ -61,14 +66,14 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class ProjectedReduce:
-    """A projection by a layer's statistics, after the reduction that they were taken behind.
+    """A projection by the statistics of a layer, applied after another reduction.
 
     Attributes:
-        name: pca or whiten.
-        args: what the store says of it: first, rows, k, ..., stats_sha256.
-        first: the reduction that comes first.
-        shape: of a row after `first`.
-        by_position: whether each position is projected by itself.
+        name: 'pca' or 'whiten'.
+        args: parameters as recorded in the store: first, rows, k, ..., stats_sha256.
+        first: reduction that the statistics were taken after.
+        shape: shape of a row after `first`.
+        by_position: whether each position is projected separately.
         projection: the linear map.
     """
 
@@ -87,10 +92,19 @@ class ProjectedReduce:
         num_prefix_tokens: int,
         has_class_token: bool = True,
     ) -> Reduction:
-        """(B, *row_shape) -> (B, k), or the layout of `shape` with k features at each position.
+        """The function from (B, *row_shape) to the projected rows.
+
+        They are (B, k), or (B, *shape) with k features at each position.
+
+        Args:
+            layer: name of the layer, for messages.
+            row_shape: shape of the layer's tensor without the batch dimension.
+            input_size: (height, width) of the backbone's input in pixels.
+            num_prefix_tokens: number of class and register tokens of the backbone.
+            has_class_token: whether the first of them is a class token.
 
         Raises:
-            ReduceError: the statistics are of rows of another shape.
+            ReduceError: the statistics belong to rows of another shape.
         """
         before = reduction(
             self.first, layer, row_shape, input_size, num_prefix_tokens, has_class_token
@@ -112,10 +126,10 @@ class ProjectedReduce:
 
 
 StoredReduce = ReduceConfig | ProjectedReduce
+"""Reduction of a layer, with its statistics if it needs any."""
 
 ChosenLayers = list[tuple[CapturePoint, StoredReduce]]
-"""What is captured of the model, and the reduction that makes a stored row of it."""
-"""What is stored of a layer, statistics read where they are needed."""
+"""Capture points, each with the reduction that makes its stored rows."""
 
 
 def bound_reduction(
@@ -126,13 +140,25 @@ def bound_reduction(
     num_prefix_tokens: int,
     has_class_token: bool = True,
 ) -> Reduction:
-    """`reduction`, also for what projects."""
+    """The function of a reduction for tensors of one shape, as `reduction`, also for projections.
+
+    Args:
+        reduce: reduction or projection.
+        layer: name of the layer, for messages.
+        row_shape: shape of the layer's tensor without the batch dimension.
+        input_size: (height, width) of the backbone's input in pixels.
+        num_prefix_tokens: number of class and register tokens of the backbone.
+        has_class_token: whether the first of them is a class token.
+
+    Raises:
+        ReduceError: the reduction does not fit this shape.
+    """
     if isinstance(reduce, ProjectedReduce):
         return reduce.bind(layer, row_shape, input_size, num_prefix_tokens, has_class_token)
     return reduction(reduce, layer, row_shape, input_size, num_prefix_tokens, has_class_token)
 
 
 def reads_positions(reduce: StoredReduce) -> bool:
-    """Whether a reduction relies on where the positions of a layer lie in the image."""
+    """Whether a reduction depends on where positions of a layer lie in the image."""
     first = reduce.first if isinstance(reduce, ProjectedReduce) else reduce
     return first.name == "grid"

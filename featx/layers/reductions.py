@@ -1,8 +1,8 @@
-"""What is stored of a captured tensor: pure functions on the device, before anything is copied.
+"""Reductions: functions from a captured tensor to the stored row, computed on the device.
 
-A row's shape decides what a reduction means: (C,) a vector, (T, C) tokens, (C, H, W) or (H, W, C) a
-map. Which of the two a map is follows from the input's proportions; where that cannot be told, the
-reduction is refused.
+The shape of a row decides what a reduction means: (C,) is a vector, (T, C) are tokens, (C, H, W) or
+(H, W, C) is a map. Which of these two a map is follows from the proportions of the input. If they
+do not tell, the reduction is refused.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from featx.config import ReduceConfig
 from featx.errors import ReduceError
 
 Reduction = Callable[[torch.Tensor], torch.Tensor]
+"""Function from the layer's tensor, (B, ...), to the stored rows, (B, ...)."""
 
 VIEWS = frozenset({"none", "flatten", "cls"})
-"""Reductions whose result may share its storage with the layer's tensor."""
+"""Reductions whose result may share memory with the layer's tensor."""
 
 _GEM_FLOOR = 1e-6
+"""Smallest value that gem uses; smaller ones are raised to it."""
 
 
 def reduction(
@@ -31,16 +33,16 @@ def reduction(
     num_prefix_tokens: int,
     has_class_token: bool = True,
 ) -> Reduction:
-    """The function that turns (B, *row_shape) into what is stored.
+    """The function of a reduction for tensors of one shape.
 
-    Sums are taken in float32, whatever the tensor's dtype.
+    Sums are computed in float32 for every dtype.
 
     Args:
-        config: name and parameters.
-        layer: for messages.
-        row_shape: of the layer's tensor, without the batch.
+        config: name and parameters of the reduction.
+        layer: name of the layer, for messages.
+        row_shape: shape of the layer's tensor without the batch dimension.
         input_size: (height, width) of the backbone's input in pixels.
-        num_prefix_tokens: class and register tokens of the backbone.
+        num_prefix_tokens: number of class and register tokens of the backbone.
         has_class_token: whether the first of them is a class token.
 
     Raises:
@@ -70,10 +72,12 @@ def reduction(
 
 
 def _avg(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Mean over the axes, summed in float32."""
     return x.mean(axes, dtype=torch.float32)
 
 
 def _max(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    """Maximum over the axes."""
     return x.amax(axes)
 
 
@@ -81,7 +85,7 @@ def _gem(p: float) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]:
     """Generalised mean: (1/n sum max(x, 1e-6)^p)^(1/p).
 
     F. Radenovic, G. Tolias, O. Chum, Fine-tuning CNN Image Retrieval with No Human Annotation, IEEE
-    TPAMI 41(7), 2019, equation 6; p is given, not learned.
+    TPAMI 41(7), 2019, equation 6. Here p is given, not learned.
     """
 
     def gem(x: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
@@ -93,6 +97,11 @@ def _gem(p: float) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]:
 def _pooled_axes(
     name: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
 ) -> tuple[int, ...]:
+    """Axes of (B, *row_shape) that pooling removes.
+
+    Raises:
+        ReduceError: rows are neither tokens nor a map.
+    """
     if len(row_shape) == 2:
         return (1,)
     if len(row_shape) == 3:
@@ -111,9 +120,9 @@ def channels_last(
     """Whether a map is (H, W, C) rather than (C, H, W).
 
     Args:
-        asked: the key that needs to know, such as 'reduce=avg', for messages.
-        layer: for messages.
-        row_shape: of the map.
+        asked: option that needs to know, such as 'reduce=avg', for messages.
+        layer: name of the layer, for messages.
+        row_shape: shape of the map, three dimensions.
         input_size: (height, width) of the backbone's input in pixels.
 
     Raises:
@@ -135,16 +144,16 @@ def channels_last(
 def channel_axis(
     reduced: str, layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
 ) -> int:
-    """The axis of the features in (B, *row_shape); the other ones are positions.
+    """The axis of (B, *row_shape) that holds the features; other axes are positions.
 
     Args:
-        reduced: the name of the reduction that gave the rows.
-        layer: for messages.
-        row_shape: after the reduction.
+        reduced: name of the reduction that made the rows.
+        layer: name of the layer, for messages.
+        row_shape: shape of a row after the reduction.
         input_size: (height, width) of the backbone's input in pixels.
 
     Raises:
-        ReduceError: it cannot be told.
+        ReduceError: the axis cannot be determined.
     """
     if len(row_shape) == 1 or reduced == "grid":
         return 1
@@ -159,7 +168,12 @@ def channel_axis(
 
 
 def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
-    """(B, ..., C, ...) -> (B, P, C), the features at `axis`, each of P positions a row."""
+    """Rearrange (B, ..., C, ...) to (B, P, C), one row for each of P positions.
+
+    Args:
+        x: features.
+        axis: axis of x that holds the C features.
+    """
     moved = x.movedim(axis, -1)
     return moved.reshape(len(x), -1, moved.shape[-1])
 
@@ -167,7 +181,13 @@ def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
 def token_grid(
     num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
 ) -> tuple[int, int] | None:
-    """(rows, columns) of the patch tokens behind the prefix, or None where they make no grid."""
+    """(rows, columns) of the patch tokens, or None if they form no grid.
+
+    Args:
+        num_tokens: number of tokens, prefix included.
+        input_size: (height, width) of the backbone's input in pixels.
+        num_prefix_tokens: number of class and register tokens.
+    """
     patches = num_tokens - num_prefix_tokens
     height, width = input_size
     for rows in range(1, patches + 1):
@@ -184,6 +204,11 @@ def _check_tokens(
     input_size: tuple[int, int],
     num_prefix_tokens: int,
 ) -> None:
+    """Check that rows are prefix tokens and a grid of patch tokens.
+
+    Raises:
+        ReduceError: they are not, or reduce=cls is requested without a class token.
+    """
     why = ""
     if len(row_shape) != 2:
         why = f"its rows have shape {row_shape}, expected tokens (T, C)"
@@ -205,16 +230,19 @@ def map_view(
     input_size: tuple[int, int],
     num_prefix_tokens: int,
 ) -> Reduction:
-    """The function that turns a map or patch tokens (B, *row_shape) into (B, C, rows, columns).
+    """The function from a map or patch tokens, (B, *row_shape), to (B, C, rows, columns).
 
     Tokens are taken in row-major order; `featx.layers.position_checks` checks that they are.
 
     Args:
-        asked: the name of the reduction, for messages.
-        layer, row_shape, input_size, num_prefix_tokens: as of `reduction`.
+        asked: name of the reduction, for messages.
+        layer: name of the layer, for messages.
+        row_shape: shape of the layer's tensor without the batch dimension.
+        input_size: (height, width) of the backbone's input in pixels.
+        num_prefix_tokens: number of class and register tokens of the backbone.
 
     Raises:
-        ReduceError: the rows are no map of the input's proportions and no such tokens.
+        ReduceError: the rows are neither a map with the proportions of the input nor such tokens.
     """
     if len(row_shape) == 2:
         _check_tokens(asked, layer, row_shape, input_size, num_prefix_tokens)
@@ -239,13 +267,13 @@ def map_view(
 def has_known_positions(
     layer: str, row_shape: tuple[int, ...], input_size: tuple[int, int]
 ) -> bool:
-    """Whether the shape alone tells where positions lie: in a map (C, H, W), as convolutions do.
+    """Whether the shape alone shows where positions lie, as in a map (C, H, W) of convolutions.
 
-    Tokens (T, C) may stand in any order, and (T, N, C) of tokens in groups looks like (H, W, C).
+    Tokens (T, C) may be in any order, and tokens in groups, (T, N, C), look like (H, W, C).
 
     Args:
-        layer: for messages.
-        row_shape: of a map or of tokens.
+        layer: name of the layer, for messages.
+        row_shape: shape of a map or of tokens.
         input_size: (height, width) of the backbone's input in pixels.
 
     Raises:
@@ -261,8 +289,12 @@ def _grid(
     input_size: tuple[int, int],
     num_prefix_tokens: int,
 ) -> Reduction:
-    """Averages over size x size cells of a map or of the patch tokens: (B, C, size, size)."""
+    """The reduction to means over size x size cells of a map or of patch tokens.
+
+    The result is (B, C, size, size).
+    """
     to_map = map_view("grid", layer, row_shape, input_size, num_prefix_tokens)
+    # A meta tensor has a shape but no memory.
     rows, columns = to_map(torch.empty(1, *row_shape, device="meta")).shape[2:]
     if min(rows, columns) < size:
         raise ReduceError(

@@ -1,4 +1,4 @@
-"""Layer names, globs and presets -> taps: what exactly is taken from one model.
+"""Selection of capture points by layer names, globs and presets.
 
 Everything is decided on a Trace, the record of one forward pass; nothing here runs a model.
 """
@@ -28,7 +28,12 @@ from featx.layers.trace import Call, CapturePoint, Trace, element_name
 
 @dataclass
 class Selection:
-    """What `select` found: taps with their reductions, and what presets and globs left out."""
+    """Result of `select`.
+
+    Attributes:
+        chosen: capture points with their reductions.
+        left_out: what presets and globs have skipped, with the reason.
+    """
 
     chosen: list[tuple[CapturePoint, ReduceConfig]]
     left_out: list[str]
@@ -40,11 +45,17 @@ def select(
     classifier: str | None,
     stages: Sequence[str] | None,
 ) -> Selection:
-    """The taps for a list of names, globs and presets, in the order of the requests.
+    """The capture points for a list of names, globs and presets, in their order.
+
+    Args:
+        requests: pairs of a name, glob or preset and the reduction.
+        trace: trace of the model.
+        classifier: name of the classifier if the library gives it, for the preset `embedding`.
+        stages: names of the stages if the library gives them, for the preset `stages`.
 
     Raises:
-        LayerError: a name does not exist, does not fire, fires several times, or is ambiguous.
-        ConfigError: one layer is asked for with two reductions.
+        LayerError: a name does not exist, is not called, is called several times, or is ambiguous.
+        ConfigError: a layer is requested with two reductions.
     """
     selection = Selection([], [])
     seen: dict[str, ReduceConfig] = {}
@@ -68,6 +79,7 @@ def _taps(
     stages: Sequence[str] | None,
     left_out: list[str],
 ) -> Iterator[CapturePoint]:
+    """The capture points of one request; adds to `left_out`."""
     name, capture = split_capture(request)
     if name in PRESETS:
         if trace.names.get(name) in trace.by_module:
@@ -101,10 +113,15 @@ def _taps(
 
 
 def named_tap(request: str, trace: Trace) -> CapturePoint:
-    """The tap of one exact name, a module's or an operation's, checked against the trace.
+    """The capture point of one exact name of a module or operation.
+
+    Args:
+        request: name as the user wrote it.
+        trace: trace of the model.
 
     Raises:
-        LayerError: see `select`.
+        LayerError: the name does not exist, is not called, is called several times, or is
+            ambiguous.
     """
     operation = _operation_tap(request, trace)
     if operation is not None:
@@ -129,7 +146,7 @@ def named_tap(request: str, trace: Trace) -> CapturePoint:
     call = calls[(number or 1) - 1]
     tensors = call.tensors(tap.capture)
     if tap.path and list(call.outputs) == [()] and "output" in tap.capture:
-        # layer4.7, where layer4 is one tensor: a typo
+        # layer4.7, where the output of layer4 is a single tensor, is a mistyped module name.
         raise no_layer(split_capture(request)[0], trace.known_names())
     if tap.capture == "attention" and not tensors:
         raise _no_attention(call, trace)
@@ -138,7 +155,7 @@ def named_tap(request: str, trace: Trace) -> CapturePoint:
 
 
 def _operation_tap(request: str, trace: Trace) -> CapturePoint | None:
-    """The tap of an operation; None where the name means a module, or an element of its output."""
+    """The capture point of an operation, or None if the name means a module or its element."""
     parsed = parse_operation(request)
     if parsed is None:
         return None
@@ -157,7 +174,7 @@ def _operation_tap(request: str, trace: Trace) -> CapturePoint | None:
 
 
 def _no_attention(call: Call, trace: Trace) -> LayerError:
-    """Where else the weights are to be found."""
+    """The error for a module without attention weights; it says where they can be found."""
     softmax = f"{call.module}.softmax"
     below = [
         other.module
@@ -186,14 +203,16 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
 
 
 def embedding_tap(trace: Trace, classifier: str | None) -> CapturePoint:
-    """The vector before the classifier: the library's own, or what goes into the classifier.
+    """The capture point of the vector before the classifier.
+
+    It is the library's own embedding if it defines one, otherwise the input of the classifier.
 
     Args:
-        trace: with what `featx.layers.embedding.with_evidence` found.
-        classifier: where the library names it, else the last linear layer.
+        trace: trace to which `featx.layers.embedding.with_evidence` was applied.
+        classifier: name of the classifier if the library gives it; None for the last linear layer.
 
     Raises:
-        LayerError: there is no such layer.
+        LayerError: the model has no such layer.
     """
     if trace.library_embedding is not None:
         return trace.library_embedding[0]
@@ -223,7 +242,7 @@ def embedding_tap(trace: Trace, classifier: str | None) -> CapturePoint:
 
 
 def last_linear(trace: Trace) -> str | None:
-    """The last layer with parameters, where it is linear or a 1 x 1 convolution, else None."""
+    """Name of the last layer with parameters if it is linear or a 1 x 1 convolution, or None."""
     leaves = [call for call in trace.calls if call.is_leaf and call.num_parameters]
     return leaves[-1].module if leaves and leaves[-1].is_linear else None
 
@@ -231,6 +250,7 @@ def last_linear(trace: Trace) -> str | None:
 def _every_tap(
     trace: Trace, leaves_only: bool, capture: str, left_out: list[str]
 ) -> Iterator[CapturePoint]:
+    """Capture points of all layers, for the presets `all` and `leaves`; adds to `left_out`."""
     for call in trace.calls:
         if not call.module or (leaves_only and not call.is_leaf and capture != "attention"):
             continue
@@ -251,6 +271,7 @@ def _every_tap(
 
 
 def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iterator[CapturePoint]:
+    """Capture points of the modules that a glob matches, or of operations if no module matches."""
     pattern = re.compile(glob_to_regex(glob))
     matches = [name for name in trace.names if name and pattern.fullmatch(name)]
     fired = [name for name in matches if trace.names[name] in trace.by_module]
@@ -272,7 +293,7 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
 
 
 def _meant(name: str, trace: Trace) -> str:
-    """What to write for a module: its name, or its only call where a preset is called so too."""
+    """The name to write for a module: with @1 if a preset has the same name."""
     is_single = len(trace.by_module.get(trace.names.get(name, name), ())) == 1
     return f"{name}@1" if name in PRESETS and is_single else name
 
@@ -280,6 +301,7 @@ def _meant(name: str, trace: Trace) -> str:
 def _check_element(
     request: str, elements: Mapping[Path, tuple[int, ...]], path: Path, batch_size: int
 ) -> None:
+    """Check that an element exists and that its first dimension is the batch."""
     shape = elements[pick_path(request, elements, path)]
     if not shape or shape[0] != batch_size:
         raise LayerError(
@@ -289,7 +311,10 @@ def _check_element(
 
 
 def _embedding_reduce(tap: CapturePoint, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
-    """An embedding is a vector: a map in front of a convolutional classifier is averaged."""
+    """The reduction that makes the embedding a vector.
+
+    The input of a convolutional classifier is a map, which is averaged.
+    """
     if tap.name != "embedding" or reduce.name != "none":
         return reduce
     if trace.library_embedding is not None:
@@ -302,4 +327,5 @@ def _embedding_reduce(tap: CapturePoint, reduce: ReduceConfig, trace: Trace) -> 
 
 
 def _shapes(call: Call) -> str:
+    """Shapes of the outputs of a call without the batch dimension."""
     return " ".join(str(shape[1:]) for shape in call.outputs.values())

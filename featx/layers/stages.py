@@ -1,4 +1,4 @@
-"""The preset `stages`: the last block at each size of the feature map, found from the shapes."""
+"""The preset `stages`: the last block at each size of the feature map, found from shapes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from featx.layers.trace import Call, Trace
 
 
 def find_stages(trace: Trace) -> list[str]:
-    """The last block at each size of the feature map, or the blocks of a transformer.
+    """Names of the last block at each size of the feature map, or of the transformer blocks.
 
-    A module whose inside spans three or more map sizes holds several stages and is looked into; one
-    that spans two begins a stage and belongs to the smaller.
+    A module whose sub-modules have three or more map sizes holds several stages and is searched.
+    One with two sizes begins a stage and belongs to the smaller size.
 
     Raises:
-        LayerError: neither is there.
+        LayerError: the model has neither feature maps nor transformer blocks.
     """
     stages: dict[tuple[int, int], Call] = {}
     for call in _units("", trace):
@@ -40,7 +40,7 @@ def find_stages(trace: Trace) -> list[str]:
 
 
 def _units(parent: str, trace: Trace) -> Iterator[Call]:
-    """The modules below `parent` that are (a part of) one stage, in order; each called once."""
+    """The modules below `parent` that belong to one stage each, in order; each is called once."""
     prefix = f"{parent}." if parent else ""
     below = [call for call in trace.calls if call.module.startswith(prefix) and call.module]
     tops = [
@@ -64,7 +64,7 @@ def _units(parent: str, trace: Trace) -> Iterator[Call]:
 
 
 def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
-    """(height, width) of a map of the input's proportions, channels first or last, else None."""
+    """(height, width) of a map with the proportions of the input, in either layout, or None."""
     shapes = list(call.outputs.values())
     if len(shapes) != 1 or len(shapes[0]) != 4 or shapes[0][0] != trace.batch_size:
         return None
@@ -77,6 +77,7 @@ def _map_size(call: Call, trace: Trace) -> tuple[int, int] | None:
 
 
 def _parents(name: str) -> Iterator[str]:
+    """The dotted names above a name, nearest first."""
     while "." in name:
         name = name.rsplit(".", 1)[0]
         yield name

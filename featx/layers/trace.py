@@ -1,4 +1,4 @@
-"""What one recorded pass says of a model, call by call; and a tap, one tensor of a pass."""
+"""The record of one forward pass, call by call, and the capture point, one tensor of a pass."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ if TYPE_CHECKING:
 
 
 def element_name(path: Path) -> str:
-    """('hidden', 0) -> '.hidden[0]'."""
+    """Name of an element of a nested value: ('hidden', 0) -> '.hidden[0]'."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
 
 
 @dataclass(frozen=True)
 class CapturePoint:
-    """One tensor of the forward pass.
+    """One tensor of a forward pass.
 
     Attributes:
-        name: of the dataset.
-        module: dotted name; of an operation, the module whose forward calls it.
-        capture: 'output' or 'input' of the module, or 'grad_output', 'grad_input': gradients there;
-            'attention': the weights of an attention module; of job=attribute a description of the
-            method.
-        call: which call of the forward, from 1; None where there is one only.
-        path: the way into a nested output, () for a tensor or the only tensor in it.
-        operation: its whole name, '' where a module is meant.
-        dtype: of the dataset, where the key `dtype` does not say.
+        name: name of the dataset.
+        module: dotted name of the module; for an operation, of the module whose forward calls it.
+        capture: kind of capture: 'output' or 'input' of the module, 'grad_output' or 'grad_input'
+            for gradients there, 'attention' for the weights of an attention module; for
+            job=attribute a description of the method.
+        call: number of the call of the module, from 1; None if there is only one.
+        path: path into a nested output, () for a tensor or the only tensor in it.
+        operation: full name of the operation, '' for a module.
+        dtype: dtype of the dataset if it differs from the option `dtype`, otherwise None.
     """
 
     name: str
@@ -43,12 +43,12 @@ class CapturePoint:
 
     @property
     def layer(self) -> str:
-        """The dotted name of the module or the operation."""
+        """Dotted name of the module or the operation."""
         return self.operation or self.module
 
     @property
     def is_gradient(self) -> bool:
-        """Whether it is taken in the backward pass."""
+        """Whether the tensor is a gradient, computed in the backward pass."""
         return self.capture in GRADIENTS
 
 
@@ -57,15 +57,16 @@ class Call:
     """One call of one module in the trace.
 
     Attributes:
-        module: its dotted name.
-        number: 1 for the first call of this module.
-        type_name: the module's class.
-        is_leaf: it has no sub-modules.
-        is_linear: nn.Linear, or a 1 x 1 convolution.
-        num_parameters: of the module and all below it.
-        outputs, inputs: way into the value -> shape, batch included.
-        mflops: millions of floating-point operations per image, two for a multiply-add.
-        attention: the weights of an attention module that shows them, as in `outputs`.
+        module: dotted name of the module.
+        number: number of the call among those of the module, from 1.
+        type_name: class name of the module.
+        is_leaf: whether the module has no sub-modules.
+        is_linear: whether the module is nn.Linear or a 1 x 1 convolution.
+        num_parameters: number of parameters of the module and its sub-modules.
+        outputs: path into the output -> shape, including the batch dimension.
+        inputs: path into the arguments -> shape, including the batch dimension.
+        mflops: millions of floating-point operations per image, two per multiply-add.
+        attention: shapes of the attention weights, if the module gives access to them.
     """
 
     module: str
@@ -80,7 +81,7 @@ class Call:
     attention: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
 
     def tensors(self, capture: str) -> Mapping[Path, tuple[int, ...]]:
-        """What a kind of capture finds there: way into the value -> shape."""
+        """Path -> shape of the tensors that a kind of capture finds in this call."""
         if capture == "attention":
             return self.attention
         return self.outputs if capture in ("output", "grad_output") else self.inputs
@@ -88,15 +89,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation that a module's forward calls by itself, in the trace.
+    """One operation that the forward of a module calls itself.
 
     Attributes:
-        name: as torch.fx names it, such as 'layer1.0.add_1'.
+        name: name as in torch.fx, such as 'layer1.0.add_1'.
         module: dotted name of the module whose forward called it.
-        function: in full, such as 'torch.nn.functional.relu'.
-        outputs: way into the value -> shape, batch included.
-        num_calls_before: calls of the trace that had ended before it; its place in their order.
-        is_returned: its module returned this very result right behind it.
+        function: full name of the function, such as 'torch.nn.functional.relu'.
+        outputs: path into the result -> shape, including the batch dimension.
+        num_calls_before: number of module calls that had ended before it, which gives its place
+            among them.
+        is_returned: whether the module returned this result immediately.
     """
 
     name: str
@@ -112,15 +114,18 @@ class Trace:
     """One forward pass: every module call, in the order in which the calls ended.
 
     Attributes:
-        calls: the root module last.
-        names: every name of every module, shared ones under each name, -> its first name.
-        batch_size: of the pass.
-        operations: in the order in which they ran.
-        library_embedding: the tap that equals the embedding as the model's library defines it, and
-            the reduction, 'none' or 'flatten', that makes a vector of it; None where the library
-            defines none, or nobody asked.
-        undecided: the last linear layer, where what the model returns depends on the image also in
-            other ways than through its output; None where it does not, or nobody asked.
+        calls: the calls; the root module is last.
+        names: every dotted name of every module -> its first name; shared modules have several.
+        batch_size: number of images in the pass.
+        operations: the operations in the order in which they ran.
+        library_embedding: the capture point that equals the embedding as defined by the model's
+            library, and the reduction, 'none' or 'flatten', that makes it a vector; None if the
+            library defines none or the embedding was not requested.
+        undecided: name of the last linear layer, if the output of the model depends on the image in
+            other ways than through this layer; otherwise, or if the embedding was not requested,
+            None.
+        by_module: name of a module -> its calls.
+        by_operation: name of an operation -> the operation.
     """
 
     calls: Sequence[Call]
@@ -139,9 +144,9 @@ class Trace:
             self.by_operation[operation.name] = operation
 
     def operations_up_to(self, taps: Sequence[CapturePoint]) -> list[str]:
-        """The operations of all modules that have one tapped, up to the last that is tapped.
+        """Operations of all modules with a captured operation, up to the last captured one.
 
-        A pass that does others would give the same names to other things.
+        If a pass runs other operations, the same names mean other things.
         """
         wanted = {tap.operation for tap in taps if tap.operation}
         modules = {self.by_operation[name].module for name in wanted}
@@ -150,13 +155,13 @@ class Trace:
         return names[: last + 1]
 
     def call_name(self, call: Call) -> str:
-        """What means a call in `layers`: the module's name, with its number where that is needed.
+        """The name of a call for the option `layers`: the module's name, with its number if needed.
 
-        A preset is meant by its name, also where the model has a module of that name.
+        The number is also needed if the module is named like a preset.
         """
         numbered = len(self.by_module[call.module]) > 1 or call.module in PRESETS
         return f"{call.module}@{call.number}" if numbered else call.module
 
     def known_names(self) -> list[str]:
-        """Whatever can stand in `layers`: modules, then operations."""
+        """All names that the option `layers` accepts: modules, then operations."""
         return [*(name for name in self.names if name), *self.by_operation]

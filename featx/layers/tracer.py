@@ -1,4 +1,4 @@
-"""One pass over a model that records every call and operation: what there is to capture."""
+"""Tracing: one forward pass that records every module call and every operation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from featx.layers.trace import Call, Operation, Trace
 
 
 def trace(module: nn.Module, x: torch.Tensor) -> Trace:
-    """Run one whole forward pass and record every call of a module, and every operation.
+    """Run one whole forward pass and record every call of a module and every operation.
 
     Args:
-        module: in eval mode.
-        x: (B, 3, H, W) on the module's device.
+        module: model in eval mode.
+        x: (B, 3, H, W) normalised images on the device of the module.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -41,7 +41,7 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
         handles += watch.attach()
         for name, target in module.named_modules():
             handles += calls.attach(name, target, operations.returned)
-        # Fused kernels hide their operations from the counter.
+        # Fused attention kernels hide their operations from the FLOP counter.
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter, watch:
             module(x)
     finally:
@@ -51,11 +51,14 @@ def trace(module: nn.Module, x: torch.Tensor) -> Trace:
 
 
 class _Calls:
-    """The calls of a pass, in the order in which they end.
+    """Records the calls of a pass, in the order in which they end.
 
     Args:
-        batch_size: of the pass.
-        flops: gives the floating point operations so far.
+        batch_size: number of images in the pass.
+        flops: function that returns the number of floating-point operations so far.
+
+    Attributes:
+        found: the calls so far.
     """
 
     def __init__(self, batch_size: int, flops: Callable[[], float]) -> None:
@@ -68,7 +71,16 @@ class _Calls:
     def attach(
         self, name: str, target: nn.Module, returned: Callable[[str, Any], None]
     ) -> list[RemovableHandle]:
-        """Record the calls of a module; `returned` hears of each what it gave."""
+        """Attach hooks that record the calls of a module.
+
+        Args:
+            name: first dotted name of the module.
+            target: the module.
+            returned: called with (name, output) when a call ends.
+
+        Returns:
+            The handles of the hooks.
+        """
 
         def before(module: nn.Module, args: Any) -> None:
             self._started.setdefault(name, []).append(self._flops())
@@ -84,6 +96,7 @@ class _Calls:
         ]
 
     def _add(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Record a call that has ended."""
         shown = self._weights.of_call(module, args, kwargs)
         flops = self._flops() - self._started[name].pop()
         self.found.append(
@@ -103,7 +116,14 @@ class _Calls:
 
 
 class _Operations:
-    """The operations of a pass, each with its place among the calls."""
+    """Records the operations of a pass, with their place among the calls.
+
+    Args:
+        calls: list to which the calls of the pass are added.
+
+    Attributes:
+        found: the operations so far.
+    """
 
     def __init__(self, calls: list[Call]) -> None:
         self.found: list[Operation] = []
@@ -111,24 +131,26 @@ class _Operations:
         self._last: Any = None
 
     def add(self, name: str, module: str, function: Any, result: Any) -> None:
+        """Record an operation; a callback of `OperationRecorder`."""
         full = resolve_name(function) or function.__name__
         place = len(self._calls)
         self.found.append(Operation(name, module, full, shapes_of(result), place, False))
         self._last = result
 
     def returned(self, module: str, output: Any) -> None:
-        """A module ended: was the last thing that ran an operation of its own, and its result?"""
+        """Mark the last operation if the module that has just ended returned its result."""
         if self._last is not None and self.found[-1].module == module and output is self._last:
             self.found[-1] = replace(self.found[-1], is_returned=True)
         self._last = None
 
 
 def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is nn.Linear or a 1 x 1 convolution."""
     pointwise = isinstance(module, nn.Conv2d) and set(module.kernel_size) == {1}
     return isinstance(module, nn.Linear) or pointwise
 
 
-# nn.TransformerEncoderLayer's fused kernel, which calls no sub-module, is off.
+# Switches off the fused kernel of nn.TransformerEncoderLayer, which calls no sub-module.
 no_fast_path = ProcessSetting(
     torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False
 )

@@ -1,4 +1,4 @@
-"""Chunks compared with their checksums while rows are read, each chunk once."""
+"""Compares chunks with their checksums while rows are read; each chunk is compared once."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from featx.errors import ConfigError, StoreError
 from featx.store import layout
 
 Verify: TypeAlias = Literal["chunks", "rows", False]
-"""What a reader compares with its checksum.
+"""Which chunks a reader compares with their checksums.
 
-'chunks': every chunk of which one read takes a quarter or more (in an object store half); of
-compressed layers every chunk.
-'rows': every chunk of which a read takes any row. False: nothing.
+'chunks': chunks of which one read takes a quarter or more (half in an object store), and all
+chunks of compressed layers. 'rows': all chunks of which a row is read. False: none.
 """
 
 _SHARE = 4
 _SHARE_FAR = 2
-"""Comparing a chunk means to read all of it; a read that takes less than this part is spared. In an
-object store each byte that is read costs more than on a disk."""
+"""Inverse of the share of a chunk that a read must take for the chunk to be compared, which means
+to
+read all of it. In an object store every further byte is more expensive than on a disk.
+"""
 
 
 def check_verify(verify: object) -> None:
-    """Raise ConfigError unless `verify` is one of 'chunks', 'rows' and False."""
+    """Raise ConfigError unless `verify` is 'chunks', 'rows' or False."""
     if verify is not False and verify not in ("chunks", "rows"):
         raise ConfigError(f"verify={verify!r}: expected 'chunks', 'rows' or False.")
 
 
 def repair_hint(path: Path) -> str:
-    """What to do about a damaged file of a store."""
-    # The store's folder: a part lies in a folder of its own, and a merged file may lie alone.
+    """Advice for a damaged file of a store, the end of a message."""
+    # A part lies in parts/ below the store; features.h5 and merged files lie in the folder.
     root = path.parent.parent if path.parent.name == layout.PARTS else path.parent
     return (
         f"Bits of the file have changed since it was written. `python -m featx job=verify "
@@ -43,21 +44,21 @@ def repair_hint(path: Path) -> str:
 
 
 class ChunkCheck:
-    """The checksums of one dataset's chunks, and which of them were compared already.
+    """Checksums of the chunks of a dataset, and which of them were compared already.
 
-    Every chunk is compared once: bits flip on the disk, and what is read again soon comes from
-    memory. Threads may share an object; at worst two of them compare the same chunk.
+    A chunk is compared once: bits flip on the disk, and later reads come from memory. Threads may
+    share an object; at worst two of them compare the same chunk.
 
     Args:
-        dataset: chunked, in a file open for reading.
+        dataset: Chunked dataset of a file open for reading.
         sums: (chunks,) uint32, `layout.checksum` of the rows of each chunk.
-        path: of the file, for messages.
-        first_row: the row of the store that the dataset begins with, for messages.
-        all_rows: whether the chunk of every row that is read is compared.
-        is_far: whether the file lies in an object store.
+        path: Path of the file, for messages.
+        first_row: First row of the dataset in the store, for messages.
+        all_rows: Compare every chunk of which a row is read.
+        is_far: Whether the file lies in an object store.
 
     Raises:
-        StoreError: there is not one checksum for each chunk.
+        StoreError: The number of checksums differs from the number of chunks.
     """
 
     def __init__(
@@ -85,16 +86,16 @@ class ChunkCheck:
         self._sums = sums
         self._compared = np.zeros(num_chunks, np.bool_)
         share = _SHARE_FAR if is_far else _SHARE
-        # One row can make only a chunk of one row due, which is what spares single rows all else.
+        # Otherwise a single row never makes a longer chunk due, and skips all further work.
         self._single_rows = all_rows or self._step == 1
         self._enough = 1 if self._single_rows else max(2, -(-self._step // share))
 
     def chunk_rows(self, chunk: int) -> int:
-        """Number of rows of the dataset in a chunk."""
+        """Number of rows in a chunk."""
         return min(self._step, self._num_rows - chunk * self._step)
 
     def due_of_run(self, first: int, count: int) -> list[int]:
-        """Chunks that must be compared before rows [first, first + count) are given out."""
+        """Chunks that must be compared before rows [first, first + count) are returned."""
         stop = first + count
         if count <= 1 and not self._single_rows and stop < self._num_rows:
             return []
@@ -109,7 +110,9 @@ class ChunkCheck:
         ]
 
     def due_of_rows(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Chunks, in order, that must be compared before rows in any order are given out."""
+        """Chunks, in ascending order, that must be compared before rows in any order are
+        returned.
+        """
         chunks = rows // self._step
         undone = chunks[~self._compared[chunks]]
         if not len(undone):
@@ -119,14 +122,14 @@ class ChunkCheck:
         return [chunk for chunk, count in pairs if self._is_due(chunk, count)]
 
     def compare(self, chunk: int, data: npt.NDArray[Any]) -> None:
-        """Compare one chunk, unless that was done before.
+        """Compare a chunk with its checksum, unless that was done before.
 
         Args:
-            chunk: its number.
-            data: its rows as they are stored, decoded and contiguous; what follows them is ignored.
+            chunk: Number of the chunk.
+            data: Its rows as stored, decoded and contiguous; bytes behind them are ignored.
 
         Raises:
-            StoreError: they differ from their checksum.
+            StoreError: The rows differ from the checksum.
         """
         if self._compared[chunk]:
             return
@@ -141,4 +144,5 @@ class ChunkCheck:
         self._compared[chunk] = True
 
     def _is_due(self, chunk: int, count: int) -> bool:
+        """Whether a read of `count` rows of a chunk is large enough to compare it."""
         return count >= self._enough or count >= self.chunk_rows(chunk)

@@ -1,4 +1,4 @@
-"""Where the chunks of a dataset lie in the file: asked of HDF5 once, checked, then plain arrays."""
+"""Addresses of the chunks of a dataset: requested from HDF5 once, checked, and kept in arrays."""
 
 from __future__ import annotations
 
@@ -15,18 +15,30 @@ from featx.store.filter_pipeline import Pipeline
 
 _FEW_LOOK_UPS = 32
 _MANY_CHUNKS = 20_000
-"""In an index of many chunks the first few are looked up alone: 20 ns times the chunks each, where
-listing them all takes 3 us a chunk once."""
+"""In an index with more than _MANY_CHUNKS chunks, the first _FEW_LOOK_UPS chunks are looked up one
+by
+one, which takes 20 ns times the number of chunks each; a listing of all takes 3 µs per chunk.
+"""
 
 
 class ChunkIndex:
-    """Where the chunks of a dataset lie, asked of HDF5 when needed and checked.
+    """Addresses of the chunks of a dataset, requested from HDF5 when needed and checked.
+
+    Args:
+        dataset: Chunked dataset.
+        label: Name of the dataset, for messages.
+        pipeline: Filters of the dataset.
+        file_bytes: Size of the file.
 
     Attributes:
-        at: (chunks,) first byte in the file, -1 where not known or not usable.
-        origin: (chunks,) the byte where row 0 would be if all chunks lay as this one does.
-        size, mask: (chunks,) bytes in the file and filter mask.
-        whole: every chunk of the dataset is known and usable.
+        at: (chunks,) address of the first byte, -1 if unknown or not usable.
+        origin: (chunks,) address that row 0 would have if all chunks lay in line with this one.
+        size: (chunks,) bytes in the file.
+        mask: (chunks,) filter mask.
+        whole: Whether every chunk is known and usable.
+
+    Raises:
+        StoreError: The dataset claims more chunks than fit into the file.
     """
 
     def __init__(
@@ -54,10 +66,10 @@ class ChunkIndex:
         self._lock = threading.Lock()
 
     def find(self, chunks: npt.NDArray[np.int64]) -> None:
-        """Make `at`, `size`, `mask` and `origin` valid for these chunks.
+        """Make `at`, `size`, `mask` and `origin` valid for some chunks.
 
         Raises:
-            StoreError: one of them is not in the file, or not where it could be.
+            StoreError: A chunk is not in the file, or its address is impossible.
         """
         if self.whole or (self.at[chunks] >= 0).all():
             return
@@ -77,6 +89,7 @@ class ChunkIndex:
             raise StoreError(f"{self._label}: the chunk that begins with row {row} {reason}")
 
     def _ask(self, missing: npt.NDArray[np.int64]) -> None:
+        """Request chunks from HDF5: some of them, or all at once."""
         if self._complete:
             return
         found: list[h5py.h5d.StoreInfo] = []
@@ -95,6 +108,7 @@ class ChunkIndex:
         self.whole = bool((self.at >= 0).all())
 
     def _note(self, found: Sequence[h5py.h5d.StoreInfo]) -> None:
+        """Check the entries that HDF5 returned, and store the usable ones."""
         if not found:
             return
         table = np.array(
@@ -117,12 +131,14 @@ class ChunkIndex:
         good = ~(outside | odd)
         chunk = chunk[good]
         self.size[chunk], self.mask[chunk] = size[good], mask[good]
-        # Another thread reads without the lock: `at` comes last, it says that the rest is there.
+        # Other threads read without the lock: `at` is set last, as it says that the rest is valid.
         self.origin[chunk] = at[good] - chunk * self._chunk_bytes
         self.at[chunk] = at[good]
 
     def _fault_overlaps(self) -> None:
-        """No two chunks may share bytes: one of them would be read in the other's place."""
+        """Mark chunks that share bytes as unusable, since one of them would be read for the
+        other.
+        """
         order = np.argsort(self.at, kind="stable")
         order = order[self.at[order] >= 0]
         over = self.at[order[:-1]] + self.size[order[:-1]] > self.at[order[1:]]

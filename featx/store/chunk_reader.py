@@ -1,9 +1,9 @@
-"""Rows of one chunked dataset, read past HDF5: from the file's own pages, in many threads at once.
+"""Reads rows of a chunked dataset directly from the file, in any number of threads.
 
-HDF5 says where the chunks lie; the bytes are then taken from the file itself. Small rows are
-gathered from a memory map by one call of numpy, which is several times as fast as a system call or
-an HDF5 call for each. Chunks with filters are read and decoded in a few threads. Anything out of
-the ordinary is left to h5py.
+HDF5 tells where the chunks lie; their bytes are then read from the file itself. Small rows are
+gathered from a memory map by one numpy call, several times as fast as a system call or an HDF5 call
+per row. Chunks with filters are read and decoded in a few threads. Unusual datasets are left to
+h5py.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Rows: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _PIECE_BYTES = 128 << 10
-"""A gather into given places goes through a temporary of this size, which stays in the cache."""
+"""Size of the temporary array of a gather into given places; it stays in the CPU cache."""
 
 _GATHER_ROW_BYTES = 16 << 10
-"""Larger rows are copied one by one: the loop then costs little beside the copying."""
+"""Larger rows are copied one by one, as the loop then costs little compared with the copies."""
 
 _PAGE = 4096
 
 _CONVERT_BYTES = 16 << 20
-"""bfloat16 rows are read and widened in pieces of this size."""
+"""Number of bytes of bfloat16 rows that are read and widened to float32 at a time."""
 
 
 class ChunkRows:
-    """Rows of one dataset; for the process that made it, in any number of threads.
+    """Rows of one dataset, for any number of threads of the process that created it.
 
     Attributes:
-        dtype: of the values that are read; float32 for bfloat16.
-        way: "map" or "file" (no filters), "decode" (filters known to us), or "h5py".
+        dtype: numpy dtype of the values that are read; float32 for bfloat16.
+        way: How rows are read: "map" or "file" (no filters), "decode" (known filters) or "h5py".
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class ChunkRows:
         check: ChunkCheck | None = None,
         first_row: int = 0,
     ) -> None:
-        """The dataset must stay open until `close`; `path` is for messages.
+        """Prepare reading; the dataset must stay open until `close`.
 
         Args:
-            dataset: of a file open for reading.
-            path: of the file.
-            far: what h5py reads the file through, where it is none of a disk.
-            check: compares chunks with their checksums; None compares nothing.
-            first_row: the row of the store that the dataset begins with, for messages.
+            dataset: Dataset of a file open for reading.
+            path: Path of the file, for messages.
+            far: File object of h5py for a file in an object store, otherwise None.
+            check: Compares chunks with their checksums; None compares nothing.
+            first_row: First row of the dataset in the store, for messages.
 
         Raises:
-            StoreError: its numbers are of no type that a store has, or it is larger than the file.
+            StoreError: The dtype is none of a store, or the dataset is larger than the file.
         """
         self._kind = dtypes.name_of(dataset)
         self.dtype = dtypes.memory_dtype(self._kind)
@@ -95,7 +95,17 @@ class ChunkRows:
         self.way = "decode" if len(pipeline) else "map" if file.mapped is not None else "file"
 
     def take(self, rows: Rows) -> npt.NDArray[Any]:
-        """(n, *row shape): rows in any order, with repeats; the quickest way to random rows."""
+        """Read rows in any order, with repeats; the fastest way to random rows.
+
+        Args:
+            rows: (n,) rows of the dataset.
+
+        Returns:
+            (n, *row shape) array.
+
+        Raises:
+            IndexError, StoreError, OSError: As `read`.
+        """
         small = self.way == "map" and self._row_bytes <= _GATHER_ROW_BYTES
         if small and self._kind != "bfloat16" and len(rows) > 1:
             if rows.min() < 0 or rows.max() >= self._num_rows:
@@ -115,12 +125,14 @@ class ChunkRows:
         return out
 
     def take_run(self, first: int, count: int) -> npt.NDArray[Any]:
-        """(count, *row shape): the rows from `first` on; raises what `read` does."""
+        """Read the `count` rows from `first` on, (count, *row shape); raises the errors of
+        `read`.
+        """
         last = first + count - 1
         if self.way == "map" and self._index.whole and 0 <= first <= last < self._num_rows:
             origin = self._index.origin[first // self._chunk_rows : last // self._chunk_rows + 1]
             begin = int(origin[0])
-            # Chunks that touch have one origin, so their rows are one piece of the file.
+            # Adjacent chunks have the same origin, so their rows are contiguous in the file.
             if self._kind != "bfloat16" and bool((origin == begin).all()):
                 begin += first * self._row_bytes
                 file = self._checked_file()
@@ -129,7 +141,7 @@ class ChunkRows:
                 copied = file.mapped[begin : begin + count * self._row_bytes].copy()
                 if self._check_of_chunks is not None:
                     due = self._check_of_chunks.due_of_run(first, count)
-                    # The copy is in the processor's cache, the mapped chunk may not be.
+                    # The copy is in the CPU cache, which the mapped chunk may not be.
                     copies = [chunk for chunk in due if self._is_within(chunk, first, count)]
                     self._compare_read(copies, copied, first * self._row_bytes, self._row_bytes)
                     if len(copies) < len(due):
@@ -140,17 +152,17 @@ class ChunkRows:
         return out
 
     def read(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
-        """Write row rows[i] to out[places[i]].
+        """Read row rows[i] into out[places[i]].
 
         Args:
-            rows: (n,) increasing, repeats allowed.
-            out: (m, *row shape) of `dtype`, contiguous.
-            places: (n,) each in [0, m), no two the same.
+            rows: (n,) ascending rows, repeats allowed.
+            out: (m, *row shape) contiguous array of `dtype`.
+            places: (n,) distinct indices in [0, m).
 
         Raises:
-            IndexError: a row or a place is out of range.
-            StoreError: a row is not in the file, or what is there is damaged.
-            OSError: the system cannot read the file now.
+            IndexError: A row or an index is out of range.
+            StoreError: A row is not in the file, or is damaged.
+            OSError: The file cannot be read now.
         """
         if len(rows) != len(places):
             raise ValueError(f"{len(rows)} rows, {len(places)} places")
@@ -173,7 +185,9 @@ class ChunkRows:
         self._read_any(rows, out, places)
 
     def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
-        """Fill `out`, (n, *row shape), with the n rows from `first` on; raises what `read` does."""
+        """Read the n rows from `first` on into `out`, (n, *row shape); raises the errors of
+        `read`.
+        """
         count = len(out)
         self._check(first, first + count - 1, out)
         if not count:
@@ -194,7 +208,7 @@ class ChunkRows:
                 self._compare_mapped(file, due)
                 due = []
             elif due and (around := self._aligned(first, count, due)) != (first, first + count):
-                # Bytes that come from afar are asked for once: whole chunks, of which a part goes.
+                # Without a map, the rows and the chunks to compare come from one read.
                 whole = np.empty((around[1] - around[0], *self._row_shape), self.dtype)
                 self.read_run(around[0], whole)
                 out[:] = whole[first - around[0] :][:count]
@@ -207,7 +221,7 @@ class ChunkRows:
             start = max(first, at * per_chunk)
             stop = min(first + count, (at + 1) * per_chunk)
             lies = int(self._index.origin[at]) + start * width
-            if lies != end:  # chunks that touch are read in one go
+            if lies != end:  # adjacent chunks are read as one range
                 pieces.append((flat[done : done + end - begin], begin))
                 done += end - begin
                 begin = end = lies
@@ -217,15 +231,16 @@ class ChunkRows:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed; no row can be read then."""
+        """Whether `close` was called; rows cannot be read any more."""
         return self._dataset is None
 
     def close(self) -> None:
-        """Let go of the file; a read that is under way in another thread still ends well."""
+        """Release the file; reads in progress in other threads still succeed."""
         self._dataset = self._file = None
         process().cache.drop(self._token)
 
     def _check(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
+        """Raise ValueError or IndexError if rows [first, last] do not fit `out` or the dataset."""
         if out.dtype != self.dtype or out.shape[1:] != self._row_shape:
             raise ValueError(f"rows of {self._label} do not fit {out.shape} {out.dtype}")
         if not out.flags.c_contiguous:
@@ -234,12 +249,15 @@ class ChunkRows:
             raise self._out_of_range(first, last)
 
     def _out_of_range(self, first: int, last: int) -> IndexError:
+        """Error for rows that the dataset does not have."""
         return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
 
     def _decoded_by_hdf5(self, chunk: int) -> Bytes | None:
-        """A chunk that our own decoder refuses; a filter may not look at every bit of its header.
+        """Decode a chunk by HDF5 that our decoder refuses, as a filter may ignore some bits of its
+        header.
 
-        Only where it can be compared with its checksum.
+        Returns:
+            Bytes of the chunk, or None if HDF5 fails as well or no checksum could confirm them.
         """
         dataset, first = self._dataset, chunk * self._chunk_rows
         if dataset is None or self._check_of_chunks is None:
@@ -254,6 +272,7 @@ class ChunkRows:
         return whole
 
     def _damaged(self, first: int, last: int, error: Exception) -> StoreError:
+        """Error for rows that cannot be decoded."""
         begin = self._first_row
         return StoreError(
             f"{self._label}: rows {begin + first} to {begin + last} cannot be read ({error}). "
@@ -261,7 +280,11 @@ class ChunkRows:
         )
 
     def _checked_file(self) -> RawFile | S3File:
-        """The file, if it is as long as it was. A local variable must hold it while it is read."""
+        """File to read from, checked to be as long as it was; callers hold it in a local variable.
+
+        `close` in another thread drops the reference of this object, and the descriptor is closed
+        with the last reference.
+        """
         file = self._file
         if file is None:
             raise ValueError(f"{self._label} is closed")
@@ -272,7 +295,7 @@ class ChunkRows:
         return file
 
     def _aligned(self, first: int, count: int, due: Sequence[int]) -> tuple[int, int]:
-        """Rows [first, first + count) and the rest of those chunks among them that are due."""
+        """Smallest range with rows [first, first + count) and all rows of the chunks in `due`."""
         start = min(first, due[0] * self._chunk_rows)
         stop = min(max(first + count, (due[-1] + 1) * self._chunk_rows), self._num_rows)
         return start, stop
@@ -280,13 +303,14 @@ class ChunkRows:
     def _compare_read(
         self, due: Sequence[int], data: npt.NDArray[Any], start: int, width: int = 1
     ) -> None:
-        """Compare chunks that were read as a whole.
+        """Compare chunks that were read completely.
 
         Args:
-            due: their numbers.
-            data: rows, or their bytes, in order and as they are stored.
-            start: what `data` begins with, counted in its items from the dataset's begin.
-            width: items of a row.
+            due: Numbers of the chunks.
+            data: Rows as stored, or their bytes, in order.
+            start: Position of the first item of `data`, counted in items from the start of the
+                dataset.
+            width: Items per row.
         """
         check = self._check_of_chunks
         if not due or check is None:
@@ -303,7 +327,7 @@ class ChunkRows:
         return first <= begin and min(begin + self._chunk_rows, self._num_rows) <= first + count
 
     def _compare_mapped(self, file: RawFile, due: Sequence[int]) -> None:
-        """Compare chunks of a mapped file with their checksums; raises what `read` does."""
+        """Compare chunks of a mapped file with their checksums; raises the errors of `read`."""
         check, mapped = self._check_of_chunks, file.mapped
         if not due or check is None or mapped is None:
             return
@@ -317,12 +341,13 @@ class ChunkRows:
         process().each(compare, due)
 
     def _locate(self, rows: Rows) -> tuple[RawFile | S3File, Rows]:
-        """The file and the byte at which each row begins; without filters."""
+        """File and address of each row, for a dataset without filters."""
         chunks = rows // self._chunk_rows
         self._index.find(chunks)
         return self._checked_file(), self._index.origin[chunks] + rows * self._row_bytes
 
     def _read_any(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        """Read ascending rows to given places, by the way of this dataset."""
         if self.way == "h5py":
             self._read_by_h5py(rows, out, places)
         elif self._kind != "bfloat16":
@@ -336,6 +361,7 @@ class ChunkRows:
                 out[places[i : i + step]] = dtypes.from_raw(raw, self._kind)
 
     def _read_by_h5py(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        """Read rows by h5py, one hyperslab per run of rows without gaps."""
         dataset = self._dataset
         if dataset is None:
             raise ValueError(f"{self._label} is closed")
@@ -357,6 +383,7 @@ class ChunkRows:
             out[places[low:high]] = block[rows[low:high] - start]
 
     def _read_bits(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        """Read stored bits of rows without conversion."""
         if self.way == "decode":
             self._read_decoded(rows, out, places)
             return
@@ -380,9 +407,12 @@ class ChunkRows:
         file.read_pieces(pieces, self._label)
 
     def _read_due(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> tuple[Rows, Rows]:
-        """Compare the chunks that are due, without filters; returns what is still to be read.
+        """Compare the chunks that are due, for a dataset without filters.
 
-        Of a file that is not mapped the rows of these chunks are read on the way.
+        If the file is not mapped, the rows of these chunks are read at the same time.
+
+        Returns:
+            Rows that are still to be read, and their places.
         """
         file, check = self._checked_file(), self._check_of_chunks
         due = [] if check is None else check.due_of_rows(rows)
@@ -410,6 +440,7 @@ class ChunkRows:
         return rows[left], places[left]
 
     def _read_decoded(self, rows: Rows, out: npt.NDArray[Any], places: Rows) -> None:
+        """Read rows of compressed chunks; chunks are decoded in threads and cached."""
         file = self._checked_file()
         chunks = rows // self._chunk_rows
         self._index.find(chunks)
@@ -429,6 +460,7 @@ class ChunkRows:
         shared.each(fill, list(_runs(chunks[1:] == chunks[:-1])))
 
     def _decode(self, file: RawFile | S3File, chunk: int) -> Bytes:
+        """Read and decode one chunk, and compare it with its checksum."""
         stored = np.empty(int(self._index.size[chunk]), np.uint8)
         file.pread_into(stored, int(self._index.at[chunk]), self._label)
         try:
@@ -446,25 +478,36 @@ class ChunkRows:
 
 
 def _taken(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:
-    """The items of `width` bytes that begin at some bytes of a mapped file."""
+    """Gather items of `width` bytes of a mapped file.
+
+    Args:
+        file: Mapped file.
+        at: (n,) address of each item.
+        width: Bytes per item.
+    """
     assert file.mapped is not None
     rest = int(at[0]) % width
     if width % _PAGE or bool((at % width != rest).any()):
         return file.items(width)[at]
-    # All at one place of their pages, as rows of 2048 numbers are: the target's place matters.
+    # Items at the same offset of their pages, such as rows of 2048 float16 numbers, are slow to
+    # copy to some targets; see `_empty_beside`.
     items = file.mapped[rest : rest + (file.size - rest) // width * width].view(f"V{width}")
     taken = _empty_beside(file.address + rest, len(at) * width).view(f"V{width}")
-    # "clip" writes straight into `taken`; every byte was found to be inside the file.
+    # mode="clip" writes into `taken` without a buffer; all indices were checked before.
     np.take(items, at // width, out=taken, mode="clip")
     return taken
 
 
 def _empty_beside(source: int, size: int) -> Bytes:
-    """Uninitialised bytes to copy to from address `source`, at a good place for that.
+    """Uninitialised array at an address that is good for copies from address `source`.
 
-    Where a target lies just behind its source modulo 4096, a processor takes each load for one of
-    the store before it: gathering rows of 4096 bytes costs ten times as much. Large arrays of numpy
-    begin 16 bytes behind a page, and rows in a file often on one.
+    If a target lies just behind its source modulo 4096, the CPU mistakes each load for a dependency
+    on the store before it (4K aliasing): gathering rows of 4096 bytes then takes ten times as long.
+    Large numpy arrays start 16 bytes behind a page boundary, and rows in a file often on one.
+
+    Args:
+        source: Address of the data to copy.
+        size: Bytes to allocate.
     """
     raw = np.empty(size + _PAGE, np.uint8)
     start = (source + _PAGE // 8 - raw.ctypes.data) % _PAGE
@@ -472,31 +515,32 @@ def _empty_beside(source: int, size: int) -> Bytes:
 
 
 def _is_mapped(file: RawFile | S3File) -> TypeGuard[RawFile]:
+    """Whether the file is mapped into memory."""
     return file.mapped is not None
 
 
 def _is_direct(dataset: h5py.Dataset, driver: str) -> bool:
-    """Whether the bytes of the file are the dataset's, in chunks of whole rows."""
+    """Whether the bytes of a dataset can be read from its file, in chunks of whole rows."""
     file = dataset.file
     return (
         dataset.chunks is not None
         and tuple(dataset.chunks[1:]) == dataset.shape[1:]
         and dataset.size > 0
         and file.driver == driver
-        and file.mode == "r"  # else HDF5 may hold values that the file has not got yet
+        and file.mode == "r"  # otherwise HDF5 may hold values that are not in the file yet
         and file.userblock_size == 0
         and hasattr(dataset.id, "chunk_iter")
     )
 
 
 def _runs(joined: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """(first, one past the last) of each run; joined[i]: item i + 1 goes on where i ends."""
+    """Start and stop of each run of items; joined[i] says that item i + 1 continues item i."""
     edges = [0, *(np.flatnonzero(~joined) + 1).tolist(), len(joined) + 1]
     return itertools.pairwise(edges)
 
 
 def _gather(items: npt.NDArray[np.void], at: Rows, out: npt.NDArray[np.void], places: Rows) -> None:
-    """out[places] = items[at], through a temporary that stays in the cache."""
+    """out[places] = items[at], through a temporary array that stays in the CPU cache."""
     first = int(places.min())
     if int(places.max()) - first + 1 == len(places):
         # The places are a permutation: reading in their order makes the writing sequential.

@@ -1,4 +1,4 @@
-"""What a store holds and where: which rows of which layers lie in which file."""
+"""Contents of a store: which file holds which rows of which layers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from featx.store.pieces import Pieces, piece_path
 from featx.types import Part
 
 _LOOKS = 3
-"""A folder is looked at again when it is packed meanwhile, this often at the most."""
+"""Number of attempts to list a folder that is being packed meanwhile."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A file with rows [start, stop) of some layers.
+    """File with rows [start, stop) of some layers.
 
     Attributes:
-        identity: the fingerprint that the file must carry.
-        layers: names of the datasets.
+        path: Path of the file.
+        start: First row in the store.
+        stop: Row after the last one.
+        identity: Digest that the file must carry as its fingerprint.
+        layers: Names of the datasets.
     """
 
     path: Path
@@ -40,7 +43,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One dataset: the shape of its rows, their type in memory, and its attributes."""
+    """Description of a dataset.
+
+    Attributes:
+        row_shape: Shape of a row.
+        dtype: numpy dtype that readers get.
+        attrs: Attributes of the dataset.
+    """
 
     row_shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -49,16 +58,17 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class Contents:
-    """A store as it is at one moment.
+    """Snapshot of a store.
 
     Attributes:
-        num_rows: of the listing, whether they are there or not.
-        complete: whether every row of every layer is there.
-        segments: those of an earlier run before those of a later one.
-        columns: the file with /key, /label and /columns of all rows.
-        column_names: of the columns that the data set brought.
-        classes: names of the classes.
-        attrs: the root attributes.
+        num_rows: Number of rows of the listing, computed or not.
+        complete: Whether every row of every layer is there.
+        segments: Files with rows; those of earlier runs come first.
+        layers: Dataset name -> description.
+        columns: File with /key, /label and /columns of all rows.
+        column_names: Names of the columns.
+        classes: Names of the classes.
+        attrs: Root attributes.
     """
 
     num_rows: int
@@ -72,10 +82,15 @@ class Contents:
 
 
 def find_contents(root: Path, handles: Handles) -> Contents:
-    """What there is at `root`, a store's folder or a packed file.
+    """Find what a store holds.
+
+    Args:
+        root: Folder of a store, or a features.h5.
+        handles: Open files.
 
     Raises:
-        StoreError: there is no store, it is damaged, of a newer format, or names other files.
+        StoreError: There is no store, or it is damaged, of a newer format, or refers to other
+            files.
     """
     if not root.exists():
         raise StoreError(f"there is no store at {root}.")
@@ -89,7 +104,7 @@ def find_contents(root: Path, handles: Handles) -> Contents:
             contents = _folder_contents(root, before is not None, handles)
         except (FileNotFoundError, StoreError) as error:
             trouble = error
-        # Packed while we looked: the parts were going, so that must be done again.
+        # Otherwise the store was packed meanwhile, parts were vanishing, and it needs another look.
         if _packed_state(root) == before:
             break
     if isinstance(trouble, FileNotFoundError):
@@ -100,7 +115,9 @@ def find_contents(root: Path, handles: Handles) -> Contents:
 
 
 def _packed_state(root: Path) -> tuple[int, int] | None:
-    """What changes when a packed file is put in place."""
+    """Inode and modification time of features.h5, which change when it is replaced; None without
+    one.
+    """
     try:
         state = (root / layout.PACKED).stat()
     except FileNotFoundError:
@@ -109,6 +126,7 @@ def _packed_state(root: Path) -> tuple[int, int] | None:
 
 
 def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
+    """Contents of a folder, with or without a features.h5."""
     manifest, _ = load_manifest(root)
     if is_packed:
         contents, num_runs = _packed_contents(root / layout.PACKED, handles)
@@ -116,7 +134,7 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
             num_runs = manifest.num_runs_of(str(contents.attrs.get("fingerprint")))
         if num_runs is None or manifest is None or len(manifest.runs) < num_runs:
             return contents
-        # The keys of rows that are being added are taken from samples.h5: they must be its own.
+        # Keys of new rows come from samples.h5, so both files must belong to the same store.
         if contents.attrs.get("fingerprint") != manifest.digest_of(num_runs):
             raise StoreError(f"{root / layout.PACKED} is of another run than {layout.DESCRIPTOR}.")
         if len(manifest.runs) == num_runs:
@@ -128,9 +146,9 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
 
 
 def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None]:
-    """What a packed file holds, and of how many runs; None where its manifest copy is damaged.
+    """Contents of a features.h5, and the number of its runs or None if its manifest is damaged.
 
-    All that is read of the copy is this number; what describes the rows has checksums of its own.
+    Only this number is taken from the manifest; everything that describes rows has checksums.
     """
     with handles.use(path) as opened:
         attrs = {name: _plain(value) for name, value in opened.file.attrs.items()}
@@ -162,6 +180,7 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
 
 
 def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
+    """Description of a dataset in a features.h5."""
     dataset = opened.dataset(f"{layout.FEATURES}/{name}")
     if dataset.shape[:1] != (num_rows,) or dataset.dtype.kind != "f":
         raise StoreError(
@@ -174,10 +193,10 @@ def _layer_info(opened: OpenFile, name: str, num_rows: int) -> LayerInfo:
 def _with_parts(
     root: Path, manifest: Manifest, packed: Contents | None, num_packed: int, handles: Handles
 ) -> Contents:
-    """The packed runs, if there are any, and the parts of those that came after them.
+    """Contents of the packed runs, if any, together with the parts of later runs.
 
-    Rows that are being added show as they come. A layer that is being added shows when it is whole,
-    and so are the runs before it, so that a row which is ok has its values in every layer.
+    New rows become visible as they are committed. New layers become visible when they and all runs
+    before them are complete, so that a row that is ok has values in every layer.
     """
     listing = root / layout.LISTING
     with handles.use(listing) as opened:
@@ -224,7 +243,7 @@ def _with_parts(
 
 
 def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
-    """The parts of a run that are in the store, and pieces of those that are not."""
+    """Parts of a run that exist, and pieces of parts that do not."""
     pieces = Pieces(there)
     found: list[tuple[Path, Part]] = []
     for part in run.parts():
@@ -236,4 +255,5 @@ def _segments(root: Path, run: Run, there: set[str]) -> list[Segment]:
 
 
 def _plain(value: Any) -> Any:
+    """Python number in place of a numpy scalar."""
     return value.item() if isinstance(value, np.generic) else value

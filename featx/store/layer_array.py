@@ -1,4 +1,4 @@
-"""One layer of a store as an array that is read from disk where it is indexed."""
+"""Lazy array over one layer of a store; rows are read when it is indexed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,19 @@ if TYPE_CHECKING:
 
 
 class LayerArray:
-    """One layer of a store, (N, ...): indexed like numpy, read from disk when it is.
+    """Layer of a store with shape (N, ...), indexed like a numpy array and read on access.
 
-    Indices are an int, a slice, a list or array of ints in any order and with repeats, or a
-    boolean mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
+    An index is an int, a slice, a list or array of ints in any order with repeats, or a boolean
+    mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
+
+    Args:
+        store: Open store.
+        name: Name of the layer.
+
+    Attributes:
+        name: Name of the layer.
+        dtype: numpy dtype of the values; float32 for bfloat16 layers.
+        shape: (N, ...).
     """
 
     def __init__(self, store: FeatureStore, name: str) -> None:
@@ -27,20 +36,22 @@ class LayerArray:
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """layer, capture, reduce and compute_dtype of the dataset."""
+        """Attributes of the dataset, such as layer, capture, reduce and compute_dtype."""
         return dict(self._store._contents.layers[self.name].attrs)
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole array in memory."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     @property
     def chunk_rows(self) -> int:
-        """Rows that lie in one chunk of the file: slices along its borders read no chunk twice."""
+        """Rows per chunk of the file; slices aligned to it read no chunk twice."""
         return self._store._chunk_rows(self.name)
 
     def __len__(self) -> int:
@@ -50,6 +61,7 @@ class LayerArray:
         return f"<LayerArray {self.name} {self.shape} {self.dtype}>"
 
     def __getitem__(self, index: Any) -> npt.NDArray[Any]:
+        """Read the selected rows; returns an array in memory."""
         if type(index) is int and -len(self) <= index < len(self):
             start = index % len(self)
             row: npt.NDArray[Any] = self._store._read_run(self.name, start, start + 1)[0]
@@ -78,16 +90,21 @@ class LayerArray:
         return chosen
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        """Read all rows."""
         if copy is False:
             raise ValueError("the rows are on disk; an array of them is always a copy")
         return self[:] if dtype is None else self[:].astype(dtype)
 
 
 def _row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
-    """Any row index as (n,) int64 in [0, length), and whether it was a single int.
+    """Convert a row index to row numbers.
+
+    Returns:
+        (n,) int64 in [0, length), and whether the index was a single int.
 
     Raises:
-        IndexError: an index is out of range, a mask of another length, or of no known kind.
+        IndexError: An index is out of range, a mask has another length, or the type is not
+            supported.
     """
     if isinstance(index, slice):
         return np.arange(*index.indices(length), dtype=np.int64), False

@@ -1,4 +1,4 @@
-"""Names, attributes, versions and chunk shapes: the one place that spells the store's format."""
+"""Layout of a store: names of files and datasets, attributes, versions, and chunk shapes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from featx.errors import StoreError
 from featx.types import LayerSpec, Part, Status, StoreHeader
 
 FORMAT = 2
-"""Version of the format; a reader refuses what is newer."""
+"""Newest version of the format that this featx reads and writes."""
 
 FORMAT_PLAIN = 1
-"""What HDF5 files and stores of a single run are written as: every featx reads it."""
+"""Version of HDF5 files and of stores with a single run, which every featx can read."""
 
 DESCRIPTOR = "featx.json"
 LISTING = "samples.h5"
@@ -47,7 +47,7 @@ FEATURES = "features"
 CHECKSUMS = "checksums"
 _WORDS = 512
 _FOLDED_BYTES = 65536
-"""Words of a row, and the unit of bytes, that `checksum` folds; crc32 is faster for fewer bytes."""
+"""Words per row, and the unit in bytes, of `checksum`; for fewer bytes crc32 alone is faster."""
 KEY = "key"
 LABEL = "label"
 STATUS = "status"
@@ -61,13 +61,18 @@ TEXT_CHECKSUMS = "text_checksums"
 CHUNK_TABLE = "chunk_table"
 
 LIBVER = ("v110", "v110")
-"""HDF5 file version bounds: what HDF5 1.10 and everything after it reads."""
+"""Version bounds of HDF5 files: readable by HDF5 1.10 and later."""
 
 CHUNK_BYTES = 1 << 20
+"""Target size of a chunk without filters."""
 CHUNK_BYTES_COMPRESSED = 1 << 18
+"""Target size of a compressed chunk before compression; smaller, as single rows decode all of
+it.
+"""
 PART_BYTES = 256 << 20
+"""Largest size of a part with part_rows=auto, as a part is built in memory."""
 COLUMN_CHUNK_ROWS = 1 << 14
-"""Rows per chunk of key, label, status and the columns, at the most."""
+"""Largest number of rows per chunk of key, label, status and the columns."""
 
 
 PART_GLOB = "part-*.h5"
@@ -77,49 +82,52 @@ PART_OR_PIECE_GLOB = "p*-*.h5"
 _PIECE_NAME = re.compile(r"piece-(\d+)-(\d+)-(\d+)\.h5")
 
 UNREADABLE = (OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError)
-"""What reading a file can raise in h5py; `is_damage` tells whose fault it is."""
+"""Exceptions that h5py may raise for a file; `is_damage` tells damage from failed access."""
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error tells of the file; else the system could not read it now (EIO, EACCES)."""
+    """Whether an error shows damage of the file, rather than failed access (EIO, EACCES, ...).
+
+    Errors of HDF5 about the content are OSErrors without errno.
+    """
     return not isinstance(error, OSError) or error.errno in (None, errno.EISDIR)
 
 
 def part_name(index: int) -> str:
-    """File name of part `index` below parts/."""
+    """File name of a part in the folder parts/."""
     return f"part-{index:06d}.h5"
 
 
 def piece_name(piece: Part) -> str:
-    """File name of a piece below parts/: its part's number, its first row, one past its last."""
+    """File name of a piece in the folder parts/: index of its part, first row, and stop row."""
     return f"piece-{piece.index:06d}-{piece.start}-{piece.stop}.h5"
 
 
 def piece_of(name: str) -> Part | None:
-    """The rows of a part that the name of a piece states; None for the names of other files."""
+    """Rows of a piece from its file name, or None for names of other files."""
     found = _PIECE_NAME.fullmatch(name)
     return None if found is None else Part(*map(int, found.groups()))
 
 
 def power_of_two_at_most(value: float) -> int:
-    """The largest power of two that is not above value, at least 1."""
+    """Largest power of two that is not above `value`, at least 1."""
     return 1 << max(0, math.floor(math.log2(max(1.0, value))))
 
 
 def power_of_two_at_least(value: int) -> int:
-    """The smallest power of two that is not below value."""
+    """Smallest power of two that is not below `value`."""
     return 1 << max(0, (value - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How the rows of one run fall into parts: part k of it begins at first_row + k * part_rows.
+    """Division of the rows of a run into parts; part k starts at first_row + k * part_rows.
 
     Attributes:
-        num_rows: of the run.
-        part_rows: a power of two.
-        first_row: of the run, in the listing.
-        first_part: the number of the run's first part in the store.
+        num_rows: Number of rows of the run.
+        part_rows: Rows per part, a power of two.
+        first_row: First row of the run in the listing.
+        first_part: Index of the first part of the run in the store.
     """
 
     num_rows: int
@@ -129,33 +137,40 @@ class Grid:
 
     @property
     def stop_row(self) -> int:
-        """One past the last row of the run."""
+        """Row after the last row of the run."""
         return self.first_row + self.num_rows
 
     @property
     def slots(self) -> int:
-        """Rows a part has room for: part_rows, or less where the whole run is smaller."""
+        """Number of rows that the datasets of a part can hold: part_rows, or less for a small
+        run.
+        """
         return min(self.part_rows, power_of_two_at_least(self.num_rows))
 
     def __len__(self) -> int:
         return -(-self.num_rows // self.part_rows)
 
     def part(self, index: int) -> Part:
-        """The run's part number `index`, counted from 0; the last one may be short."""
+        """Part number `index` of the run, counted from 0; the last one may be shorter."""
         start = self.first_row + index * self.part_rows
         stop = min(start + self.part_rows, self.stop_row)
         return Part(self.first_part + index, start, stop)
 
     def holds(self, row: int) -> bool:
-        """Whether a row of the listing is one of the run's."""
+        """Whether a row of the listing belongs to the run."""
         return self.first_row <= row < self.stop_row
 
     def part_of(self, row: int) -> Part:
-        """The part that holds a row of the listing."""
+        """Part that holds a row of the listing."""
         return self.part((row - self.first_row) // self.part_rows)
 
     def chunk_rows(self, row_bytes: int, compressed: bool) -> int:
-        """Rows per chunk: a power of two, so that no chunk straddles two parts."""
+        """Rows per chunk: a power of two, so that no chunk extends over two parts.
+
+        Args:
+            row_bytes: Bytes of a row.
+            compressed: Whether the chunks are compressed; they are smaller then.
+        """
         budget = CHUNK_BYTES_COMPRESSED if compressed else CHUNK_BYTES
         return min(self.slots, power_of_two_at_most(budget / max(1, row_bytes)))
 
@@ -166,7 +181,7 @@ class Grid:
 
 
 def check_version(path: Path, version: int) -> None:
-    """Raise StoreError where a file is of a newer format than this featx reads."""
+    """Raise StoreError if a file has a newer format than this featx reads."""
     if version > FORMAT:
         raise StoreError(
             f"{path} has store format {version}, this featx reads up to {FORMAT}. "
@@ -175,17 +190,17 @@ def check_version(path: Path, version: int) -> None:
 
 
 def status_names() -> str:
-    """The attribute of /status: number -> name, as JSON."""
+    """JSON text with the name of each status number, an attribute of /status."""
     return json.dumps({int(s): s.label for s in Status})
 
 
 def root_attributes(header: StoreHeader, identity: str, complete: bool) -> dict[str, Any]:
-    """The root attributes of a part or of the packed file.
+    """Root attributes of a part or of features.h5.
 
     Args:
-        header: of the run.
-        identity: sha256 of the fingerprint of the run or, in the packed file, of all its runs.
-        complete: whether the file holds every row.
+        header: Header of the run.
+        identity: SHA-256 of the fingerprint of the run; for features.h5, of all its runs.
+        complete: Whether the file holds every row.
     """
     return {
         "featx_format": FORMAT_PLAIN,
@@ -201,7 +216,7 @@ def root_attributes(header: StoreHeader, identity: str, complete: bool) -> dict[
 
 
 def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
-    """The attributes of one dataset below /features."""
+    """Attributes of a dataset in /features."""
     return {
         "layer": spec.layer,
         "capture": spec.capture,
@@ -212,9 +227,14 @@ def layer_attributes(spec: LayerSpec) -> dict[str, Any]:
 
 
 def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[np.uint32]:
-    """(ceil(N / rows_per_chunk),) `checksum` of the rows of each chunk, as they are when decoded.
+    """`checksum` of each chunk of some rows.
 
-    Rows are taken in C order, little-endian; the padding of the last chunk does not count.
+    Args:
+        rows: (N, ...) array; taken in C order, little-endian.
+        rows_per_chunk: Rows per chunk; the last chunk may have fewer rows, padding is not counted.
+
+    Returns:
+        (ceil(N / rows_per_chunk),) uint32.
     """
     rows = np.ascontiguousarray(rows)
     starts = range(0, len(rows), rows_per_chunk)
@@ -254,7 +274,7 @@ def checksum(values: npt.NDArray[Any] | bytes | bytearray) -> int:
 
 
 def failures_checksum(columns: Sequence[npt.NDArray[Any]]) -> int:
-    """crc32 over the rows, the errors and the messages of /failures, one after the other."""
+    """crc32 of the rows, exception names and messages of /failures, one after the other."""
     crc = 0
     for values in columns:
         crc = zlib.crc32(np.ascontiguousarray(values).view(np.uint8).data, crc)
@@ -262,7 +282,7 @@ def failures_checksum(columns: Sequence[npt.NDArray[Any]]) -> int:
 
 
 def text_array(values: Sequence[str]) -> npt.NDArray[np.bytes_]:
-    """Strings as fixed-length UTF-8 bytes; an empty list gives shape (0,)."""
+    """Strings as an array of fixed-length UTF-8 bytes; shape (0,) for no strings."""
     encoded = [value.encode("utf-8", "surrogateescape") for value in values]
     width = max([len(value) for value in encoded], default=0)
     return np.array(encoded, dtype=f"S{max(1, width)}")

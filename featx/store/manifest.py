@@ -1,7 +1,8 @@
-"""featx.json: the runs that made a store; written before the first row, known to every part.
+"""Manifest of a store (featx.json): the runs that made it.
 
-A store is made by one run. A later run may add layers to all rows, or rows to all layers; each run
-is a rectangle of the table of rows and layers, with parts and settings of its own.
+It is written before the first row, and every part carries a copy. A store is made by one run. A
+later run may add layers to all rows, or rows to all layers; each run is a rectangle in the table
+of rows and layers, with its own parts and settings.
 """
 
 from __future__ import annotations
@@ -26,26 +27,29 @@ _NEEDED = ("fingerprint", "fingerprint_sha256", "num_rows", "part_rows", "codec"
 _HEADER = ("config", "model", "weights", "weights_sha256", "transform", "versions")
 
 _SUM = "sha256"
-"""Of everything else in featx.json; one written before this was added has none."""
+"""Entry with the SHA-256 of all other entries of featx.json."""
 
 _MAX_PARTS = 1_000_000
-"""More than part names have digits for; else a few bytes could claim work without end."""
+"""Largest number of parts, as names of parts have six digits; a damaged manifest with a larger
+number
+could demand endless work.
+"""
 
 
 class DamagedManifestError(StoreError):
-    """featx.json is there and does not say what it should."""
+    """featx.json exists, and its content is not valid."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run into a store: some layers of some rows, computed in one way.
+    """Run that wrote to a store: some layers of some rows, computed with the same settings.
 
     Attributes:
-        header: settings and identity, as every part of the run states them.
-        layers: the datasets it makes.
-        grid: its rows and how they fall into parts.
-        codec: of its parts.
-        resolved: how every `auto` was decided.
+        header: Settings and versions, as every part of the run records them.
+        layers: Datasets that the run computes.
+        grid: Rows of the run and their division into parts.
+        codec: Codec of its parts.
+        resolved: Name -> value of every `auto`.
     """
 
     header: StoreHeader
@@ -56,20 +60,22 @@ class Run:
 
     @cached_property
     def digest(self) -> str:
-        """The fingerprint's sha256, which every part of the run carries."""
+        """SHA-256 of the fingerprint, which every part of the run carries."""
         return digest(self.header.fingerprint)
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of its datasets."""
+        """Names of the datasets."""
         return frozenset(spec.name for spec in self.layers)
 
     def parts(self) -> list[Part]:
-        """All its parts, in order."""
+        """All parts of the run, in order."""
         return [self.grid.part(i) for i in range(len(self.grid))]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types; the top level of featx.json, or one of its additions."""
+        """JSON types for featx.json: its top level for the first run, else an entry of
+        `additions`.
+        """
         return {
             "fingerprint": dict(self.header.fingerprint),
             "fingerprint_sha256": self.digest,
@@ -85,7 +91,11 @@ class Run:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Run:
-        """What `as_dict` gave. Raises ValueError, TypeError or LookupError where it did not."""
+        """Create a run from the result of `as_dict`.
+
+        Raises:
+            ValueError, TypeError, LookupError: The values are not valid.
+        """
         missing = set(_NEEDED) - set(values)
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
@@ -111,7 +121,7 @@ class Run:
 
 
 def _check_claims(run: Run) -> None:
-    """Raise ValueError where the numbers of a run are none that a run can have."""
+    """Raise ValueError if the numbers of a run are impossible."""
     grid = run.grid
     if grid.part_rows < 1 or grid.part_rows & (grid.part_rows - 1):
         raise ValueError(f"part_rows is {grid.part_rows}, no power of two")
@@ -126,58 +136,58 @@ def _check_claims(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The runs of a store in the order in which they were begun."""
+    """Runs of a store, in the order in which they were started."""
 
     runs: tuple[Run, ...]
 
     @property
     def num_rows(self) -> int:
-        """Rows of the listing."""
+        """Number of rows of the listing."""
         return max(run.grid.stop_row for run in self.runs)
 
     @property
     def num_parts(self) -> int:
-        """Parts of all runs; they are numbered through."""
+        """Number of parts of all runs, which share one numbering."""
         return sum(len(run.grid) for run in self.runs)
 
     @cached_property
     def layers(self) -> dict[str, LayerSpec]:
-        """Every dataset of the store by its name."""
+        """Every dataset of the store by name."""
         return {spec.name: spec for run in reversed(self.runs) for spec in run.layers}
 
     @property
     def digest(self) -> str:
-        """The identity of the store: of its only run, or of all together."""
+        """SHA-256 that identifies the store: that of its only run, or of all runs together."""
         return self.digest_of(len(self.runs))
 
     def digest_of(self, num_runs: int) -> str:
-        """The identity of the store as it was after its first runs."""
+        """SHA-256 that identified the store after its first `num_runs` runs."""
         if num_runs == 1:
             return self.runs[0].digest
         return digest({"runs": [run.digest for run in self.runs[:num_runs]]})
 
     def num_runs_of(self, identity: str) -> int | None:
-        """After how many runs the store had this identity; None where it never had."""
+        """Number of runs after which the store had this digest, or None if it never had."""
         counts = range(1, len(self.runs) + 1)
         return next((count for count in counts if self.digest_of(count) == identity), None)
 
     @property
     def listing_identity(self) -> str | None:
-        """The listing as the fingerprint of the run with the last rows states it."""
+        """Digest of the listing in the fingerprint of the run with the last rows, or None."""
         latest = max(self.runs, key=lambda run: run.grid.stop_row)
         identity = latest.header.fingerprint.get("listing")
         return None if identity is None else str(identity)
 
     def holder(self, layer: str) -> Run:
-        """The first run that makes a dataset."""
+        """First run that computes a dataset."""
         return next(run for run in self.runs if layer in run.names)
 
     def run_of(self, part: Part) -> Run:
-        """The run that a part belongs to."""
+        """Run that a part belongs to."""
         return next(run for run in reversed(self.runs) if run.grid.first_part <= part.index)
 
     def part_of(self, piece: Part) -> Part | None:
-        """The part that some rows belong to; None where the store has no such part."""
+        """Part that a piece belongs to, or None if the store has no such part."""
         if not 0 <= piece.index < self.num_parts:
             return None
         run = self.run_of(piece)
@@ -186,7 +196,7 @@ class Manifest:
         return part if inside else None
 
     def to_json(self) -> bytes:
-        """featx.json. A store of several runs has format 2, which older readers refuse."""
+        """Content of featx.json; with several runs it has format 2, which older readers refuse."""
         first, *others = self.runs
         values = {
             "featx_format": layout.FORMAT if others else layout.FORMAT_PLAIN,
@@ -199,15 +209,15 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes, path: Path) -> Manifest:
-        """What `to_json` gave.
+        """Parse the content of featx.json.
 
         Args:
-            data: the text.
-            path: where it stood, for the message.
+            data: Content.
+            path: Path of the file, for messages.
 
         Raises:
-            DamagedManifestError: it is not whole.
-            StoreError: it is of a newer format.
+            DamagedManifestError: The content is not valid.
+            StoreError: It has a newer format.
         """
         try:
             values = json.loads(data)
@@ -228,17 +238,17 @@ class Manifest:
 
 
 def _check_numbering(runs: Sequence[Run]) -> None:
-    """Raise ValueError unless the parts of all runs are numbered through."""
+    """Raise ValueError unless the parts of all runs are numbered consecutively."""
     counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
     if any(run.grid.first_part != count for run, count in zip(runs, counts, strict=False)):
         raise ValueError("its parts are not numbered through")
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """featx.json of a store, or None where no store was begun.
+    """Read featx.json of a store; None if there is no such file.
 
     Raises:
-        StoreError: it is there and cannot be read, is damaged, or of a newer format.
+        StoreError: The file cannot be read, is damaged, or has a newer format.
     """
     path = root / layout.DESCRIPTOR
     try:
@@ -251,12 +261,13 @@ def read_manifest(root: Path) -> Manifest | None:
 
 
 def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
-    """The runs of a store, and whether featx.json itself told them.
+    """Read the manifest of a store, from a copy if featx.json is lost or damaged.
 
-    A lost or damaged featx.json is replaced by the copy that every part and features.h5 carry.
+    Returns:
+        The manifest, or None if there is none, and whether featx.json itself is intact.
 
     Raises:
-        StoreError: it is damaged and there is no copy, or it is of a newer format.
+        StoreError: featx.json is damaged and there is no copy, or it has a newer format.
     """
     try:
         manifest = read_manifest(root)
@@ -271,16 +282,17 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
 
 
 def num_runs_of(packed: h5py.File) -> int:
-    """How many runs of its store a features.h5 holds."""
+    """Number of runs that a features.h5 holds."""
     return len(_copy_in(packed).runs) if layout.MANIFEST in packed.attrs else 1
 
 
 def _copy_in(file: h5py.File) -> Manifest:
+    """Manifest that a part or features.h5 carries."""
     return Manifest.from_json(bytes(file.attrs[layout.MANIFEST]), Path(file.filename))
 
 
 def _copy_of_manifest(root: Path) -> Manifest | None:
-    """The longest manifest among the copies in features.h5 and the parts."""
+    """Manifest with the most runs among the copies in features.h5 and the parts, or None."""
     found: list[Manifest] = []
     parts = sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB))
     for path in [root / layout.PACKED, *parts]:

@@ -1,4 +1,4 @@
-"""Rows -> one part: an HDF5 file built in memory, read back, and only then handed out."""
+"""Builds the HDF5 file of a part in memory and checks it by reading it back."""
 
 from __future__ import annotations
 
@@ -27,9 +27,17 @@ from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 
 class PartBuilder:
-    """The rows of one part as they arrive, each put at its own place.
+    """Rows of one part, collected batch by batch.
 
-    Rows that never arrive keep the fill, NaN and status 255; `build` refuses a part that has any.
+    Rows that were never added keep NaN and status 255; `build` refuses such a part.
+
+    Args:
+        part: Rows of the part.
+        specs: Datasets of the part.
+
+    Attributes:
+        part: Rows of the part.
+        failures: Failed rows added so far.
     """
 
     def __init__(self, part: Part, specs: Sequence[LayerSpec]) -> None:
@@ -52,13 +60,14 @@ class PartBuilder:
         failures: Sequence[Failure],
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> None:
-        """Put rows [start, start + n) of the listing in place.
+        """Add rows [start, start + n) of the listing.
 
         Args:
-            start: the first row, counted in the listing.
-            features: dataset name -> (n, ...), every dataset of the run; bfloat16 as uint16.
-            failures: the rows among them that failed; they become NaN in every dataset.
-            checksums: (n,) of the encoded images they were computed from; None where not known.
+            start: First row in the listing.
+            features: Dataset name -> (n, ...) for every dataset of the run; bfloat16 as uint16
+                bits.
+            failures: Failed rows among them; their values become NaN in every dataset.
+            checksums: (n,) uint64 checksums of the encoded images, or None if unknown.
         """
         first = start - self.part.start
         count = len(next(iter(features.values())))
@@ -71,7 +80,7 @@ class PartBuilder:
             self._checksums[first : first + count] = checksums
         for name, rows in features.items():
             stored = self._features[name]
-            # numpy would broadcast a row over the others, or cast 1e6 to infinity, without a word.
+            # numpy would silently broadcast one row over the others, or cast 1e6 to infinity.
             require(rows.shape == (count, *stored.shape[1:]), f"{name} has shape {rows.shape}")
             require(rows.dtype == stored.dtype, f"{name} is {rows.dtype}")
             stored[first : first + count] = rows
@@ -85,15 +94,18 @@ class PartBuilder:
         self.failures.extend(failures)
 
     def build(self, run: Run, listing: Listing, manifest: bytes) -> memoryview:
-        """The part as the bytes of an HDF5 file, checked by reading them back.
+        """Build the HDF5 file in memory and check it.
 
         Args:
-            run: that the part belongs to.
-            listing: of the whole store; this part's keys, labels and columns are taken from it.
-            manifest: a copy of featx.json, from which a lost one can be put back.
+            run: Run that the part belongs to.
+            listing: Listing of the whole store; the part gets its keys, labels and columns.
+            manifest: Content of featx.json; every part carries a copy, for a store that loses it.
+
+        Returns:
+            Bytes of the file.
 
         Raises:
-            RunError: it reads back differently.
+            RunError: The file reads back differently.
         """
         require(Status.ABSENT not in self._status, "a row of the part never arrived")
         buffer = io.BytesIO()
@@ -114,6 +126,7 @@ class PartBuilder:
             for spec in self._specs.values():
                 chunk_rows = run.grid.chunk_rows(spec.row_bytes, run.codec != "none")
                 create_layer(file, spec, replace(extent, chunk_rows=chunk_rows), run.codec)
+            # All texts are in the file now, and no rows yet, which could be mistaken for heaps.
             seal_texts(file, buffer)
             write_columns(file, columns)
             for name, values in self._features.items():
@@ -129,6 +142,7 @@ class PartBuilder:
         return buffer.getbuffer()
 
     def _check(self, buffer: io.BytesIO, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Read the file back and compare every dataset with what was written."""
         features = {f"{layout.FEATURES}/{name}": rows for name, rows in self._features.items()}
         with h5py.File(buffer, "r") as file:
             check_texts(file, lambda size, at: bytes(buffer.getbuffer()[at : at + size]))
@@ -144,7 +158,13 @@ class PartBuilder:
 
 @dataclass(frozen=True)
 class Extent:
-    """How long a dataset is: its rows, the rows there is room for, and the rows of a chunk."""
+    """Length of a dataset.
+
+    Attributes:
+        num_rows: Number of rows.
+        max_rows: Largest number of rows that it can be resized to.
+        chunk_rows: Rows per chunk.
+    """
 
     num_rows: int
     max_rows: int
@@ -152,7 +172,7 @@ class Extent:
 
 
 def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -> None:
-    """An empty dataset for the rows of one layer, with its attributes."""
+    """Create an empty dataset for the rows of a layer, with its attributes."""
     dataset = file.create_dataset(
         f"{layout.FEATURES}/{spec.name}",
         shape=(extent.num_rows, *spec.shape),
@@ -166,9 +186,9 @@ def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -
 
 
 def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
-    """Fill a dataset with its rows; chunks are compressed in threads of our own.
+    """Fill a dataset; chunks are compressed in several threads.
 
-    h5py does it under one lock: two threads write half as fast again without it.
+    h5py compresses under one lock; without it, two threads write half as fast again.
     """
     pipeline = Pipeline.of(dataset)
     step = dataset.chunks[0]
@@ -178,7 +198,7 @@ def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
 
     def encoded(start: int) -> bytes:
         chunk = rows[start : start + step]
-        if len(chunk) < step:  # HDF5 stores whole chunks; what is beyond the rows is never read
+        if len(chunk) < step:  # HDF5 stores whole chunks; the padding is never read
             rest = np.zeros((step - len(chunk), *rows.shape[1:]), rows.dtype)
             chunk = np.concatenate([chunk, rest])
         return pipeline.encode(np.ascontiguousarray(chunk).reshape(-1).view(np.uint8))
@@ -193,7 +213,13 @@ def _write_rows(dataset: h5py.Dataset, rows: npt.NDArray[Any]) -> None:
 def create_columns(
     file: h5py.File, columns: Mapping[str, npt.NDArray[Any]], extent: Extent
 ) -> None:
-    """/key, /label, /status, /image_checksum and /columns, empty, for values of these types."""
+    """Create /key, /label, /status, /image_checksum and /columns without values.
+
+    Args:
+        file: File open for writing.
+        columns: Dataset path -> values, of which only the dtypes are used.
+        extent: Length of the datasets.
+    """
     for name, values in columns.items():
         file.create_dataset(
             name,
@@ -206,7 +232,7 @@ def create_columns(
 
 
 def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-    """Fill what `create_columns` made, each with its checksums."""
+    """Write the values and checksums of the datasets made by `create_columns`."""
     for name, values in columns.items():
         file[name][:] = values
         sums = layout.chunk_checksums(values, file[name].chunks[0])
@@ -214,6 +240,6 @@ def write_columns(file: h5py.File, columns: Mapping[str, npt.NDArray[Any]]) -> N
 
 
 def make_feature_groups(file: h5py.File) -> None:
-    """The groups of a file with features, beside those of its listing."""
+    """Create the groups for features and their checksums."""
     for name in (layout.FEATURES, f"{layout.CHECKSUMS}/{layout.FEATURES}"):
         file.create_group(name)

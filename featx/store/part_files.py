@@ -1,4 +1,4 @@
-"""The file of one part: published whole, and judged by what it holds."""
+"""Files of parts: how they are published, and whether an existing file is valid."""
 
 from __future__ import annotations
 
@@ -23,28 +23,26 @@ from featx.types import Failure, LayerSpec, Listing, Part
 
 
 def part_path(root: Path, index: int) -> Path:
-    """Where part `index` of a store lies."""
+    """Path of the part with this index."""
     return root / layout.PARTS / layout.part_name(index)
 
 
 def part_names(root: Path) -> set[str]:
-    """The names of the parts that are in a store."""
+    """File names of the parts in a store."""
     return {path.name for path in (root / layout.PARTS).glob(layout.PART_GLOB)}
 
 
 def publish_part(
     disk: AtomicFolder, builder: PartBuilder, manifest: Manifest, listing: Listing
 ) -> Sequence[Failure]:
-    """Make one part durable; from here on no crash takes it away.
-
-    Where another process was first, its part is kept.
+    """Commit a part; a part that another process has committed first is kept.
 
     Returns:
-        the failures of the part that is there now.
+        Failures of the part that the store holds then.
 
     Raises:
-        RunError: the disk is full or fails.
-        StoreError: what another process put there does not count.
+        RunError: The disk is full or fails.
+        StoreError: The file of the other process is not valid.
     """
     run = manifest.run_of(builder.part)
     path = part_path(disk.root, builder.part.index)
@@ -59,10 +57,10 @@ def publish_part(
 def arrived_parts(
     root: Path, manifest: Manifest, parts: Sequence[Part]
 ) -> Iterator[tuple[Part, Sequence[Failure]]]:
-    """Those of some parts whose files are there, with their failures.
+    """Select the parts whose files exist; yields each with its failures.
 
     Raises:
-        RunError: a file is there that does not count.
+        RunError: A file is not valid.
     """
     there = part_names(root)
     found = [part for part in parts if layout.part_name(part.index) in there]
@@ -76,7 +74,11 @@ def arrived_parts(
 def look_at_parts(
     root: Path, manifest: Manifest, parts: Sequence[Part]
 ) -> Iterator[tuple[Part, str | None, Sequence[Failure]]]:
-    """`look_at_part` for some parts of a store, in order; of a bucket those ahead are fetched."""
+    """Apply `look_at_part` to several parts, in order; files in a bucket are prefetched.
+
+    Yields:
+        part, problem and failures.
+    """
     paths = [part_path(root, part.index) for part in parts]
     for part, path, opened in zip(parts, paths, fetched_ahead(paths), strict=True):
         yield part, *look_at_part(path, part, manifest.run_of(part), opened)
@@ -89,21 +91,24 @@ def look_at_part(
     opened: Callable[[], S3File] | None = None,
     compare: bool = False,
 ) -> tuple[str | None, Sequence[Failure]]:
-    """Why a file cannot count as a part of a run, or None; and the failures that it tells of.
+    """Check the file of a part.
 
-    The fingerprint holds the listing's and the layers', so what is left to check is which part it
-    is and whether it is whole; flipped bits are found by `verify` and by packing.
+    The fingerprint covers listing and layers, so what remains to check is which part the file holds
+    and whether it is complete. Flipped bits are found by job=verify and by packing.
 
     Args:
-        path: of the file.
-        part: that it should hold.
-        run: of the part.
-        opened: gives the object, where somebody has begun to fetch it; None opens the path.
-        compare: all chunks with their checksums too.
+        path: Path of the file.
+        part: Part that it should hold.
+        run: Run of the part.
+        opened: Returns the open object if it is being prefetched; None opens the path.
+        compare: Compare all chunks with their checksums, too.
+
+    Returns:
+        Reason why the file is not valid, or None, and the failures of its rows.
     """
     try:
         with open_metadata(path, opened) as file:
-            attrs = file.attrs  # once: h5py opens the root group for it every time
+            attrs = file.attrs  # h5py opens the root group at every access
             if attrs["fingerprint"] != run.digest:
                 return "it is of another run", ()
             if int(attrs.get("start", 0)) != part.start:
@@ -119,14 +124,14 @@ def look_at_part(
 
 
 def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
-    """Which dataset of a part or of features.h5 is not there in its full size, or None."""
+    """Name the first dataset of a part or of features.h5 that lacks its full shape, or None."""
     expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
     expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
     for spec in specs:
         path = f"{layout.FEATURES}/{spec.name}"
         expected[path] = ((num_rows, *spec.shape), memory_dtype(spec.dtype))
     for path, (shape, dtype) in expected.items():
-        # h5py's own layer above costs three times as much, and a store may have 10,000 parts.
+        # The low-level interface takes a third of the time, and a store may have 10,000 parts.
         found = h5py.h5d.open(file.id, path.encode())
         if found.shape != shape or dtype not in (None, found.dtype):
             return f"dataset {path} is {found.shape} {found.dtype}, expected {shape} {dtype or ''}"

@@ -1,4 +1,6 @@
-"""Rows that a store had when it was opened and has no more."""
+"""Reads a store: lazy arrays of features by layer, with keys, labels, status and failures by
+row.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,16 @@ from featx.types import UNKNOWN_IMAGE, Status
 def check_rows_present(
     store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any]
 ) -> None:
-    """Raise StoreError where rows that were ok have no values any more.
+    """Raise StoreError if rows that were ok have lost their values since the store was opened.
 
-    A store whose files went looks for them anew, and what is not there then reads as NaN; a row
-    that is ok never holds one.
+    When files of a store vanish, the reader looks for them again, and rows that it cannot find read
+    as NaN. A row that is ok never starts with NaN.
 
     Args:
-        store: the rows were read from.
-        layer: of these values.
-        rows: (n,) of the store, ok when it was opened.
-        values: (n, ...) what was read of them.
+        store: Store that the rows were read from.
+        layer: Name of the layer.
+        rows: (n,) rows of the store that were ok when it was opened.
+        values: (n, ...) values read from these rows.
     """
     if not values.size:
         return
@@ -52,34 +54,42 @@ T = TypeVar("T")
 
 
 def open(path: str | os.PathLike[str], verify: Verify = "chunks") -> FeatureStore:
-    """Open a store for reading: its folder (also while the run goes on) or a features.h5.
+    """Open a store for reading.
 
     Args:
-        path: OUT, OUT/features.h5, or any other file of the same format; on a disk, or in an
-            object store as s3://bucket/OUT, of which only the rows that are asked for are read.
-        verify: what is compared with its checksum when it is read, each chunk once in a process.
-            "chunks": every chunk of which a read takes a quarter or more (in an object store half),
-            of compressed layers every chunk. So single rows of an uncompressed layer are not
-            compared. "rows": every chunk of which a read takes any row; the first row of a chunk
-            then costs the reading of the whole chunk, about 1 MiB. False: nothing.
+        path: Folder of a store (also while a run writes to it), its features.h5, or another file of
+            the same format; on a disk or as s3://bucket/run. Only requested rows are read.
+        verify: Which chunks are compared with their checksums when they are read; each chunk is
+            compared once per process. "chunks": chunks of which one read takes a quarter or more
+            (half in an object store), and all chunks of compressed layers; so single rows of an
+            uncompressed layer are not compared. "rows": all chunks of which a row is read; the
+            first row of a chunk then costs a read of the whole chunk, about 1 MiB. False: none.
 
     Raises:
-        ConfigError: verify is none of these.
-        StoreError: there is no store, it is damaged, of a newer format, or names other files.
+        ConfigError: `verify` is none of these values.
+        StoreError: There is no store, or it is damaged, of a newer format, or refers to other
+            files.
     """
     return FeatureStore(path, verify)
 
 
 class FeatureStore:
-    """The features of one run; `store[layer]` is a lazy array of shape (N, ...).
+    """Features of a data set; `store[layer]` is a lazy array of shape (N, ...).
+
+    A store can be pickled and used in forked processes; each process opens its own files.
+
+    Args:
+        path: As for `featx.open`.
+        verify: As for `featx.open`.
 
     Attributes:
-        root: the folder or file it was opened from.
-        layers: the names of the datasets.
-        complete: whether every row of the listing is there.
-        classes: names of the classes; `labels` index them.
-        columns: names of what else the data set said of each row; see `column`.
-        verify: what is compared with its checksum when it is read; see `open`.
+        root: Absolute path of the folder or file.
+        layers: Names of the layers.
+        complete: Whether every row of the listing is there.
+        classes: Names of the classes; `labels` are indices into them.
+        columns: Names of the columns that the data set has; see `column`.
+        attrs: Root attributes of the store: model, weights, transform, config and others.
+        verify: As for `featx.open`.
     """
 
     root: Path
@@ -95,7 +105,9 @@ class FeatureStore:
         self._find()
 
     def refresh(self) -> FeatureStore:
-        """Look again which rows and layers are there; for a run that still goes on."""
+        """Look again which rows and layers are there, while a run is in progress; returns the
+        store.
+        """
         self._handles = Handles(self.verify)
         columns = ("keys", "labels", "status", "failures", "key_bytes", "image_checksums")
         for name in (*columns, "_key_order"):
@@ -104,6 +116,7 @@ class FeatureStore:
         return self
 
     def _find(self) -> None:
+        """Find the files of the store and reset everything that depends on them."""
         self._contents = find_contents(self.root, self._handles)
         self.complete = self._contents.complete
         self.attrs = self._contents.attrs
@@ -139,34 +152,35 @@ class FeatureStore:
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """Names of the layers."""
         return tuple(self._contents.layers)
 
     @property
     def num_rows_present(self) -> int:
-        """Rows that are in the store by now, failed ones included."""
+        """Number of rows that the store holds so far, failed ones included."""
         segments, _ = self._segments_of(self.layers[0])
         return sum(segment.stop - segment.start for segment in segments)
 
     @cached_property
     def keys(self) -> npt.NDArray[np.str_]:
-        """(N,) str: the path of each image below data.root; unusual bytes as os.fsdecode gives."""
+        """(N,) str: key of each row, usually a path below data.root, decoded by os.fsdecode."""
         decoded = [os.fsdecode(key) for key in self.key_bytes.tolist()]
         return np.array(decoded, dtype=np.str_)
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
-        """(N,) int64: index into `classes`, -1 where an image has none."""
+        """(N,) int64: index into `classes`, -1 for rows without a label."""
         labels: npt.NDArray[np.int64] = self._column(layout.LABEL, "i")
         return labels
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """What the data set said of each row in one of its `columns` (data.columns).
+        """Values of one of the `columns` that the data set has for each row (option data.columns).
 
         Returns:
-            (N,) int64, float64 (NaN where a value is missing), bool, or str (empty where one is).
+            (N,) int64, float64 (NaN for missing values), bool, or str (empty for missing values).
 
         Raises:
-            StoreError: there is no such column.
+            StoreError: There is no such column.
         """
         if name not in self.columns:
             raise StoreError(
@@ -181,10 +195,11 @@ class FeatureStore:
 
     @cached_property
     def status(self) -> npt.NDArray[np.uint8]:
-        """(N,) uint8: 0 ok, 255 not there yet, else the reason of the failure (featx.types)."""
+        """(N,) uint8: `featx.types.Status` of each row; 0 is ok, 255 is not computed yet."""
         return self._again_if_packed(self._read_status)
 
     def _read_status(self) -> npt.NDArray[np.uint8]:
+        """Combine the status of all files; see `status`."""
         status = np.full(len(self), Status.ABSENT, dtype=np.uint8)
         for segment in self._contents.segments:
             with self._open(segment) as opened:
@@ -197,11 +212,14 @@ class FeatureStore:
 
     @cached_property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
-        """(N,) uint64: BLAKE2b (8 bytes, little-endian) of the encoded image that each row was
-        computed from; 1 where there was none, 0 where it is not known or the row not there."""
+        """(N,) uint64: BLAKE2b checksum (8 bytes, little-endian) of each row's encoded image.
+
+        0 stands for rows that are not there or have no checksum, 1 for rows without image bytes.
+        """
         return self._again_if_packed(self._read_image_checksums)
 
     def _read_image_checksums(self) -> npt.NDArray[np.uint64]:
+        """Combine the checksums of all files; see `image_checksums`."""
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         for segment in self._contents.segments:
             with self._open(segment) as opened:
@@ -216,13 +234,15 @@ class FeatureStore:
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """(N,) bool: the rows that hold features."""
+        """(N,) bool: whether the row holds features."""
         mask: npt.NDArray[np.bool_] = self.status == Status.OK
         return mask
 
     @cached_property
     def failures(self) -> list[dict[str, Any]]:
-        """The failed rows in order: row, key, status (name), error, message."""
+        """Failed rows in ascending order, each with row, key, status (as a word), error and
+        message.
+        """
         found = []
         for row, error, message in self._again_if_packed(self._read_failures):
             found.append(
@@ -243,6 +263,9 @@ class FeatureStore:
             raise StoreError(f"{self.root}: row {row} has status {self.status[row]}.") from error
 
     def _read_failures(self) -> list[tuple[int, bytes, bytes]]:
+        """Row, exception and message of each failed row; a row that failed in several runs counts
+        once.
+        """
         found: dict[int, tuple[int, bytes, bytes]] = {}
         for segment in self._contents.segments:
             with self._open(segment) as opened:
@@ -256,10 +279,10 @@ class FeatureStore:
         return list(found.values())
 
     def row(self, key: str | bytes) -> int:
-        """The position of an image by its key.
+        """Row number of a key.
 
         Raises:
-            KeyError: there is no such key.
+            KeyError: There is no such key; the message names similar keys.
         """
         wanted = os.fsencode(key)
         order = self._key_order
@@ -271,10 +294,13 @@ class FeatureStore:
         raise KeyError(f"{self.root} has no row {key!r}.{nearest(os.fsdecode(wanted), nearby)}")
 
     def xy(self, layer: str) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Features and labels of the ok rows, as scikit-learn takes them.
+        """Features and labels of all ok rows, as scikit-learn takes them.
+
+        Args:
+            layer: Name of the layer.
 
         Returns:
-            X (n, D) float32, each row flattened, and y (n,) int64.
+            X (n, D) float32 with flattened features, and y (n,) int64.
         """
         rows = np.flatnonzero(self.ok)
         width = int(np.prod(self[layer].shape[1:], dtype=np.int64))
@@ -283,24 +309,26 @@ class FeatureStore:
 
     @cached_property
     def key_bytes(self) -> npt.NDArray[np.bytes_]:
-        """(N,) fixed-length bytes: the keys as the file system gives them."""
+        """(N,) fixed-length bytes: keys as the file system gives them."""
         keys = self._column(layout.KEY, "S")
-        return keys.view(f"S{keys.dtype.itemsize}")  # without what h5py adds to its types
+        return keys.view(f"S{keys.dtype.itemsize}")  # drops the metadata that h5py adds to dtypes
 
     @cached_property
     def _key_order(self) -> npt.NDArray[np.int64] | None:
-        """The rows in order of their keys, or None where they are: only growing changes that."""
+        """(N,) rows sorted by key, or None if the rows are in that order (until a data set
+        grows).
+        """
         keys = self.key_bytes
         return None if (keys[1:] > keys[:-1]).all() else np.argsort(keys, kind="stable")
 
     def _column(self, name: str, kind: str) -> npt.NDArray[Any]:
-        """A column of the listing: one entry per row, of numpy's kind `kind`."""
+        """Column of the listing, (N,), whose dtype has one of numpy's kinds in `kind`."""
         with self._handles.use(self._contents.columns) as opened:
             return opened.column(name, len(self), kind)
 
     @contextlib.contextmanager
     def _open(self, segment: Segment) -> Iterator[OpenFile]:
-        """The open file of a segment; what is of another run is refused."""
+        """Open the file of a segment; refuse a file of another run or with other rows."""
         with self._handles.use(segment.path) as opened:
             if not opened.known:
                 attrs = opened.file.attrs
@@ -314,7 +342,7 @@ class FeatureStore:
             yield opened
 
     def _segments_of(self, layer: str) -> tuple[list[Segment], npt.NDArray[np.int64]]:
-        """The files with rows of a layer in order of their rows, and the first row of each."""
+        """Files with rows of a layer in ascending order, and the first row of each."""
         if layer not in self._places:
             there = [s for s in self._contents.segments if layer in s.layers]
             there.sort(key=lambda segment: segment.start)
@@ -323,10 +351,12 @@ class FeatureStore:
         return self._places[layer]
 
     def _again_if_packed(self, read: Callable[[], T]) -> T:
-        """What `read` returns, after another look where the parts went because of packing.
+        """Call `read`; if a part vanished because the store was packed meanwhile, refresh and call
+        it again.
 
         Raises:
-            StoreError: the rows did not go into a packed file, or it is another store now.
+            StoreError: The rows are not in a packed file, or another store took the place of this
+                one.
         """
         try:
             return read()
@@ -345,19 +375,19 @@ class FeatureStore:
             return read()
 
     def _read(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
-        """Rows of one layer in any order and with repeats; rows not there are NaN.
+        """Read rows of a layer in any order; absent rows are NaN.
 
         Args:
-            layer: its name.
-            rows: (n,) in [0, N).
+            layer: Name of the layer.
+            rows: (n,) rows in [0, N), repeats allowed.
 
         Returns:
-            (n, ...)
+            (n, ...) array.
         """
         return self._again_if_packed(lambda: self._read_rows(layer, rows))
 
     def _read_run(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Rows [start, stop) of one layer, (n, ...); rows not there are NaN."""
+        """Read rows [start, stop) of a layer, (n, ...); absent rows are NaN."""
 
         def read() -> npt.NDArray[Any]:
             if (chunks := self._whole(layer)) is None:
@@ -367,9 +397,9 @@ class FeatureStore:
         return self._again_if_packed(read)
 
     def _whole(self, layer: str) -> ChunkRows | None:
-        """The rows of a layer that lies in one file, kept at hand; None for parts.
+        """Reader of a layer that lies in one file with all rows, or None for a layer in parts.
 
-        Finding the open file costs several times what a single row does.
+        The reader is cached, as finding the open file takes several times as long as reading a row.
         """
         process, chunks = self._at_hand.get(layer, (0, None))
         if chunks is not None and process == os.getpid() and not chunks.closed:
@@ -382,6 +412,7 @@ class FeatureStore:
         return chunks
 
     def _read_rows(self, layer: str, rows: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Read rows of a layer from one file or from several segments."""
         if (chunks := self._whole(layer)) is not None:
             return chunks.take(rows)
         info = self._contents.layers[layer]
@@ -390,6 +421,7 @@ class FeatureStore:
         increasing = len(rows) < 2 or bool((rows[1:] >= rows[:-1]).all())
         places = np.arange(len(rows)) if increasing else np.argsort(rows, kind="stable")
         ordered = rows if increasing else rows[places]
+        # Sorted rows fall into consecutive groups, one for each segment.
         nearest_segment = np.searchsorted(starts, ordered, side="right") - 1
         edges = np.flatnonzero(np.diff(nearest_segment)) + 1
         for low, high in itertools.pairwise([0, *edges.tolist(), len(ordered)]):
@@ -409,7 +441,9 @@ class FeatureStore:
         places: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Put increasing rows of one segment at their places of `out`; NaN where it has none."""
+        """Write sorted rows of one segment to their places of `out`; rows it does not hold become
+        NaN.
+        """
         if number < 0:
             out[places] = np.nan
             return
@@ -421,7 +455,7 @@ class FeatureStore:
                 chunks.read(rows[:inside] - segment.start, out, places[:inside])
 
     def _chunk_rows(self, layer: str) -> int:
-        """Rows of a chunk in the first file of a layer."""
+        """Rows per chunk in the first file of a layer."""
 
         def read() -> int:
             segments, _ = self._segments_of(layer)
@@ -435,7 +469,7 @@ class FeatureStore:
 
     @contextlib.contextmanager
     def _open_rows(self, segment: Segment, layer: str) -> Iterator[ChunkRows]:
-        """The rows of a layer that lie in one segment."""
+        """Open the rows of a layer in one segment."""
         info = self._contents.layers[layer]
         shape = (segment.stop - segment.start, *info.row_shape)
         with self._open(segment) as opened:

@@ -1,7 +1,7 @@
-"""A store being written: begun or gone on with, part by part, until it is whole.
+"""Write session of a store: started or resumed, extended part by part, until it is complete.
 
-The manifest (featx.json) is written first and fixes the run: its settings, its datasets, its rows
-per part. The existence of a part's file is the record that the part is done.
+The manifest (featx.json) is written first and fixes the run: its settings, datasets and rows per
+part. The existence of the file of a part records that the part is committed.
 """
 
 from __future__ import annotations
@@ -49,13 +49,21 @@ logger = logging.getLogger(__name__)
 
 
 class StoreSession:
-    """One process's turn at writing one store, under an exclusive lock.
+    """Period in which one process writes to a store, under an exclusive lock.
 
     Args:
-        root: the store's folder.
-        asked: all rows and the layers that are asked for now, as a run of its own.
-        listing: all rows, those that the store has in the store's order.
-        grow: whether rows that the store does not know yet may be added to it.
+        root: Folder of the store.
+        asked: All rows and the requested layers, as a run of their own.
+        listing: All rows; rows that the store has are in the store's order.
+        grow: Whether new rows may be added to the store.
+
+    Attributes:
+        root: Folder of the store.
+        listing: All rows.
+        disk: Performs every write to the store.
+        lock: File descriptor that holds the lock, within `hold`.
+        manifest: Manifest of the store, including this run.
+        packed_runs: Number of runs that features.h5 holds.
     """
 
     def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
@@ -73,14 +81,18 @@ class StoreSession:
 
     @contextlib.contextmanager
     def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:
-        """Lock the store, begin it or check that it is the same run, and find what is done.
+        """Lock the store, start it or check that the runs match, and find the committed parts.
+
+        Args:
+            overwrite: Delete the existing store first.
 
         Raises:
-            StoreLockedError: another process is writing it.
-            StoreMismatchError: it was begun with other settings.
+            StoreLockedError: Another process is writing to the store.
+            StoreMismatchError: The store was started with other settings.
         """
         self.disk.make_folder(self.root)
         with self.disk.locked(self.root / layout.LOCK) as self.lock:
+            # Slurm tasks without a driver, and writers in a bucket, hold no lock: ask heartbeats.
             others = refuse_other_writers(self.root)
             if others and not self.disk.has_locks:
                 self._mind(others[0], overwrite)
@@ -109,55 +121,56 @@ class StoreSession:
 
     @property
     def failures(self) -> list[Failure]:
-        """The failed rows known so far, in order of rows."""
+        """Failed rows known so far, in ascending order."""
         return [self._failed[row] for row in sorted(self._failed)]
 
     @property
     def num_failed(self) -> int:
-        """How many failed rows are known so far."""
+        """Number of failed rows known so far."""
         return len(self._failed)
 
     def missing(self) -> list[Part]:
-        """The parts that are still to be done, in order."""
+        """Parts of the requested layers that are still to be computed, in order."""
         asked = [run for run in self.manifest.runs if self.makes(run)]
         return [part for run in asked for part in self._missing_of(run)]
 
     @property
     def whole(self) -> bool:
-        """Whether every part of every run is there."""
+        """Whether every part of every run is committed."""
         return not any(self._missing_of(run) for run in self.manifest.runs)
 
     @property
     def rows_done(self) -> int:
-        """Rows of the runs at work that are in committed parts and in pieces."""
+        """Number of rows of the requested layers in committed parts and in pieces."""
         gaps = (gap for part in self.missing() for gap in self._pieces.gaps(part))
         return self.rows_asked - sum(map(len, gaps))
 
     @property
     def rows_asked(self) -> int:
-        """Rows of the runs that make the layers asked for now."""
+        """Number of rows that the requested layers have in the end."""
         asked = [run for run in self.manifest.runs if run.names & self._asked.names]
         return max((run.grid.stop_row for run in asked), default=0)
 
     def lost_rows(self) -> list[int]:
-        """Rows of the layers asked for now that damaged chunks held, where a repair kept the other
-        rows of the part."""
+        """Rows of the requested layers that were lost with damaged chunks of otherwise repaired
+        parts.
+        """
         parts = [part for part in self.missing() if self._pieces.of(part)]
         return [row for part in parts for row in self.lacking_rows(part)]
 
     def lacking_rows(self, part: Part) -> list[int]:
-        """Rows of a part that are not in the store."""
+        """Rows of a part that the store does not hold."""
         gaps = () if part.index in self._done else self._pieces.gaps(part)
         return [row for gap in gaps for row in range(gap.start, gap.stop)]
 
     def commit(self, builder: PartBuilder) -> Sequence[Failure]:
-        """Make one part durable; from here on no crash takes it away. Returns its failures."""
+        """Commit a part; return the failures of the part that the store holds then."""
         failures = publish_part(self.disk, builder, self.manifest, self.listing)
         self.committed(builder.part, failures)
         return failures
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
-        """A part is durable, by this process or by a worker; its failures are noted."""
+        """Record that a part is committed, by this process or a worker, and its failures."""
         self._done.add(part.index)
         for piece in self._pieces.of(part):
             self.disk.remove(piece_path(self.root, piece))
@@ -168,32 +181,31 @@ class StoreSession:
             self.disk.append(self.root / layout.FAILURES_CSV, rows)
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Those of some parts that other processes have committed, with their failures.
+        """Select the parts that other processes have committed; yields each with its failures.
 
         Raises:
-            RunError: a file is there that does not count.
+            RunError: The file of a part is not valid.
         """
         return arrived_parts(self.root, self.manifest, parts)
 
     def unpack(self) -> None:
-        """The rows of features.h5 as parts again, where there is one.
+        """Turn the rows of features.h5 into parts again, if it exists.
 
         Raises:
-            StoreError: it is damaged.
-            RunError: the disk is full or fails; features.h5 stays.
+            StoreError: features.h5 is damaged.
+            RunError: The disk is full or fails; features.h5 stays.
         """
         if self.packed_runs:
             take_apart(self.root, self.manifest, self.listing)
             self.packed_runs = 0
 
     def makes(self, run: Run) -> bool:
-        """Whether a run of the store made just the layers that are asked for now."""
+        """Whether a run of the store computed exactly the requested layers."""
         return run.names == self._asked.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
-        """The parts of the layers asked for now that hold any of some rows.
-
-        Those that are committed, and those that pieces are there of.
+        """Committed parts, and parts with pieces, of the requested layers that hold any of some
+        rows.
         """
         asked = [run for run in self.manifest.runs if self.makes(run)]
         found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
@@ -203,11 +215,14 @@ class StoreSession:
     def stored(
         self, part: Part
     ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
-        """The rows of a part, dataset name -> (n, ...) as stored, its failures, and the checksums
-        of its images. Rows that no piece holds are NaN.
+        """Read a part.
+
+        Returns:
+            Dataset name -> (n, ...) stored values, failures, and (n,) image checksums. Rows that no
+            piece holds are NaN.
 
         Raises:
-            StoreError: it is damaged.
+            StoreError: The part is damaged.
         """
         if part.index in self._done:
             return self._rows_in(self.part_path(part.index), part)
@@ -228,7 +243,7 @@ class StoreSession:
     def _rows_in(
         self, path: Path, part: Part
     ) -> tuple[dict[str, npt.NDArray[Any]], list[Failure], npt.NDArray[np.uint64]]:
-        """What the file of a part or of a piece holds."""
+        """Read the file of a part or piece, as `stored` does."""
         try:
             with open_metadata(path) as file:
                 check_chunks(file)
@@ -243,8 +258,7 @@ class StoreSession:
             ) from error
 
     def replace(self, builder: PartBuilder) -> None:
-        """Put a part in place of the one, or of the pieces, that are there; no crash leaves the
-        store without them."""
+        """Replace a part or its pieces; a crash leaves either the old or the new rows."""
         if builder.part.index not in self._done:
             self.commit(builder)
             return
@@ -253,18 +267,18 @@ class StoreSession:
         self.disk.replace(self.part_path(builder.part.index), data)
 
     def write_image_states(self, states: npt.NDArray[np.void]) -> None:
-        """images.h5 anew, where it would change."""
+        """Write images.h5 if its content changes."""
         keep_image_states(self.disk, self.root / layout.IMAGES, states)
 
     def survey_anew(self) -> None:
-        """Take the failures from the parts, after some were replaced."""
+        """Find the parts and their failures again, after some parts were replaced."""
         self._failed.clear()
         self._done.clear()
         self._survey()
         self.write_failures()
 
     def write_summary(self, entry: Mapping[str, Any]) -> None:
-        """summary.json: this run's figures on top, the earlier runs' under `runs`."""
+        """Write summary.json: the results of this run, and those of all runs under `runs`."""
         path = self.root / layout.SUMMARY
         try:
             runs = json.loads(path.read_bytes()).get("runs", [])
@@ -274,17 +288,17 @@ class StoreSession:
         self.disk.replace(path, text.encode())
 
     def write_config(self, yaml_text: str) -> None:
-        """.hydra/config.yaml: the configuration of the last run into this store."""
+        """Write .hydra/config.yaml with the config of the last run."""
         folder = self.root / ".hydra"
         self.disk.make_folder(folder)
         self.disk.replace(folder / "config.yaml", yaml_text.encode())
 
     def write_failures(self) -> None:
-        """failures.csv anew, in order of rows, from what the parts hold."""
+        """Write failures.csv from the failures in the parts, in ascending order of rows."""
         self.disk.replace(self.root / layout.FAILURES_CSV, failures_csv(self.failures))
 
     def stored_bytes(self) -> int:
-        """Bytes of features.h5 and of all committed parts on disk."""
+        """Bytes of features.h5 and of all committed parts."""
         done = {layout.part_name(index) for index in self._done}
         parts = (self.root / layout.PARTS).glob(layout.PART_GLOB)
         paths = [path for path in parts if path.name in done]
@@ -293,22 +307,25 @@ class StoreSession:
         return sum(path.stat().st_size for path in paths)
 
     def after_packing(self) -> None:
-        """Delete the parts, and their folder where nothing else lies in it.
+        """Delete the parts, and their folder if it is empty.
 
-        Only after features.h5 was published with all of them.
+        Must be called only after a features.h5 with all of them has been published.
         """
         self.packed_runs = len(self.manifest.runs)
         remove_parts(self.disk)
 
     def part_path(self, index: int) -> Path:
-        """Where part `index` of the store lies."""
+        """Path of the part with this index."""
         return part_path(self.root, index)
 
     def _missing_of(self, run: Run) -> list[Part]:
+        """Parts of a run that are not committed."""
         return [part for part in run.parts() if part.index not in self._done]
 
     def _mind(self, other: HeartbeatRecord, overwrite: bool) -> None:
-        """Another driver is at work too, where there are no locks: safe, but for overwrite=true."""
+        """Handle another driver on a store without locks: a warning, or an error with
+        overwrite=true.
+        """
         if overwrite:
             raise StoreLockedError(
                 f"{self.root} is being written by {other.name}; it was heard of "
@@ -323,9 +340,9 @@ class StoreSession:
         )
 
     def _restored(self) -> Manifest | None:
-        """The runs of the store; a lost or damaged featx.json is put back from a copy."""
+        """Manifest of the store, or None; a lost or damaged featx.json is restored from a copy."""
         path = self.root / layout.DESCRIPTOR
-        with contextlib.suppress(OSError):  # load_manifest says what it is
+        with contextlib.suppress(OSError):  # load_manifest reports errors
             self._manifest_before = path.read_bytes()
         manifest, intact = load_manifest(self.root)
         if manifest is not None and not intact:
@@ -335,10 +352,10 @@ class StoreSession:
         return manifest
 
     def _begin(self, before: Manifest | None) -> None:
-        """Write the manifest and the listing where they are new.
+        """Write the manifest and the listing if they have changed.
 
-        A first run is announced by its manifest. A store that grows gets its longer listing
-        first: rows beyond those that the manifest counts are not looked at.
+        A first run starts with its manifest. A store that grows gets its longer listing first,
+        since rows beyond those that the manifest counts are ignored.
         """
         manifest, listing = self.root / layout.DESCRIPTOR, self.root / layout.LISTING
         if before is None and not self._announced(manifest):
@@ -365,14 +382,14 @@ class StoreSession:
                 )
 
     def _announced(self, path: Path) -> bool:
-        """Create the manifest; False where another process has begun another run."""
+        """Create the manifest; return False if another process has started another run."""
         if self.disk.publish(path, self.manifest.to_json()):
             return True
-        # Another driver may have decided all as we did, and it may be our own after a lost answer.
+        # Equal content may come from a driver with the same choices, or from our own request.
         return not self.disk.has_locks and read_manifest(self.root) == self.manifest
 
     def _survey(self) -> None:
-        """Find the committed parts and read their failures; what cannot count is set aside."""
+        """Find the committed parts and read their failures; move invalid files to quarantine."""
         packed = self.root / layout.PACKED
         if packed.exists():
             self._survey_packed(packed)
@@ -388,7 +405,7 @@ class StoreSession:
             if part is None:
                 self._quarantine(path, "there is no such part in this run")
             elif part.index in self._done:
-                self.disk.remove(path)  # left by a kill between packing and clearing away
+                self.disk.remove(path)  # features.h5 holds it: killed before it was deleted
             else:
                 found.append(part)
         for part, problem, failures in look_at_parts(self.root, self.manifest, found):
@@ -398,13 +415,13 @@ class StoreSession:
         self._survey_pieces()
 
     def _survey_pieces(self) -> None:
-        """Find the pieces of parts and compare all that they hold; they are few."""
+        """Find the pieces of parts and compare all of their chunks, as pieces are few."""
         for path in sorted((self.root / layout.PARTS).glob(layout.PIECE_GLOB)):
             piece = layout.piece_of(path.name)
             if piece is None or self.manifest.part_of(piece) is None:
                 self._quarantine(path, "there is no such part in this run")
             elif piece.index in self._done:
-                self.disk.remove(path)  # left by a kill after its part was made
+                self.disk.remove(path)  # its part is complete: killed before it was deleted
             else:
                 run = self.manifest.run_of(piece)
                 problem, failures = look_at_part(path, piece, run, compare=True)
@@ -414,6 +431,7 @@ class StoreSession:
         self._pieces = Pieces.in_store(self.root)
 
     def _survey_packed(self, path: Path) -> None:
+        """Check features.h5 and record its runs; turn its good rows into parts if it is damaged."""
         try:
             with open_metadata(path) as file:
                 num_runs = num_runs_of(file)
@@ -432,15 +450,15 @@ class StoreSession:
             self._done.update(part.index for part in run.parts())
 
     def _stored_listing(self) -> Listing | None:
-        """The listing that the store was begun with, None where this run brings another one."""
+        """Listing with which the store was started, or None if this run has another one."""
         known = self.listing.head(self.manifest.num_rows)
         return known if is_of(known, self.manifest) else None
 
     def _is_made_anew(self, path: Path, part: Part, problem: str) -> bool:
-        """Set a damaged part or piece aside and keep its good rows.
+        """Move a damaged part or piece to quarantine and keep its good rows.
 
         Returns:
-            whether these are all of its rows, so that the same file is there again.
+            Whether all of its rows are good, so that an equal file has taken its place.
         """
         kept = keep_good_rows(self.disk, path, self.manifest, part, self._stored_listing())
         logger.warning("%s does not count: %s. It was %s.", path, problem, kept)
@@ -450,7 +468,7 @@ class StoreSession:
         return kept.is_whole
 
     def _packed_problem(self, file: h5py.File, num_runs: int) -> str | None:
-        """Why features.h5 cannot count as the store's first runs, or None."""
+        """Reason why features.h5 does not hold the first runs of the store, or None if it does."""
         runs = self.manifest.runs[:num_runs]
         if len(runs) < num_runs or file.attrs["fingerprint"] != self.manifest.digest_of(num_runs):
             return "it is of another run"
@@ -461,16 +479,17 @@ class StoreSession:
         return shape_problem(file, num_rows, list(specs.values()))
 
     def _add_failures(self, failures: Sequence[Failure]) -> None:
-        """Take over failures; where a row failed in several runs, the first is kept."""
+        """Add failures; for a row that failed in several runs, the first failure is kept."""
         for failure in failures:
             self._failed.setdefault(failure.row, failure)
 
     def _quarantine(self, path: Path, problem: str) -> None:
+        """Move a file to quarantine and log the reason."""
         target = self.disk.set_aside(path, self.root / layout.QUARANTINE)
         logger.warning("%s does not count: %s. Moved to %s.", path, problem, target)
 
     def _clear(self) -> None:
-        """Delete a store, its manifest last; in a folder that is no store, nothing."""
+        """Delete the store, the manifest last; do nothing in a folder that is no store."""
         ours = (layout.DESCRIPTOR, layout.LISTING, layout.PACKED)
         if not any((self.root / name).exists() for name in ours):
             return
@@ -482,11 +501,10 @@ class StoreSession:
 
 
 def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]]:
-    """The runs of a store that lack parts, and the rows that lack, by the names of files alone.
+    """Runs of a store that lack parts, with the missing rows, judged by file names only.
 
-    Of a part that pieces are there of, these are the gaps between them.
-
-    It is what a command goes by until it holds the store and looks into the files.
+    Commands use this before they hold the lock and look into the files. For a part with pieces, the
+    gaps between them are listed.
     """
     num_packed = 0
     with contextlib.suppress(*layout.UNREADABLE), open_metadata(root / layout.PACKED) as file:
@@ -508,10 +526,10 @@ def missing_parts(root: Path, manifest: Manifest) -> list[tuple[Run, list[Part]]
 
 
 def remove_parts(disk: AtomicFolder) -> None:
-    """Delete parts and pieces of a store, and their folder where nothing else lies in it."""
+    """Delete the parts and pieces of a store, and their folder if it is empty."""
     parts = disk.root / layout.PARTS
     for pattern in (layout.PART_GLOB, layout.PIECE_GLOB, f"{TEMPORARY}*"):
         for path in parts.glob(pattern):
             disk.remove(path)
-    with contextlib.suppress(OSError):  # not ours alone, or not there
+    with contextlib.suppress(OSError):  # it holds other files, or does not exist
         parts.rmdir()

@@ -1,4 +1,4 @@
-"""A probe's head on new pictures: the model, layer and preprocessing that its store was made with.
+"""Prediction with a probe's head on new images, by the model, layer and transform of its store.
 
 rows = featx.predict("runs/photos/probe/avgpool.safetensors", images="new/")
 """
@@ -42,14 +42,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a head says of one picture.
+    """Prediction for one image.
 
     Attributes:
-        key: of the picture, as it was listed; the path where single files were given.
-        label: the name of the likeliest class; None where the picture failed.
-        probability: of that class; None where it failed, or the head has none (ridge).
-        status: 'ok', or why it failed.
-        reason: the message of the failure.
+        key: key of the image as listed; for single files, the path.
+        label: name of the most likely class, or None if the image failed.
+        probability: probability of that class in [0, 1]; None if the image failed or the head has
+            no probabilities (ridge).
+        status: 'ok', or the kind of failure.
+        reason: message of the failure, or ''.
     """
 
     key: str
@@ -61,13 +62,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a head says of many pictures, in their order.
+    """Predictions for several images, in their order.
 
     Attributes:
-        rows: one each.
-        scores: (n, C) float32, NaN for a picture that failed.
-        classes: C names.
-        figures: what the run measured.
+        rows: one `Prediction` per image.
+        scores: (n, C) float32; NaN for an image that failed.
+        classes: C class names.
+        figures: measurements of the run.
     """
 
     rows: list[Prediction]
@@ -88,21 +89,21 @@ def predict(
     device: str = "auto",
     model_target: str | None = None,
 ) -> Predictions:
-    """Classify pictures with a head of job=probe.
+    """Classify images with a head of job=probe.
 
     Args:
-        head: the .safetensors file that job=probe made.
+        head: .safetensors file that job=probe wrote.
         images: a folder, or a list of image files.
-        device: as the key `device`.
-        model_target: of a head on model=custom, its package.module:factory: featx imports no code
-            because a file names it.
+        device: as the option `device`.
+        model_target: for a head on model=custom, the 'package.module:factory' of its model. It must
+            be given because featx imports no code that only a file names.
 
     Returns:
-        One row for each image, in the order given (of a folder: in the order of its keys). An
-        image that cannot be read is a row with its reason.
+        One row per image, in the given order; for a folder, in the order of its keys. An image that
+        cannot be read is a row with a reason.
 
     Raises:
-        FeatxError: the head, its model or the images are not to be had.
+        FeatxError: the head, its model or the images are not available.
     """
     single = isinstance(images, str | os.PathLike)
     files = None if single else [Path(image).absolute() for image in images]  # type: ignore[union-attr]
@@ -118,15 +119,15 @@ def predict(
 
 
 def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = None) -> Predictions:
-    """Classify the pictures of `config.data` with the head in `path`.
+    """Classify the images of `config.data` with the head in `path`.
 
     Args:
-        config: its data, device, seed and, for custom models, its model are taken.
-        path: of the head.
-        files: these files instead of the whole of a folder.
+        config: config of which the data, device, seed and, for custom models, the model are used.
+        path: file of the head.
+        files: image files to classify instead of a whole folder.
 
     Raises:
-        FeatxError: as of `predict`.
+        FeatxError: as for `predict`.
     """
     import torch
 
@@ -154,10 +155,10 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
 
 
 def _spec_of(path: Path, about: dict[str, Any]) -> LayerSpec:
-    """The dataset that the head was fitted on.
+    """Return the description of the dataset that the head was fitted on.
 
     Raises:
-        StoreError: the head does not say how it was extracted.
+        StoreError: the head does not contain it.
     """
     if about.get("spec") is None or about.get("config") is None:
         raise StoreError(
@@ -168,10 +169,11 @@ def _spec_of(path: Path, about: dict[str, Any]) -> LayerSpec:
 
 
 def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: LayerSpec) -> Config:
-    """The config of the run that made the head's layer, with other pictures.
+    """Return the config of the run that extracted the head's layer, with other images.
 
     Raises:
-        ConfigError: it needs code that the command does not name, or other image policies.
+        ConfigError: the run needs code that the command does not name, or read images in another
+            way.
     """
     before = with_statistics_at(from_saved(about["config"]), config.reduce.stats)
     if before.job.name == "attribute":
@@ -183,9 +185,10 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         data=_pictures(config.data, before.data),
         device=config.device,
         layers={spec.name: request_of(spec, before)},
-        capture="output",  # the dataset's name says what is captured
+        capture="output",  # the name of the dataset includes the capture
         precision=about["resolved"].get("precision", before.precision),
-        # As near to each other as decoders are; here there may be no GPU, and pictures are few.
+        # The CPU decoders agree closely with the GPU decoder. This machine may have no GPU, and
+        # images are few.
         decode="fast" if before.decode == "gpu" else before.decode,
         max_failures=config.max_failures,
         nonfinite="record",
@@ -193,7 +196,12 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
 
 
 def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
-    """Where the new pictures are; odd ones are treated as they were."""
+    """Return the options of the group `data` for the new images, read in the same way as those of
+    the store.
+
+    Raises:
+        ConfigError: the command asks for another way.
+    """
     policy = {key: getattr(before, key) for key in ("exif", "background", "max_pixels")}
     for key, value in policy.items():
         given = getattr(now, key)
@@ -208,7 +216,11 @@ def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
 def _refuse_another_model(
     path: Path, about: dict[str, Any], spec: LayerSpec, prepared: RunContext
 ) -> None:
-    """Features of other weights, or of another layer, say nothing to the head."""
+    """Check that weights, transform and layer are those of the head.
+
+    Raises:
+        StoreMismatchError: they are not.
+    """
     header, made = prepared.header, prepared.specs[0]
     pairs = {
         "weights_sha256": (about["weights_sha256"], header.weights_sha256),
@@ -230,11 +242,19 @@ def _refuse_another_model(
 
 
 def _key_of(file: Path) -> str:
+    """Return the key of a file, relative to '/'."""
     return str(file).lstrip("/")
 
 
 class _PredictionTarget:
-    """Features of one layer for a head; nothing is stored."""
+    """Run target: features of one layer for a head, which are not stored.
+
+    Args:
+        config: config of the run.
+        dtype: dtype of the store that the head was fitted on.
+        resolved: `auto` values of that store.
+        files: image files instead of a folder, or None.
+    """
 
     def __init__(
         self,
@@ -251,6 +271,11 @@ class _PredictionTarget:
         self._files = files
 
     def list_images(self) -> tuple[Source, Listing]:
+        """Return the source and the listing.
+
+        Raises:
+            DataError: there are no images.
+        """
         if self._files is None:
             return list_images(self._config)
         if not self._files:
@@ -260,23 +285,32 @@ class _PredictionTarget:
         return FolderSource(Path("/")), Listing(np.array(keys, dtype=np.bytes_), labels)
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
+        """Return the layers to compute: all."""
         return chosen
 
     def begun(self, names: set[str]) -> ResumeState | None:
+        """Return the settings of the store that the head was fitted on."""
         return ResumeState(self._resolved, None, "the head's store was")
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
+        """Return the maximum number of rows and of seconds per part."""
         return PART_BYTES / max(1, specs[0].row_bytes), PART_SECONDS
 
 
 class _PredictionSink:
-    """The head on every batch; scores stay in memory.
+    """Batch sink that applies the head to every batch and keeps the scores in memory.
+
+    Args:
+        prepared: the run.
+        head: the head.
+        about: description of the head from its file.
 
     Attributes:
-        scores: (N, C) float32, NaN where an image failed.
-        seconds: there are no stages beside those of every run.
+        scores: (N, C) float32, NaN for an image that failed.
+        seconds: always empty, as there are no stages in addition to those of every run.
+        rows_done: number of rows in finished parts.
     """
 
     def __init__(self, prepared: RunContext, head: Head, about: dict[str, Any]) -> None:
@@ -293,25 +327,32 @@ class _PredictionSink:
 
     @property
     def rows_asked(self) -> int:
+        """Number of rows of the run."""
         return len(self._prepared.listing)
 
     @property
     def rows_failed(self) -> int:
+        """Always 0, so that no limit of failures ends the run, which would lose the scores in
+        memory."""
         return 0  # scores lie in memory: ending early would lose them
 
     def missing(self) -> list[Part]:
+        """Return all parts of the run."""
         grid = Grid(self.rows_asked, self._prepared.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
+        """Compute the features of a batch."""
         return compute_rows(self._prepared, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
+        """Score the rows of a batch, and return its failures."""
         import torch
 
         rows = computed()
         features, failures = rows.features, rows.failures
-        # As stored and read back: what the head was fitted on went through the store's dtype.
+        # Converted as if stored and read back, because the head was fitted on values in the store's
+        # dtype.
         stored = from_raw(features[self._spec.name], self._spec.dtype).astype(np.float32)
         width = self._head.weight.shape[1]
         x = as_vectors(torch.from_numpy(stored), self._pooled, width)
@@ -325,11 +366,18 @@ class _PredictionSink:
         return failures
 
     def finish_part(self) -> Callable[[], None]:
+        """Count the rows of the part; there is nothing to commit."""
         self.rows_done = self._taken
         return _nothing_to_commit
 
     def row(self, number: int, key: str, classes: Sequence[str]) -> Prediction:
-        """What came of one image."""
+        """Return the prediction for one row.
+
+        Args:
+            number: row of the listing.
+            key: its key.
+            classes: C class names.
+        """
         failure = self._failures.get(number)
         if failure is not None:
             return Prediction(key, None, None, failure.status.label, failure.message)
@@ -340,14 +388,18 @@ class _PredictionSink:
 
 
 def _nothing_to_commit() -> None:
-    """Scores are kept in memory alone."""
+    """Do nothing, since scores are only kept in memory."""
 
 
 def head_of_store(store: Path, layer: str | None) -> Path:
-    """The head of a layer of a store, or of the best one.
+    """Return the file of a layer's head in a store.
+
+    Args:
+        store: path of the store.
+        layer: name of the layer, or None for the best layer of the probe.
 
     Raises:
-        StoreError: the store was not probed, or this layer has no head.
+        StoreError: the store was not probed, or the layer has no head.
     """
     import json
 

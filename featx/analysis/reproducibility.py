@@ -1,4 +1,4 @@
-"""Rows extracted again from their pictures, as they were the first time, and compared."""
+"""Reproducibility check: stored rows are extracted again from their images and compared."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from featx.store.session import missing_parts
 from featx.types import Batch, LayerSpec, Part, Status
 
 MIN_AGREEMENT = 0.999
-"""Another device or library version may change bits, never more than this."""
+"""Minimum agreement of a stored and a new row. Another device or library version may change bits,
+but never more than this."""
 
 _OF_THE_MODEL = ("model", "weights_sha256", "transform", "decode")
-"""Settings without which no row can be what it was."""
+"""Fingerprint entries without which no row can be reproduced."""
 
 
 @dataclass
 class ReproducibilityReport:
-    """What came of extracting rows again.
+    """Result of extracting rows again.
 
     Attributes:
-        rows: that were extracted again.
-        identical: rows with the very same bits in every layer, or the same failure.
-        close: others with an agreement of at least MIN_AGREEMENT in every layer.
-        different: a line for each of the rest.
+        rows: number of rows that were extracted again.
+        identical: rows with the same bits in every layer, or the same failure.
+        close: other rows whose agreement is at least MIN_AGREEMENT in every layer.
+        different: one line of text for each remaining row.
     """
 
     rows: int = 0
@@ -53,25 +54,25 @@ class ReproducibilityReport:
     different: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
 
 def recheck_rows(
     config: Config, root: Path, manifest: Manifest, count: int
 ) -> ReproducibilityReport:
-    """Extract random rows of a store again and compare.
+    """Extract random rows of a store again and compare them.
 
-    Whole batches are computed, as they were: a row's last bits depend on its batch.
+    Whole batches are computed as in the run, because the last bits of a row depend on its batch.
 
     Args:
-        config: of the command; its device, seed and data.root are taken where they are given.
-        root: the store's folder.
-        manifest: its runs.
-        count: how many rows, at most all that are there.
+        config: config of the command, of which device, seed and data.root are used if given.
+        root: folder of the store.
+        manifest: manifest of the store.
+        count: number of rows, limited to those that are present.
 
     Raises:
-        FeatxError: the pictures or the model are not to be had as they were.
+        FeatxError: the images or the model are not available as they were.
     """
     store = FeatureStore(root, verify="rows")
     there = np.flatnonzero(store.status != Status.ABSENT)
@@ -84,11 +85,11 @@ def recheck_rows(
         absent = [part for other, parts in lacking if other is run for part in parts]
         inside = [row for row in sorted(chosen) if _holds(run, absent, row)]
         for specs in _layers_at_once(run, store, unfinished):
-            # Pictures that are new in the data set are none of our business here.
+            # grow=True, because images that were added to the data set do not matter here.
             before = config_of_run(config, root, manifest, run)
             again = replace(before, grow=True)
-            if before.job.name != "attribute":  # whose datasets are named by the config alone
-                # The names of the datasets say what is captured.
+            if before.job.name != "attribute":  # its config alone names the datasets
+                # The names of the datasets include the captures.
                 layers = {spec.name: request_of(spec, before) for spec in specs}
                 again = replace(again, layers=layers, capture="output")
             if not inside:
@@ -111,15 +112,15 @@ def recheck_rows(
 
 @dataclass
 class ImagesReport:
-    """What became of the images of a store, as far as that can be told from here.
+    """Result of comparing the images of a store with the data set.
 
     Attributes:
-        compared: rows whose image is known to be the one they were computed from, or not to be.
-        read: of them, those whose bytes were compared; of the others size and times are the same.
-        changed: keys of rows whose image has changed since.
-        gone: keys of rows whose image is not there any more.
-        unknown: rows that do not say which image they were computed from.
-        not_compared: why no image was looked at, None where they were.
+        compared: rows for which it is known whether their image has changed.
+        read: those of them whose bytes were compared; for the others, size and times are unchanged.
+        changed: keys of rows whose image has changed.
+        gone: keys of rows whose image is missing.
+        unknown: rows without a record of their image.
+        not_compared: reason why no image was compared, or None.
     """
 
     compared: int = 0
@@ -130,17 +131,17 @@ class ImagesReport:
     not_compared: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
 
 def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport:
-    """Compare the images of a store with what its rows were computed from.
+    """Compare the images of a store with those that its rows were computed from.
 
     Args:
-        config: of the command; its data.root is taken where it is given.
-        root: the store's folder.
-        manifest: its runs.
+        config: config of the command, of which data.root is used if given.
+        root: folder of the store.
+        manifest: manifest of the store.
     """
     try:
         listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
@@ -164,15 +165,18 @@ def check_images(config: Config, root: Path, manifest: Manifest) -> ImagesReport
 
 
 def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> Config:
-    """The config of a run of a store, to go on with it or do it again.
+    """Return the config that resumes or repeats a run of a store.
 
-    The data set is the last run's: an earlier one may have seen fewer rows of it.
+    The data set is that of the last run, since an earlier one may have listed fewer rows.
 
     Args:
-        config: of the command now; a device, data.root or reduce.stats given there is taken.
-        root: where the store lies now.
-        manifest: its runs.
-        run: one of them.
+        config: config of the command; its device, data.root and reduce.stats are used if given.
+        root: current folder of the store.
+        manifest: manifest of the store.
+        run: the run to repeat.
+
+    Raises:
+        ConfigError: the run needs code that the command does not name.
     """
     before = from_saved(run.header.config)
     refuse_unnamed_code(config, before, str(root))
@@ -185,17 +189,21 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
         data=data,
         device=device,
         out=str(root),
-        pack="auto" if is_url(root) else before.pack,  # it may have been copied to a bucket
+        # The store may have been copied to a bucket since.
+        pack="auto" if is_url(root) else before.pack,
     )
 
 
 def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
-    """Raise ConfigError where a saved config names code that the user does not name now.
+    """Check that a saved config names no code that the command does not name.
 
     Args:
-        config: of the command.
-        before: read from a file, maybe a stranger's.
-        what: the file or the store, for the message.
+        config: config of the command.
+        before: config read from a file, possibly of unknown origin.
+        what: the file or store, for the error message.
+
+    Raises:
+        ConfigError: it names other code.
     """
     target = before.model.target
     if target is not None and config.model.target != target:
@@ -207,16 +215,16 @@ def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
 
 
 def _holds(run: Run, absent: list[Part], row: int) -> bool:
-    """Whether a row is one of a run's, and its part is there."""
+    """Return whether a row belongs to a run and its part is present."""
     return run.grid.holds(row) and not any(part.start <= row < part.stop for part in absent)
 
 
 def _layers_at_once(
     run: Run, store: FeatureStore, unfinished: frozenset[str]
 ) -> list[list[LayerSpec]]:
-    """The layers of a run that can be compared, in groups that `build_run_context` keeps together.
+    """Group the layers of a run that can be compared, finished and unfinished ones apart.
 
-    It leaves out what is finished where it is asked for layers of both kinds.
+    Reason: `build_run_context` leaves out the finished layers of a mixed request.
     """
     specs = [spec for spec in run.layers if spec.name in store]
     groups = [
@@ -226,11 +234,14 @@ def _layers_at_once(
 
 
 def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
-    """The reduction that makes this very dataset.
+    """Return the options of the reduction that makes a dataset.
 
     Args:
-        spec: of the dataset.
-        before: the config of its run, which says where statistics were.
+        spec: description of the dataset.
+        before: config of its run, which contains the path of the statistics.
+
+    Raises:
+        StoreError: the statistics of a projection are not available any more.
     """
     args: dict[str, Any] = dict(spec.reduce_args)
     if spec.reduce not in PROJECTIONS:
@@ -255,14 +266,18 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
 
 
 def statistics_sha256(path: str, layer: str) -> str:
-    """The identity of a layer's statistics; see `Moments.sha256`."""
-    from featx.analysis.statistics.stats_file import Statistics  # which imports torch
+    """Return the SHA-256 of a layer's statistics; see `Moments.sha256`."""
+    from featx.analysis.statistics.stats_file import Statistics  # imports torch
 
     return Statistics(path)[layer].sha256
 
 
 def _refuse_another_model(root: Path, run: Run, prepared: RunContext) -> None:
-    """Rows of other weights say nothing of the pictures."""
+    """Check that the model and the transform of a run are unchanged.
+
+    Raises:
+        StoreMismatchError: they have changed, so rows cannot be compared.
+    """
     before, now = run.header.fingerprint, prepared.header.fingerprint
     changed = [
         f"  {key}: the store has {before[key]!r}, now {now[key]!r}"
@@ -279,7 +294,7 @@ def _refuse_another_model(root: Path, run: Run, prepared: RunContext) -> None:
 def _extracted(
     prepared: RunContext, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
-    """Each of some rows: its features in every layer, as stored, and its status."""
+    """Yield each row with its features in every layer, as stored, and its status."""
     size = prepared.engine.compute.batch_size
     spans: dict[int, list[int]] = {}
     for row in rows:
@@ -295,6 +310,7 @@ def _extracted(
 def _rows_of(
     prepared: RunContext, batch: Batch, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
+    """Compute a batch and yield the requested rows of it, as `_extracted` does."""
     computed = compute_rows(prepared, prepared.engine, batch)
     status = {failure.row: int(failure.status) for failure in computed.failures}
     for row in rows:
@@ -309,9 +325,14 @@ def _compared(
     features: dict[str, npt.NDArray[Any]],
     status: int,
 ) -> tuple[float, str]:
-    """Infinity where stored and new row are the same, else the smallest agreement; and a note."""
+    """Compare a stored row with a new one.
+
+    Returns:
+        infinity if they are the same, else the smallest agreement over the layers; and a text for
+        the report.
+    """
     before = {spec.name: np.asarray(store[spec.name][row], np.float64).ravel() for spec in specs}
-    # A row that has values here may have failed in another run; the store knows one status only.
+    # One status per row: a row with values in these layers may have failed in another run.
     failed = all(np.isnan(values).all() for values in before.values())
     said = int(store.status[row]) if failed else int(Status.OK)
     if status != said:
@@ -327,9 +348,9 @@ def _compared(
 
 
 def agreement(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
-    """1 - |a - b|^2 / (2 |a| |b|): the cosine of two vectors, less where their lengths differ.
+    """Compute the agreement 1 - |a - b|^2 / (2 |a| |b|) of two vectors of equal length.
 
-    -1 where it has no value: one of them is zero, or not finite.
+    It is their cosine, reduced if their norms differ; -1 if a norm is zero or not finite.
     """
     product = float(np.linalg.norm(a) * np.linalg.norm(b))
     if not 0 < product < np.inf:

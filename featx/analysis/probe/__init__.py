@@ -1,1 +1,1 @@
-"""job=probe: what the features of a store can tell of its labels."""
+"""Linear, ridge and kNN probes: classifiers on stored features that predict labels (job=probe)."""

@@ -1,9 +1,9 @@
-"""Stratified choices of whole groups: a share of the rows of each class, or folds.
+"""Stratified selection of whole groups: a share of the rows of each class, or folds.
 
-Both are greedy and decided by the seed. A group counts for a class c with n_c rows; a choice is
-judged by the sum over classes of (rows of c - wanted rows of c)^2 / (all rows of c)^2, so that a
-rare class counts as much as a frequent one. A class that lies in one group is never chosen for
-testing: nothing would be left to learn it from.
+Both algorithms are greedy and deterministic for a seed. The cost of a selection is the sum over
+classes c of (selected rows of c - wanted rows of c)^2 / (all rows of c)^2, so a rare class counts
+as much as a frequent one. A class that lies in a single group is never selected for testing,
+because no rows would remain to learn it from.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 
 _PASSES = 4
-"""Looks at every group, at the most; a later one takes groups out again that are too many."""
+"""Maximum number of passes over all groups; a later pass can remove groups again."""
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """Rows of each class in each group, for some places.
+    """Rows of each class in each group.
 
     Attributes:
         local: (n,) group of each place, in [0, G).
-        starts: (G + 1,) where the entries of each group begin in the next two.
-        classes, counts: (entries,) a class of the group and its rows.
-        rows_of_class, groups_of_class: (C,) in all places.
+        starts: (G + 1,) start of each group's entries in `classes` and `counts`.
+        classes: (entries,) class of an entry.
+        counts: (entries,) rows of that class in the group.
+        rows_of_class: (C,) rows of each class.
+        groups_of_class: (C,) groups that contain each class.
     """
 
     local: Numbers
@@ -41,20 +43,22 @@ class _Contents:
 
     @property
     def num_groups(self) -> int:
+        """G, the number of groups."""
         return len(self.starts) - 1
 
     def of(self, group: int) -> tuple[Numbers, Numbers]:
-        """Classes of a group, and rows of each."""
+        """Return the classes of a group, and the rows of each."""
         span = slice(self.starts[group], self.starts[group + 1])
         return self.classes[span], self.counts[span]
 
     def in_order(self, order: npt.NDArray[Any]) -> Iterator[tuple[int, Numbers, Numbers]]:
-        """Each group with its classes and the rows of each."""
+        """Yield groups in an order, each with its classes and the rows of each."""
         for group in order.tolist():
             yield group, *self.of(group)
 
 
 def _contents(y: Numbers, groups: Numbers) -> _Contents:
+    """Count the rows of each class in each group."""
     found, local = np.unique(groups, return_inverse=True)
     num_classes = int(y.max()) + 1
     pairs, counts = np.unique(local * num_classes + y, return_counts=True)
@@ -72,17 +76,18 @@ def _contents(y: Numbers, groups: Numbers) -> _Contents:
 def share_of_groups(
     y: Numbers, groups: Numbers, share: float, rng: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
-    """Whole groups with about a share of the rows of each class.
+    """Select whole groups that contain about a share of the rows of each class.
 
-    Of each class that lies in two groups or more, at least one is chosen and one is not.
+    For each class that lies in two or more groups, at least one group is selected and one is not.
 
     Args:
-        y, groups: (n,) class and group of each place.
-        share: of the rows of each class.
-        rng: decides the order in which groups are looked at.
+        y: (n,) class of each place.
+        groups: (n,) group of each place.
+        share: wanted share of the rows of each class.
+        rng: determines the order in which groups are considered.
 
     Returns:
-        (n,) whether a place is chosen.
+        (n,) bool, whether a place is selected.
     """
     found = _contents(y, groups)
     wanted = share * found.rows_of_class
@@ -91,14 +96,16 @@ def share_of_groups(
     chosen = np.zeros(found.num_groups, dtype=bool)
 
     def cost(classes: Numbers, counts: Numbers) -> float:
-        """By how much the sum of squares grows with a group; counts are negative to take it out."""
+        """Return by how much the cost changes with a group; negative counts remove it."""
         more = counts * (2 * (have[classes] - wanted[classes]) + counts)
         return round(float((more / found.rows_of_class[classes] ** 2).sum()), 12)
 
     def may_come(classes: Numbers) -> bool:
+        """Return whether another group of each class remains outside the selection."""
         return bool((found.groups_of_class[classes] - inside[classes] > 1).all())
 
     def turn(group: int, classes: Numbers, counts: Numbers) -> None:
+        """Add a group to the selection, or remove it."""
         sign = -1 if chosen[group] else 1
         chosen[group] = not chosen[group]
         have[classes] += sign * counts
@@ -119,7 +126,7 @@ def share_of_groups(
             break
     for label in np.flatnonzero((have == 0) & (found.groups_of_class > 1)).tolist():
         if inside[label]:
-            continue  # a group chosen for an earlier class brought it along
+            continue  # selected together with an earlier class
         with_label = rng.permutation(np.unique(found.local[y == label]))
         options = [
             (cost(classes, counts), place, group)
@@ -133,21 +140,26 @@ def share_of_groups(
 
 
 def fold_of_groups(y: Numbers, groups: Numbers, folds: int, rng: np.random.Generator) -> Numbers:
-    """A fold for each row, the same for all rows of a group; -1 where it is never tested.
+    """Assign each group of rows to a fold.
 
-    Large groups come first, equal ones in random order. Each goes to the fold that has the fewest
-    rows of its classes, and never to one that would then hold all groups of a class.
+    Groups are assigned by falling size, in random order among equal sizes. Each goes to the fold
+    that has the fewest rows of its classes, but never to a fold that would then hold all groups of
+    a class.
 
     Args:
-        y, groups: (n,) class and group of each place.
-        folds: how many.
-        rng: decides the order among groups of one size.
+        y: (n,) class of each place.
+        groups: (n,) group of each place.
+        folds: number of folds.
+        rng: determines the order of groups of equal size.
+
+    Returns:
+        (n,) fold of each place; -1 if it is never tested.
     """
     found = _contents(y, groups)
     fold_of = np.full(found.num_groups, -1)
     rows, totals = np.zeros((folds, len(found.rows_of_class))), np.zeros(folds)
     left = found.groups_of_class.copy()
-    only_in = np.full(len(left), -1)  # the one fold with all groups of a class so far; -2: several
+    only_in = np.full(len(left), -1)  # fold with all groups of a class so far, -2: several
     order = rng.permutation(found.num_groups)
     sizes = np.bincount(found.local)
     order = order[np.argsort(-sizes[order], kind="stable")]

@@ -1,7 +1,7 @@
-"""Groups of rows that belong together, so that a split never divides them.
+"""Groups of rows that a split must not divide.
 
-Boxes of one image, frames of one video and rows with one value in a column (a patient, a slide)
-are not independent: a classifier that has seen one of them recognises the others.
+Boxes of one image, frames of one video, and rows that share a value in a column (a patient, a
+slide) are not independent: a classifier that was trained on one of them recognises the others.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GroupNumbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each labelled row.
+    """Group of each labelled row.
 
     Attributes:
         of_row: (n,) int64 in [0, num_groups).
         by: what the rows of a group share: 'image', 'video', the name of a column, or both.
-        num_missing: rows without a value in the column, which are groups of their own.
+        num_missing: rows without a value in the column, each of which is a group of its own.
     """
 
     of_row: GroupNumbers
@@ -35,16 +35,16 @@ class Groups:
 
     @property
     def num_groups(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return int(self.of_row.max()) + 1
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:
-        """(num_groups,) rows of each group."""
+        """(num_groups,) number of rows of each group."""
         return np.bincount(self.of_row)
 
     def as_dict(self) -> dict[str, Any]:
-        """What probe.json says of the groups, in JSON types."""
+        """Return the entry `groups` of probe.json as JSON types."""
         sizes = self.sizes
         return {
             "by": self.by,
@@ -55,16 +55,17 @@ class Groups:
 
 
 def row_groups(labelled: Labelled, column: str | None = None) -> Groups | None:
-    """Groups of the labelled rows: by image or video where the keys name one, and by a column.
+    """Group labelled rows by the image or video in their keys, and by a column.
 
     With both, rows are in one group if a chain of shared images, videos or values links them.
 
     Args:
         labelled: rows of a store.
-        column: of the store (probe.group_column). A row without a value is a group of its own.
+        column: name of a column of the store (probe.group_column), or None. A row without a value
+            is a group of its own.
 
     Returns:
-        None where nothing says that rows belong together.
+        the groups, or None if neither keys nor a column define any.
 
     Raises:
         StoreError: the store has no such column.
@@ -84,11 +85,15 @@ def row_groups(labelled: Labelled, column: str | None = None) -> Groups | None:
 
 
 def shared_with(training: Labelled, testing: Labelled, column: str | None) -> list[str]:
-    """Sentences on what occurs in the stores of both training and test rows.
+    """Describe what occurs both in training rows and in test rows of another store.
 
     Args:
-        training, testing: of two stores.
-        column: probe.group_column, of both stores.
+        training: rows of the store that is trained on.
+        testing: rows of the other store.
+        column: probe.group_column, a column of both stores, or None.
+
+    Returns:
+        sentences for the notes of the result.
     """
     notes = []
     (ours, kind), (theirs, _) = _origins(training), _origins(testing)
@@ -122,12 +127,17 @@ def shared_with(training: Labelled, testing: Labelled, column: str | None) -> li
 def divided_groups(
     groups: Groups, some: npt.NDArray[np.int64], others: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Numbers of the groups with rows among both of two sets of places."""
+    """Return the groups with rows among both of two sets of places."""
     return np.intersect1d(groups.of_row[some], groups.of_row[others])
 
 
 def _origins(labelled: Labelled) -> tuple[npt.NDArray[Any], str | None]:
-    """(n,) bytes: the key of the image or video of each row, and which of the two; None if none."""
+    """Return the origin of each row.
+
+    Returns:
+        (n,) bytes keys of images or videos, and 'image', 'video', 'image or video', or None if no
+        key contains an origin.
+    """
     found = [origin_of(key) for key in labelled.store.key_bytes[labelled.rows].tolist()]
     kinds = {kind for _, kind in found if kind is not None}
     kind = " or ".join(sorted(kinds)) or None
@@ -137,7 +147,7 @@ def _origins(labelled: Labelled) -> tuple[npt.NDArray[Any], str | None]:
 def _column_values(
     labelled: Labelled, column: str
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_]]:
-    """(n,) values of a column, and (n,) whether a row has none."""
+    """Return the (n,) values of a column, and (n,) bool whether a row has none."""
     values = labelled.store.column(column)[labelled.rows]
     if values.dtype.kind == "f":
         return values, np.isnan(values)
@@ -147,7 +157,7 @@ def _column_values(
 
 
 def _joined(a: GroupNumbers, b: GroupNumbers) -> GroupNumbers:
-    """(n,) connected components of rows that share a number in `a` or in `b`."""
+    """Return the (n,) connected components of rows that share a number in `a` or in `b`."""
     found = np.arange(len(a))
     while True:
         before = found

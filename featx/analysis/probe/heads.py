@@ -1,4 +1,4 @@
-"""A fitted head: standardise, then an affine map; and its file."""
+"""Heads: standardisation followed by an affine map, and their file format."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from featx.storage.s3_path import S3Path
 from featx.store import layout
 
 FORMAT = 1
+"""Version of the format of head files."""
 
 _NAMES = ("weight", "bias", "mean", "scale")
+"""Tensors of a head file."""
 
 
 @dataclass(frozen=True)
 class Scaler:
-    """What is taken off each feature, and by what it is then divided.
+    """Standardisation of features.
 
     Attributes:
-        mean, scale: (D,) float32 on the device; scale is 1 where a feature is constant, so that
-            such a feature becomes 0.
+        mean: (D,) float32 on the device, subtracted from the features.
+        scale: (D,) float32 on the device, divides the features; 1 for a constant feature, which
+            then becomes 0.
     """
 
     mean: torch.Tensor
     scale: torch.Tensor
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, D) standardised, a new tensor."""
+        """Standardise (n, D) features into a new tensor."""
         return (x - self.mean).div_(self.scale)
 
 
 def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
-    """Mean and standard deviation of each feature over some places, summed in float64.
+    """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
     """
@@ -67,7 +70,7 @@ def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
     scale = (scatter / count).sqrt()
     scale[constant | (scale == 0)] = 1.0
     if first is not None:
-        mean = torch.where(constant, first.double(), mean)  # exactly, so that x - mean is 0
+        mean = torch.where(constant, first.double(), mean)  # exact, so that x - mean is 0
     return Scaler(mean.float().to(features.device), scale.float().to(features.device))
 
 
@@ -76,10 +79,10 @@ class Head:
     """A probe that is an affine map of standardised features.
 
     Attributes:
-        scaler: fitted on the same rows.
+        scaler: standardisation, fitted on the same rows.
         weight: (C, D) float32 on the device.
-        bias: (C,) float32.
-        probabilities: whether softmax of the scores are probabilities (of logistic regression).
+        bias: (C,) float32 on the device.
+        probabilities: whether the softmax of the values gives probabilities (logistic regression).
     """
 
     scaler: Scaler
@@ -88,7 +91,7 @@ class Head:
     probabilities: bool
 
     def scores(self, x: torch.Tensor) -> torch.Tensor:
-        """(n, D) features -> (n, C): probabilities, or the values of a regression."""
+        """Compute (n, C) probabilities, or values of a regression, from (n, D) features."""
         values = self.scaler(x) @ self.weight.T + self.bias
         return values.softmax(1) if self.probabilities else values
 
@@ -96,23 +99,24 @@ class Head:
 def scores_of(
     head: Head, features: Features, places: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """(n, C) float64 scores of some places."""
+    """Compute (n, C) float64 scores of some places."""
     found = [head.scores(block).cpu().double() for _, block in features.blocks(places)]
     scores: npt.NDArray[np.float64] = torch.cat(found).numpy()
     return scores
 
 
 def head_path(folder: Path, layer: str) -> Path:
-    """The file of a layer's head, below the folder of the store."""
+    """Return the file of a layer's head below the folder of the store."""
     return folder / layout.PROBE_HEADS / f"{re.sub(r'[^A-Za-z0-9._@-]', '_', layer)}.safetensors"
 
 
 def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
-    """A head as a safetensors file.
+    """Serialise a head as a safetensors file.
 
     Args:
-        head: fitted.
-        about: what has to be known to use it (JSON types); kept as the metadata `featx`.
+        head: the head.
+        about: description that is needed to use the head, as JSON types; stored as the metadata
+            entry `featx`.
     """
     from safetensors.torch import save
 
@@ -124,13 +128,14 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
     }
     kept = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     about = {"featx_head": FORMAT, **about, "probabilities": head.probabilities}
-    # One entry only: safetensors writes several in an order that changes from run to run.
+    # A single entry: safetensors writes several entries in an order that changes from run to run.
     return bytes(save(kept, metadata={"featx": json.dumps(about, sort_keys=True)}))
 
 
 @contextlib.contextmanager
 def _on_disk(path: Path) -> Iterator[Path]:
-    """A file that safetensors can map: itself, or what an object holds."""
+    """Provide a file that safetensors can map: the path itself, or a temporary copy of an S3
+    object."""
     if not isinstance(path, S3Path):
         yield path
         return
@@ -141,10 +146,14 @@ def _on_disk(path: Path) -> Iterator[Path]:
 
 
 def read_head(path: Path, device: torch.device) -> tuple[Head, dict[str, Any]]:
-    """A head from its file, and what is said about it.
+    """Read a head and its description from a file.
+
+    Args:
+        path: the file.
+        device: device of the tensors.
 
     Raises:
-        StoreError: there is none, or it is no head of featx.
+        StoreError: the file is missing, damaged, or no head of featx.
     """
     from safetensors import SafetensorError, safe_open
 

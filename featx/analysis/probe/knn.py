@@ -1,4 +1,4 @@
-"""k nearest neighbours by cosine, their votes weighted by similarity."""
+"""kNN probe: k nearest neighbours by cosine, with votes weighted by similarity."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from featx.analysis.similarity.nearest_neighbours import best_of_blocks
 from featx.base.devices import float64_home
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
-"""Numbers of neighbours that are tried, as far as there are so many."""
+"""Numbers of neighbours to try, as far as there are enough rows."""
 
 TEMPERATURE = 0.07
+"""Default temperature T of the votes."""
 
 BLOCK_NUMBERS = 1 << 24
-"""Similarities that are held at once."""
+"""Maximum number of similarities in memory at a time."""
 
 _OFFSET = 1e4
-"""Features whose mean is so much longer than their spread, squared, have cosines that differ from 1
-by so little that float32, which has 1e-7, loses their digits: they are taken in float64."""
+"""Ratio of the squared mean to the squared spread of features above which cosines are computed in
+float64: they then differ from 1 by less than float32, with a precision of 1e-7, resolves well."""
 
 _LOOKED_AT = 1024
-"""Rows that say how large the offset is."""
+"""Number of rows from which that ratio is estimated."""
 
 
 def vote(
@@ -37,29 +38,29 @@ def vote(
     ks: Sequence[int],
     temperature: float = TEMPERATURE,
 ) -> dict[int, npt.NDArray[np.float64]]:
-    """Share of the votes that each class gets from a query's k most similar rows of the bank.
+    """Compute each class's share of the votes of a query's k most similar rows of the bank.
 
     A neighbour of cosine s has exp(s / T) votes. M. Caron et al., Emerging Properties in
     Self-Supervised Vision Transformers (DINO), ICCV 2021, appendix; as there, features are not
-    standardised. A query that is in the bank itself is never counted. A row of zeros has cosine 0
-    to all others.
+    standardised. A query in the bank does not vote for itself. A row of zeros has cosine 0 to all
+    others.
 
     Args:
-        features: of all places.
+        features: vectors of all places.
         bank: places that vote, increasing.
         y: (len(features),) class of each place.
         num_classes: C.
-        queries: places that ask.
-        ks: numbers of neighbours; more than there are means all.
+        queries: places to classify.
+        ks: numbers of neighbours, limited to the size of the bank.
         temperature: T.
 
     Returns:
-        k -> (len(queries), C) float64, rows sum to 1.
+        k -> (len(queries), C) float64 whose rows sum to 1.
     """
     largest = min(max(ks), len(bank))
     found: dict[int, list[torch.Tensor]] = {k: [] for k in ks}
     dtype = _needed_dtype(features, bank)
-    # As many queries at once as leave room for their similarities to one block of the bank.
+    # As many queries as leave room for their similarities to one block of the bank.
     step = max(1, min(4096, BLOCK_NUMBERS // max(1, largest)))
     for start in range(0, len(queries), step):
         asked = queries[start : start + step]
@@ -67,9 +68,9 @@ def vote(
         labels = torch.from_numpy(y).to(cosines.device)[places]
         for k, parts in found.items():
             top = cosines[:, :k].double() if cosines.device.type != "mps" else cosines[:, :k]
-            # The largest is taken off before exp: shares do not change, and nothing overflows.
+            # Subtracting the largest exponent leaves the shares unchanged and avoids overflow.
             weights = ((top - top[:, :1]) / temperature).exp()
-            weights = torch.where(torch.isfinite(top), weights, 0.0)  # not a neighbour
+            weights = torch.where(torch.isfinite(top), weights, 0.0)  # -inf: no neighbour
             votes = torch.zeros((len(asked), num_classes), dtype=weights.dtype, device=top.device)
             votes.scatter_add_(1, labels[:, :k], weights)
             parts.append((votes / votes.sum(1, keepdim=True)).cpu().double())
@@ -83,7 +84,8 @@ def _nearest(
     count: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and places of the most similar rows, (n, count), falling; -inf beyond the last."""
+    """Return cosines in falling order and places of the most similar rows, both (n, count); cosines
+    beyond the last row are -inf."""
     home = features.device if dtype == torch.float32 else float64_home(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
@@ -101,7 +103,7 @@ def _nearest(
 
 
 def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtype:
-    """float32, or float64 where an offset makes all rows nearly parallel."""
+    """Return float64 if a common offset makes all rows nearly parallel, else float32."""
     some = bank[np.unique(np.linspace(0, len(bank) - 1, _LOOKED_AT).astype(np.int64))]
     rows = features.take(some).to(float64_home(features.device)).double()
     mean = rows.mean(dim=0)
@@ -110,7 +112,7 @@ def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtyp
 
 
 def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:
-    """The numbers of neighbours to try: the one that is given, or those of the grid that fit."""
+    """Return the numbers of neighbours to try: the given one, or those of the grid that fit."""
     if k is not None:
         return (k,)
     return tuple(k for k in K_GRID if k == 1 or k <= num_bank)

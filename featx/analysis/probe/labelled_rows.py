@@ -1,4 +1,4 @@
-"""The rows of one layer as a probe takes them: labelled, ok, one float32 vector each."""
+"""Labelled rows of a store, and the rows of a layer as float32 vectors."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from featx.layers.reductions import channels_last
 from featx.store.reader import FeatureStore
 
 MAX_FLAT = 8192
-"""Numbers of a map or of tokens that are taken as they are; larger ones are averaged."""
+"""Number of values up to which a map or tokens are flattened; larger ones are averaged."""
 
 BLOCK_BYTES = 64 << 20
-"""Of float32 values that are read at once."""
+"""Bytes of float32 values that are read at a time."""
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """The rows of a store that a probe can use.
+    """Rows of a store that a probe can use.
 
     Attributes:
-        store: whose rows they are.
-        rows: (n,) int64, increasing positions in the store.
-        y: (n,) int64 class of each, in [0, C).
+        store: the store.
+        rows: (n,) int64 rows of the store, increasing.
+        y: (n,) int64 class of each row, in [0, C).
         classes: C names, those with at least one row.
-        notes: what was left out.
+        notes: sentences about what was left out.
     """
 
     store: FeatureStore
@@ -42,15 +42,15 @@ class Labelled:
 
 
 def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
-    """The ok rows with a label, and the classes that have any.
+    """Select the rows that have a label and did not fail, and the classes that have rows.
 
     Args:
-        store: whose rows they are.
-        column: of the store, whose values are taken for labels; None takes its own labels.
+        store: the store.
+        column: name of a column whose values are the labels, or None for the labels of the store.
 
     Raises:
-        StoreError: rows are missing, or there is no such column.
-        DataError: there are no labels.
+        StoreError: the store is incomplete or has no such column.
+        DataError: there are no labels, or the column holds fractional numbers.
     """
     if not store.complete:
         raise StoreError(
@@ -79,7 +79,14 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
 
 
 def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """The values of a column as labels, (N,) into class names; -1 where there is none."""
+    """Convert a column to labels.
+
+    Returns:
+        (N,) int64 indices into the class names, -1 without a value; and the class names.
+
+    Raises:
+        DataError: the column holds fractional numbers.
+    """
     values = store.column(column)
     if values.dtype.kind == "f":
         known = ~np.isnan(values)
@@ -98,7 +105,11 @@ def _from(store: FeatureStore, column: str) -> tuple[npt.NDArray[np.int64], tupl
 
 
 def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:
-    """The rows of another store under these class numbers; those of other classes left out.
+    """Renumber the classes of another store, matched by name, and leave out rows of other classes.
+
+    Args:
+        test: rows of the other store.
+        classes: class names of the training rows.
 
     Raises:
         DataError: the stores have no class in common.
@@ -121,12 +132,14 @@ def matched_by_name(test: Labelled, classes: tuple[str, ...]) -> Labelled:
 
 @dataclass(frozen=True)
 class LayerRows:
-    """One layer of a store, some rows of it, and how each becomes a vector.
+    """One layer of a store, some of its rows, and how each row becomes a vector.
 
     Attributes:
-        pooled: None where a row is taken as it is, flattened; else the axes (of a batch of rows)
-            over which it is averaged.
-        width: D, numbers of a vector.
+        store: the store.
+        layer: name of the layer.
+        rows: (n,) int64 rows of the store.
+        pooled: axes, counted with the batch axis, over which rows are averaged; None to flatten.
+        width: D, the number of values of a vector.
     """
 
     store: FeatureStore
@@ -137,20 +150,26 @@ class LayerRows:
 
     @property
     def reduction(self) -> str:
-        """What becomes of a row: none, flatten or avg."""
+        """How rows become vectors: 'none', 'flatten' or 'avg'."""
         if self.pooled is not None:
             return "avg"
         return "none" if self.store[self.layer].ndim == 2 else "flatten"
 
     def vectors(self, values: torch.Tensor) -> torch.Tensor:
-        """Stored rows (n, ...) -> (n, D) float32."""
+        """Convert stored rows (n, ...) to (n, D) float32."""
         return as_vectors(values, self.pooled, self.width)
 
     def read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
-        """Vectors of some of the rows, (n, D) float32 on the CPU.
+        """Read the vectors of some of the rows.
+
+        Args:
+            places: (n,) indices into `rows`.
+
+        Returns:
+            (n, D) float32 on the CPU.
 
         Raises:
-            StoreError: a value is not finite, though its row is marked ok.
+            StoreError: a value of a row that did not fail is not finite.
         """
         rows = self.rows[places]
         values = np.asarray(self.store[self.layer][rows])
@@ -159,7 +178,15 @@ class LayerRows:
         return found
 
     def check(self, vectors: torch.Tensor, rows: npt.NDArray[np.int64]) -> None:
-        """Raise StoreError where a vector has a value that is not finite."""
+        """Check that vectors are finite.
+
+        Args:
+            vectors: (n, D).
+            rows: (n,) rows of the store, for the message.
+
+        Raises:
+            StoreError: a value is not finite.
+        """
         finite = torch.isfinite(vectors).all(1)
         if not bool(finite.all()):
             row = int(rows[int((~finite).nonzero()[0, 0])])
@@ -170,7 +197,8 @@ class LayerRows:
 
 
 def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int) -> torch.Tensor:
-    """Stored rows (n, ...) -> (n, width) float32; see LayerRows."""
+    """Convert stored rows (n, ...) to (n, width) float32, averaged over the axes `pooled` or
+    flattened."""
     values = values.to(torch.float32)
     if pooled:
         values = values.mean(pooled)
@@ -178,20 +206,20 @@ def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int)
 
 
 def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
-    """How the rows of a layer become vectors.
+    """Decide how the rows of a layer become vectors.
 
-    A vector stays as it is. Maps and tokens are flattened up to MAX_FLAT numbers, and averaged
-    over their positions above.
+    Vectors stay as they are. Maps and tokens are flattened if they have at most MAX_FLAT values,
+    and averaged over their positions otherwise.
 
     Raises:
-        ReduceError: a large map whose channels cannot be told from its positions.
+        ReduceError: the map is too large, and its channel axis is unknown.
     """
     store = labelled.store
     shape = store[layer].shape[1:]
     numbers = int(np.prod(shape, dtype=np.int64))
     if len(shape) < 2 or numbers <= MAX_FLAT:
         return LayerRows(store, layer, labelled.rows, None, numbers)
-    if len(shape) == 2:  # tokens (T, C), the class token among them
+    if len(shape) == 2:  # tokens (T, C), including the class token
         return LayerRows(store, layer, labelled.rows, (1,), shape[1])
     crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
     if len(shape) != 3 or crop is None:
@@ -206,15 +234,21 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
 
 
 class Features:
-    """The vectors of one layer, those of training and of another store's rows one after the other.
+    """Vectors of one layer: those of the training rows, then those of another store's rows, if any.
 
-    In memory, on the device, where they fit with their standardised copy into the room given; else
-    read from the store block by block.
+    They stay in memory on the device if they and a standardised copy fit into the given size.
+    Otherwise they are streamed: read from the store block by block.
 
     Args:
-        parts: of the same layer and width.
-        device: that computes.
-        memory_bytes: the room.
+        parts: rows of the same layer and width in one or two stores.
+        device: device that computes.
+        memory_bytes: memory for the vectors and their copy, in bytes.
+
+    Attributes:
+        parts: as given.
+        device: as given.
+        width: D, the number of values of a vector.
+        whole: (N, D) float32 on the device, or None if the vectors are streamed.
     """
 
     def __init__(self, parts: list[LayerRows], device: torch.device, memory_bytes: float) -> None:
@@ -235,7 +269,8 @@ class Features:
     def blocks(
         self, places: npt.NDArray[np.int64]
     ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
-        """The vectors of some places, in their order: (places, (n, D) float32 on the device)."""
+        """Yield vectors in blocks, in the order of `places`: the places, and (n, D) float32 on the
+        device."""
         for span in self._spans(places):
             if self.whole is None:
                 yield span, self._read(span).to(self.device)
@@ -243,7 +278,7 @@ class Features:
                 yield span, self.whole[torch.from_numpy(span).to(self.device)]
 
     def take(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
-        """(n, D) float32 on the device, a copy."""
+        """Copy the vectors of some places to a new (n, D) float32 tensor on the device."""
         found = torch.empty((len(places), self.width), device=self.device)
         done = 0
         for span, block in self.blocks(places):
@@ -252,11 +287,13 @@ class Features:
         return found
 
     def _spans(self, places: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+        """Split places into blocks of BLOCK_BYTES."""
         size = max(1, BLOCK_BYTES // (4 * self.width))
         for start in range(0, len(places), size):
             yield places[start : start + size]
 
     def _read(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Read vectors from the stores, (n, D) float32 on the CPU."""
         found = torch.empty((len(places), self.width))
         part_of = np.searchsorted(self._starts, places, side="right") - 1
         for number, part in enumerate(self.parts):
@@ -267,5 +304,5 @@ class Features:
 
 
 def output_folder(store: FeatureStore) -> Path:
-    """Where a store keeps what is computed from it: its folder, or that of its file."""
+    """Return the folder for files computed from a store: its folder, or that of its single file."""
     return store.root if store.root.is_dir() else store.root.parent

@@ -1,4 +1,4 @@
-"""Which layer is best, and how good a choice like that is on rows it has not seen."""
+"""Choice of the best layer, and nested cross-validation of that choice."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from featx.analysis.probe.metrics import Predictions
 
 
 def best_layer(layers: Mapping[str, Mapping[str, Any]], method: str) -> str:
-    """The layer with the highest validation accuracy of a method, of equals the smallest loss.
+    """Return the layer with the highest validation accuracy; among equal ones, that with the
+    smallest loss.
 
     Args:
-        layers: name -> what probe.json says of it.
-        method: that decides.
+        layers: name -> its entry in probe.json.
+        method: method whose accuracy and loss are compared.
     """
     return max(
         layers,
@@ -25,27 +26,30 @@ def best_layer(layers: Mapping[str, Mapping[str, Any]], method: str) -> str:
 
 
 def _merit(accuracy: float, loss: float) -> tuple[float, float]:
-    """What is compared. Means over folds of equal shares may differ in their last bits."""
+    """Return the sort key, rounded because means over folds may differ in their last bits."""
     return round(accuracy, 12), -round(loss, 12)
 
 
 @dataclass(frozen=True)
 class _Chosen:
+    """Best layer of a fold so far, with its predictions on the test rows."""
+
     merit: tuple[float, float]
     layer: str
     predictions: Predictions
 
 
 class LayerChoice:
-    """The layer that each fold chooses on its own validation rows.
+    """Layer that each fold chooses on its own validation rows.
 
-    With k-fold, the validation rows of one fold are tested in another, so the accuracy of the one
-    layer that is best over all folds is optimistic. Chosen anew within the training rows of every
-    fold (nested cross-validation: M. Stone, Cross-Validatory Choice and Assessment of Statistical
-    Predictions, JRSS B 36, 1974), the layers are tested on rows that had no part in the choice.
+    In k-fold cross-validation, the validation rows of one fold are test rows of another, so the
+    accuracy of the layer that is best over all folds is optimistic. If each fold chooses its layer
+    from its own training rows (nested cross-validation: M. Stone, Cross-Validatory Choice and
+    Assessment of Statistical Predictions, JRSS B 36, 1974), test rows have no influence on the
+    choice.
 
     Args:
-        num_folds: how many choices there are.
+        num_folds: number of folds.
     """
 
     def __init__(self, num_folds: int) -> None:
@@ -57,12 +61,12 @@ class LayerChoice:
         validation: Sequence[tuple[float, float]],
         predictions: Sequence[Predictions],
     ) -> None:
-        """Take a layer where it is better than those before it.
+        """Compare a layer with the best one so far, in every fold.
 
         Args:
-            layer: its name.
-            validation: accuracy and loss on the validation rows, of each fold.
-            predictions: on the test rows, of each fold.
+            layer: name of the layer.
+            validation: accuracy and loss on the validation rows of each fold.
+            predictions: predictions on the test rows of each fold.
         """
         for fold, ((accuracy, loss), tested) in enumerate(
             zip(validation, predictions, strict=True)
@@ -73,5 +77,5 @@ class LayerChoice:
 
     @property
     def chosen(self) -> list[tuple[str, Predictions]]:
-        """The layer of each fold, and its predictions."""
+        """Layer of each fold, with its predictions."""
         return [(best.layer, best.predictions) for best in self._best if best is not None]

@@ -1,4 +1,4 @@
-"""Test rows that a probe has seen: equal and nearly equal vectors on both sides of a split."""
+"""Leakage: test rows whose vectors are equal or nearly equal to those of training rows."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.probe.splits import Places, Split
 
 NEAR_COSINE = 0.9
-"""Cosine of standardised vectors from which rows count as near-duplicates. Of 287 copies of
-Caltech-101 images (JPEG quality 60, 0.7 of the size, 4 pixels cut off) about 3 in 4 reach it in the
-1280 features of EfficientNet-Lite0, of 400 other images of one texture none."""
+"""Cosine of standardised vectors from which rows count as near-duplicates. Among 287 copies of
+Caltech-101 images (JPEG quality 60, 0.7 of the size, 4 pixels cropped), about 3 of 4 reach it in
+the 1280 features of EfficientNet-Lite0; among 400 different images of one texture, none."""
 
 MIN_FEATURES = 64
-"""In fewer features, different images have such cosines by chance."""
+"""Minimum number of features. With fewer, different images reach such cosines by chance."""
 
 MAX_PRODUCTS = 1 << 39
-"""Multiplications for near-duplicates, at the most: some 15 s on two cores."""
+"""Maximum number of multiplications for the search, about 15 s on two cores."""
 
 _BLOCK_NUMBERS = 1 << 24
+"""Number of cosines in memory at a time."""
 
 
 def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
-    """Test rows whose vector is, bit for bit, that of a training row; None where it is streamed."""
+    """Count the test rows whose vector equals that of a training row bit for bit.
+
+    Returns:
+        the number over all splits, or None if the features are streamed.
+    """
     if features.whole is None:
         return None
     rows = features.whole.cpu().numpy()
@@ -37,18 +42,20 @@ def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
 
 
 def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> dict[str, Any]:
-    """Test rows with a near-duplicate among the training rows, as far as that is cheap.
+    """Count the test rows with a near-duplicate among the training rows, if the search is
+    affordable.
 
-    Every pair of a test and a training row is compared, by the cosine of vectors that are
-    standardised over all rows: of the features as they are, all images have cosines near 1.
+    All pairs of a test and a training row are compared by the cosine of vectors that are
+    standardised over all rows; cosines of the raw features are near 1 for all images.
 
     Args:
-        features: of all places.
-        layer: its name.
-        splits: one, or one a fold.
+        features: vectors of all places.
+        layer: name of the layer.
+        splits: one split, or one per fold.
 
     Returns:
-        layer, cosine, rows (None where it was not checked) and not_checked (why, or None).
+        the layer, the cosine, `rows` (the number, or None if not checked) and `not_checked` (the
+        reason, or None).
     """
     found: dict[str, Any] = {"layer": layer, "cosine": NEAR_COSINE, "rows": None}
     pairs = sum(len(split.test) * len(split.train) for split in splits)
@@ -71,6 +78,13 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
 
 
 def _count_near(unit: torch.Tensor, test: Places, train: Places) -> int:
+    """Count the test places with a training place at a cosine of NEAR_COSINE or more.
+
+    Args:
+        unit: (N, D) standardised vectors of length 1.
+        test: test places.
+        train: training places.
+    """
     bank = unit[torch.from_numpy(train).to(unit.device)]
     at_once = max(1, _BLOCK_NUMBERS // len(train))
     count = 0

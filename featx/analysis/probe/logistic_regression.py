@@ -1,4 +1,4 @@
-"""Multinomial logistic regression by L-BFGS, on whichever device holds the matrix."""
+"""Multinomial logistic regression by L-BFGS, on the device that holds the features."""
 
 from __future__ import annotations
 
@@ -13,45 +13,48 @@ import numpy.typing as npt
 import torch
 
 L2_GRID = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Strengths that are tried, from the strongest on: each start is then near its end."""
+"""Penalties to try, the strongest first, so that each fit starts close to its minimum."""
 
 PATIENCE = 2
-"""Weaker ones are not tried once the validation loss has risen so often in a row."""
+"""Number of consecutive increases of the validation loss after which weaker penalties are
+skipped."""
 
 TOLERANCE = 1e-4
-"""Largest entry of the gradient at which a fit has converged."""
+"""Largest entry of the gradient at which a fit counts as converged."""
 
 FINAL_TOLERANCE = 1e-6
-"""The same for the last fit, of a small matrix, in float64, before Newton's method takes over: the
-error of the weights is up to the gradient / l2, so with a weak penalty this is not enough."""
+"""The same for L-BFGS in the final fit of a small matrix in float64, before Newton's method. The
+error of the weights is up to gradient / l2, so this is not sufficient for a weak penalty."""
 
 LOGIT_TOLERANCE = 1e-3
-"""Largest change of a training row's logit by the last step of Newton's method, which leaves less
-than a hundredth of it as error."""
+"""Largest change of a training row's logit in the last step of Newton's method. The remaining error
+is below a hundredth of it."""
 
 MAX_NEWTON_STEPS = 50
 
 MAX_CG_STEPS = 1000
-"""Products with the Hessian in one step of Newton's method, at the most."""
+"""Maximum number of products with the Hessian in one step of Newton's method."""
 
 MAX_ITERATIONS = 1000
 
 SMALL_NUMBERS = 1 << 21
-"""Of a matrix: a product with it is over before a second thread has helped."""
+"""Number of values of a matrix up to which one thread is used: a product with it ends before a
+second thread could help."""
 
 EXACT_NUMBERS = 1 << 23
-"""Of a matrix that the last fit takes in float64."""
+"""Number of values of a matrix up to which the final fit is in float64."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """One minimum of mean cross-entropy + l2/2 |weight|^2 (the bias is free).
+    """One minimum of mean cross-entropy + l2/2 |weight|^2; the bias is not penalised.
 
     Attributes:
-        weight: (C, D) float32, of standardised features; bias (C,).
-        gradient: its largest entry at the end; None where it was not measured.
-        converged: whether that is at most TOLERANCE; None where it was not measured.
-        iterations: of L-BFGS, or steps of AdamW.
+        weight: (C, D) float32, for standardised features.
+        bias: (C,) float32.
+        gradient: largest entry of the gradient at the end, or None if it was not computed.
+        converged: whether `gradient` is at most TOLERANCE, or None if it was not computed.
+        iterations: iterations of L-BFGS, or steps of AdamW.
     """
 
     weight: torch.Tensor
@@ -63,7 +66,14 @@ class Fit:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one strength gave on the validation rows."""
+    """Result of one penalty on the validation rows.
+
+    Attributes:
+        l2: strength of the penalty.
+        accuracy: accuracy in [0, 1].
+        loss: mean cross-entropy.
+        fit: the fit.
+    """
 
     l2: float
     accuracy: float
@@ -71,7 +81,7 @@ class Trial:
     fit: Fit
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """Return the trial as JSON types, without weights."""
         return {
             "l2": self.l2,
             "accuracy": self.accuracy,
@@ -89,21 +99,21 @@ def fit_logistic(
     start: Fit | None = None,
     last: bool = False,
 ) -> Fit:
-    """Minimise on a whole matrix.
+    """Minimise mean cross-entropy + l2/2 |weight|^2 on a matrix in memory.
 
-    The matrix and its products stay float32; losses, probabilities and the search are in float64,
-    where the device has it, so that line searches near the minimum do not fail on rounding.
+    The matrix and its products stay float32. Losses, probabilities and the search are in float64 if
+    the device supports it, so that line searches near the minimum do not fail because of rounding.
 
     Args:
         x: (n, D) float32, standardised.
         y: (n,) int64 on the same device.
         num_classes: C.
-        l2: strength.
-        start: where to begin; zeros when not given.
-        last: of several fits: a small matrix is then taken in float64, up to FINAL_TOLERANCE.
+        l2: strength of the penalty.
+        start: initial weights, or None for zeros.
+        last: whether this is the final fit, which is exact and in float64 for a small matrix.
     """
     device = x.device
-    # Apple's GPUs have no float64.
+    # Apple GPUs have no float64.
     wide = torch.float32 if device.type == "mps" else torch.float64
     exact = last and x.numel() <= EXACT_NUMBERS
     x = x.to(wide) if exact else x
@@ -135,13 +145,14 @@ def fit_logistic(
 
 
 class _Objective:
-    """Mean cross-entropy + l2/2 |weight|^2 over a whole matrix, at weights that a search moves.
+    """Mean cross-entropy + l2/2 |weight|^2 over a matrix, at weights that an optimizer changes.
 
     Args:
-        x: (n, D), float32 or as wide as the weights.
+        x: (n, D), float32 or in the dtype of the weights.
         y: (n,) int64.
-        l2: strength.
-        weight, bias: (C, D) and (C,).
+        l2: strength of the penalty.
+        weight: (C, D).
+        bias: (C,).
     """
 
     def __init__(
@@ -155,9 +166,9 @@ class _Objective:
         self._rows = torch.arange(len(x), device=x.device)
 
     def __call__(self) -> torch.Tensor:
-        """The loss, with its gradient in weight.grad and bias.grad.
+        """Compute the loss, and its gradient in weight.grad and bias.grad.
 
-        Gradients by hand need neither a graph nor a second copy of the logits.
+        Computing gradients without autograd needs neither a graph nor a second copy of the logits.
         """
         x, y, weight, wide = self._x, self._y, self._weight, self._weight.dtype
         logits = (x @ weight.to(x.dtype).T).to(wide) + self._bias
@@ -171,15 +182,17 @@ class _Objective:
         return loss
 
     def newton_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(C, D) and (C,): about -H^-1 g, with the Hessian H and the gradient g of the last call.
+        """Compute about -H^-1 g with the Hessian H and the gradient g of the last call, as (C, D)
+        and (C,).
 
-        Conjugate gradients; the better g is, the better they are solved, so that the steps of
-        Newton's method converge faster than linearly.
+        Conjugate gradients solve the system more exactly the smaller g is, so that Newton's method
+        converges superlinearly.
         """
         x, count = self._x, len(self._x)
         p = (x @ self._weight.T + self._bias).softmax(1)
 
         def hessian(v: torch.Tensor) -> torch.Tensor:
+            """Multiply the Hessian with (C, D + 1) weights and bias."""
             logits = x @ v[:, :-1].T + v[:, -1]
             s = p * (logits - (p * logits).sum(1, keepdim=True)) / count
             return torch.cat([s.T @ x + self._l2 * v[:, :-1], s.sum(0)[:, None]], dim=1)
@@ -204,18 +217,19 @@ class _Objective:
         return step[:, :-1], step[:, -1]
 
     def largest_change(self, weight: torch.Tensor, bias: torch.Tensor) -> float:
-        """By how much a step changes a logit of a row, against the row's mean, at the most."""
+        """Return the largest change of a logit by a step, relative to the mean of the row's
+        logits."""
         logits = self._x @ weight.T + bias
         return float((logits - logits.mean(1, keepdim=True)).abs().max())
 
 
 def _finish(objective: _Objective, l2: float, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    """Move weights that are near the minimum to it, by Newton's method.
+    """Improve weights near the minimum by Newton's method, in place.
 
-    The line search of torch's L-BFGS gives up on steps below 1e-9, which leaves gradients of 1e-8.
-    Each step is solved by conjugate gradients, as in C.-J. Lin, R. C. Weng and S. S. Keerthi, Trust
-    Region Newton Method for Logistic Regression, JMLR 9, 2008, with halved steps for a trust
-    region.
+    The line search of torch's L-BFGS rejects steps below 1e-9, which leaves gradients of 1e-8. Each
+    step is computed by conjugate gradients as in C.-J. Lin, R. C. Weng and S. S. Keerthi, Trust
+    Region Newton Method for Logistic Regression, JMLR 9, 2008, with step halving in place of a
+    trust region.
     """
     loss = float(objective())
     for _ in range(MAX_NEWTON_STEPS):
@@ -231,7 +245,7 @@ def _finish(objective: _Objective, l2: float, weight: torch.Tensor, bias: torch.
             weight -= size * step_weight
             bias -= size * step_bias
             size /= 2
-            if size * moved <= LOGIT_TOLERANCE:  # the loss has no more digits
+            if size * moved <= LOGIT_TOLERANCE:  # the loss cannot decrease any further in float64
                 objective()
                 return
         loss = found
@@ -241,8 +255,15 @@ def _finish(objective: _Objective, l2: float, weight: torch.Tensor, bias: torch.
 
 @contextlib.contextmanager
 def threads_for(numbers: int, device: torch.device) -> Iterator[None]:
-    """One thread where a matrix of so many numbers gives little to do: beside other busy processes,
-    two that wait for each other after every small operation took 60 times as long."""
+    """Use one thread inside the block if a matrix on the CPU is small.
+
+    With other busy processes, two threads that wait for each other after every small operation took
+    60 times as long.
+
+    Args:
+        numbers: number of values of the matrix.
+        device: device that computes.
+    """
     before = torch.get_num_threads()
     if device.type == "cpu" and numbers <= SMALL_NUMBERS:
         torch.set_num_threads(1)
@@ -259,13 +280,14 @@ def sweep(
     strengths: tuple[float, ...],
     judge: Callable[[Fit], tuple[float, float]],
 ) -> list[Trial]:
-    """Fit each strength, from the one before; stop where it gets worse.
+    """Fit each penalty, starting from the fit before, until the validation loss keeps rising.
 
     Args:
-        x, y: rows to fit on.
+        x: (n, D) float32 rows to fit on.
+        y: (n,) int64 classes.
         num_classes: C.
-        strengths: falling.
-        judge: a fit -> accuracy and loss on the validation rows.
+        strengths: penalties in falling order.
+        judge: function fit -> accuracy and loss on the validation rows.
     """
     trials: list[Trial] = []
     risen = 0
@@ -280,13 +302,19 @@ def sweep(
 
 
 def best_trial(trials: list[Trial]) -> Trial:
-    """The most accurate on the validation rows; of equals the one with the smallest loss."""
+    """Return the trial with the highest validation accuracy; among equal ones, that with the
+    smallest loss."""
     return max(trials, key=lambda trial: (trial.accuracy, -trial.loss))
 
 
 def accuracy_and_loss(
     y: npt.NDArray[np.int64], log_probabilities: npt.NDArray[np.float64]
 ) -> tuple[float, float]:
-    """Accuracy and mean cross-entropy of (n, C) logarithms of probabilities."""
+    """Compute accuracy and mean cross-entropy.
+
+    Args:
+        y: (n,) classes.
+        log_probabilities: (n, C).
+    """
     loss = -log_probabilities[np.arange(len(y)), y].mean()
     return float((log_probabilities.argmax(1) == y).mean()), float(loss)

@@ -1,4 +1,5 @@
-"""The three probes behind one form: choose on the validation rows, then fit on all of training."""
+"""The three probe methods behind one interface: choose a setting on validation rows, then fit on
+all training rows."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ Scores = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer and what is to be told from it.
+    """One layer and the labels to predict from it.
 
     Attributes:
-        features: (n, D), of all places.
-        y: (n,) class of each place.
+        features: (N, D) vectors of all places.
+        y: (N,) class of each place.
         num_classes: C.
-        options: of the command.
-        seed: of the order of mini-batches.
+        options: option group `probe`.
+        seed: seed of the order of mini-batches.
     """
 
     features: Features
@@ -38,23 +39,24 @@ class Problem:
     seed: int
 
     def labels(self, places: Places) -> torch.Tensor:
-        """(n,) int64 on the device."""
+        """Return the classes of some places, (n,) int64 on the device."""
         return torch.from_numpy(self.y[places]).to(self.features.device)
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A probe that was fitted.
+    """A fitted probe.
 
     Attributes:
-        scores: places -> (n, C); the largest is the prediction.
-        head: of linear and ridge.
-        chosen: the strength, or the number of neighbours.
-        validation: accuracy and mean loss (cross-entropy, of ridge the squared error) of that
-            choice on the validation rows, fitted without them; None where nothing was compared.
-        sweep: every choice that was tried, JSON types.
-        notes: what a user has to know.
-        details: more of the last fit, JSON types.
+        scores: function places -> (n, C) scores, of which the largest is the prediction.
+        chosen: the chosen penalty or number of neighbours.
+        head: the head, or None for kNN.
+        validation: accuracy and mean loss of the choice on the validation rows, without which it
+            was fitted; the loss is cross-entropy, for ridge the squared error. None if nothing was
+            compared.
+        sweep: every setting that was tried, as JSON types.
+        notes: notes for the user.
+        details: details of the last fit, as JSON types.
     """
 
     scores: Callable[[Places], Scores]
@@ -67,15 +69,16 @@ class Fitted:
 
 
 def fit(problem: Problem, method: str, split: Split) -> Fitted:
-    """Choose on `split.validation`, then fit on `split.train`. `split.test` is not looked at."""
+    """Choose a setting on `split.validation`, then fit on `split.train`; `split.test` is not
+    used."""
     return {"linear": _linear, "knn": _knn, "ridge": _ridge}[method](problem, split)
 
 
 def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) -> Fitted:
-    """Fit on some places with a strength, or a number of neighbours, that is known already.
+    """Fit on some places with a known penalty or number of neighbours.
 
-    It is taken into memory whatever its size where it is few-shot; all rows of a layer that is
-    streamed are streamed again.
+    A few rows (few-shot) are read into memory even if the layer is streamed; all rows of a streamed
+    layer are streamed again.
     """
     if method == "knn":
         return _voting(problem, places, int(chosen))
@@ -87,7 +90,7 @@ def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) 
 
 
 def name_of_choice(method: str) -> str:
-    """What is chosen: 'l2' or 'k'."""
+    """Return the name of the chosen setting: 'l2' or 'k'."""
     return "k" if method == "knn" else "l2"
 
 
@@ -95,12 +98,14 @@ def name_of_choice(method: str) -> str:
 
 
 def _linear(problem: Problem, split: Split) -> Fitted:
+    """Logistic regression."""
     given = problem.options.l2
     strengths = logistic_regression.L2_GRID if given is None else (given,)
     scaler = fit_scaler(problem.features, split.fit)
     y = problem.y[split.validation]
 
     def judge(found: logistic_regression.Fit) -> tuple[float, float]:
+        """Return accuracy and loss of a fit on the validation rows."""
         head = Head(scaler, found.weight, found.bias, probabilities=False)
         logits = torch.from_numpy(scores_of(head, problem.features, split.validation))
         return logistic_regression.accuracy_and_loss(y, logits.log_softmax(1).numpy())
@@ -140,7 +145,7 @@ def _fit_linear(
     l2: float,
     start: logistic_regression.Fit | None,
 ) -> Fitted:
-    """One fit with a known strength."""
+    """Fit logistic regression with a known penalty."""
     features, notes = problem.features, []
     in_memory = features.whole is not None or len(places) * 4 * features.width <= _SMALL_BYTES
     if in_memory:
@@ -170,27 +175,29 @@ def _fit_linear(
 
 
 def _at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
-    """A note where a better strength may lie beyond the grid."""
+    """Return a note if the best penalty is at an end of the grid, so that a better one may lie
+    beyond it."""
     if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
         return []
     return [f"the best l2, {best:g}, is the last one of the grid on that side"]
 
 
 _NO_VOTE = 1e-30
-"""What the share of a class counts that no neighbour votes for: its logarithm is finite."""
+"""Share of a class without a vote in the loss, so that its logarithm is finite."""
 
 _SMALL_BYTES = 64 << 20
-"""Rows of a streamed layer, few-shot ones above all, that are read whole all the same."""
+"""Size up to which rows of a streamed layer, mostly few-shot ones, are read into memory."""
 
 
 def _streamed(
     problem: Problem, places: Places, scaler: Scaler, strengths: Sequence[float]
 ) -> minibatch_regression.Streamed:
+    """Fit logistic regression on mini-batches."""
     options = problem.options
     schedule = minibatch_regression.Schedule(
         options.epochs, options.learning_rate, options.clip_norm, problem.seed
     )
-    rows = problem.features.parts[0]  # what is trained on is of the first store
+    rows = problem.features.parts[0]  # training rows are in the first store
     y = problem.y[: len(rows.rows)]
     return minibatch_regression.fit_streamed(
         rows, places, y, problem.num_classes, scaler, strengths, schedule
@@ -204,6 +211,7 @@ def _with_head(
     notes: Sequence[str] = (),
     details: dict[str, Any] | None = None,
 ) -> Fitted:
+    """Return a fitted probe whose scores are those of a head."""
     return Fitted(
         lambda places: scores_of(head, problem.features, places),
         chosen,
@@ -217,9 +225,10 @@ def _with_head(
 
 
 def _knn(problem: Problem, split: Split) -> Fitted:
-    """k is chosen by validation rows that ask the rows they are apart from, as in other methods.
+    """kNN probe.
 
-    Among all training rows they would find those of their own group.
+    k is chosen with validation rows that query the other training rows, as in the other methods.
+    Among all training rows they would find rows of their own group.
     """
     ks = knn.candidates(len(split.fit), problem.options.k)
     found = _votes(problem, split.fit, split.validation, ks)
@@ -237,10 +246,12 @@ def _knn(problem: Problem, split: Split) -> Fitted:
 
 
 def _voting(problem: Problem, bank: Places, k: int) -> Fitted:
+    """Return a fitted kNN probe with a bank of places."""
     return Fitted(lambda places: _votes(problem, bank, places, (k,))[k], k)
 
 
 def _votes(problem: Problem, bank: Places, queries: Places, ks: Sequence[int]) -> dict[int, Scores]:
+    """Return the shares of votes for several numbers of neighbours."""
     temperature = problem.options.temperature or knn.TEMPERATURE
     return knn.vote(
         problem.features, bank, problem.y, problem.num_classes, queries, ks, temperature
@@ -251,6 +262,7 @@ def _votes(problem: Problem, bank: Places, queries: Places, ks: Sequence[int]) -
 
 
 def _ridge(problem: Problem, split: Split) -> Fitted:
+    """Ridge regression."""
     given = problem.options.l2
     strengths = ridge.STRENGTHS if given is None else (given,)
     features, y = problem.features, problem.y[split.validation]

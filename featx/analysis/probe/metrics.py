@@ -1,4 +1,4 @@
-"""How good predictions are: numbers from labels, scores and probabilities; numpy only."""
+"""Metrics of predictions, from labels, scores and probabilities; uses numpy only."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ import numpy as np
 import numpy.typing as npt
 
 Z_95 = 1.959963984540054
-"""Half the width of a 95 % interval of the normal distribution, in standard deviations."""
+"""Half the width of the 95 % interval of the standard normal distribution."""
 
 CALIBRATION_BINS = 15
+"""Default number of bins of the calibration error."""
 TOP = 5
+"""k of the top-k accuracy."""
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a probe said of rows that it was not fitted on.
+    """Predictions for rows that a probe was not fitted on.
 
     Attributes:
-        y: (n,) the true class of each row.
-        scores: (n, C) larger is likelier; the largest one is the prediction.
+        y: (n,) true class of each row.
+        scores: (n, C) scores, of which the largest is the prediction.
         probabilities: whether the scores of a row are probabilities and sum to 1.
-        groups: (n,) group of each row; None where every row is one of its own.
-        most_ranked: classes that a row's scores can rank at the most: k of a kNN probe; None for
-            all classes.
+        groups: (n,) group of each row, or None if every row is a group of its own.
+        most_ranked: maximum number of classes that the scores of a row can rank: k for a kNN probe,
+            None for all classes.
     """
 
     y: npt.NDArray[np.int64]
@@ -38,26 +40,26 @@ class Predictions:
 
     @property
     def predicted(self) -> npt.NDArray[np.int64]:
-        """(n,) the class with the largest score, the first of equals."""
+        """(n,) class with the largest score; the first of equal ones."""
         found: npt.NDArray[np.int64] = self.scores.argmax(1)
         return found
 
     @property
     def accuracy(self) -> float:
-        """Share of rows whose prediction is right."""
+        """Share of rows with a correct prediction."""
         return float((self.predicted == self.y).mean())
 
 
 def judged(predictions: Predictions) -> dict[str, Any]:
-    """Every number of one test, JSON types.
+    """Compute all metrics of one test, as JSON types.
 
     Returns:
-        rows, correct, accuracy, interval (95 %, Wilson), effective_rows (of the interval),
-        balanced_accuracy (mean recall of the classes that were tested), top5 (None with five
-        classes or fewer, where it says nothing, and where fewer than five can be ranked),
-        calibration_error (None without probabilities), precision, recall, support (lists, a class
-        each; None where a class was never predicted or never tested) and confusion: row i, column j
-        counts rows of class i that were taken for j.
+        rows; correct; accuracy; interval (95 %, Wilson); effective_rows (of the interval);
+        balanced_accuracy (mean recall of the tested classes); top5 (None for five or fewer classes,
+        where it has no meaning, and if fewer than five classes can be ranked); calibration_error
+        (None without probabilities); precision, recall and support (lists with one entry per class,
+        None for a class that was never predicted or never tested); and confusion: row i, column j
+        counts rows of class i that were predicted as j.
     """
     y, scores = predictions.y, predictions.scores
     num_classes = scores.shape[1]
@@ -86,10 +88,11 @@ def judged(predictions: Predictions) -> dict[str, Any]:
 
 
 def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
-    """`judged` of the rows of all folds together, and `folds` where there are several.
+    """Compute the metrics of the rows of all folds together, with an entry `folds` for several
+    folds.
 
     Args:
-        folds: the test rows of each; no row is in two of them.
+        folds: predictions on the test rows of each fold; no row is in two folds.
     """
     ranked = [each.most_ranked for each in folds if each.most_ranked is not None]
     groups = [each.groups for each in folds if each.groups is not None]
@@ -107,10 +110,14 @@ def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
 
 
 def wilson(share: float, count: float) -> tuple[float, float]:
-    """The 95 % interval of a share p of n rows, (low, high).
+    """Compute the 95 % interval of a share p of n rows, (low, high).
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). E. B. Wilson, Probable Inference, the
     Law of Succession, and Statistical Inference, JASA 22 (1927).
+
+    Args:
+        share: p, in [0, 1].
+        count: n, which may be fractional.
     """
     square = Z_95**2 / count
     middle = share + square / 2
@@ -122,17 +129,18 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 def effective_rows(
     right: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64] | None = None
 ) -> float:
-    """Independent rows that would give the share of right ones the variance it has.
+    """Compute the number of independent rows for which the share of correct ones has the same
+    variance.
 
     Rows of one group tend to be right or wrong together. With p = r / n, and r_g of the n_g rows of
-    each of G groups right, the variance of p is G / (G - 1) sum_g (r_g - p n_g)^2 / n^2, that of m
-    independent rows is p (1 - p) / m (J. N. K. Rao and A. J. Scott, A Simple Method for the
-    Analysis of Clustered Binary Data, Biometrics 48, 1992). Where all rows are right, or none, the
-    variance is unknown, and the groups are counted.
+    each of G groups right, the variance of p is G / (G - 1) sum_g (r_g - p n_g)^2 / n^2, and that
+    of m independent rows is p (1 - p) / m (J. N. K. Rao and A. J. Scott, A Simple Method for the
+    Analysis of Clustered Binary Data, Biometrics 48, 1992). If all rows are right, or none is, the
+    variance is unknown, and the result is the number of groups.
 
     Args:
         right: (n,) whether each prediction is right.
-        groups: (n,) group of each row; None where every row is one of its own.
+        groups: (n,) group of each row, or None if every row is a group of its own.
 
     Returns:
         m, from 1 to n.
@@ -151,16 +159,20 @@ def effective_rows(
 def confusion(
     y: npt.NDArray[np.int64], predicted: npt.NDArray[np.int64], num_classes: int
 ) -> npt.NDArray[np.int64]:
-    """(C, C) int64: row i, column j counts rows of class i that were taken for j."""
+    """Count predictions: row i, column j is the number of rows of class i that were predicted as j.
+
+    Returns:
+        (C, C) int64.
+    """
     cells = np.bincount(y * num_classes + predicted, minlength=num_classes**2)
     return cells.reshape(num_classes, num_classes).astype(np.int64)
 
 
 def top_k(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int) -> float:
-    """Share of rows whose true class has fewer than k other classes with as large a score.
+    """Compute the share of rows whose true class has fewer than k other classes with as large a
+    score.
 
-    So a class among equal ones, such as those without a vote, does not count by its place in the
-    alphabet.
+    Ties count against a row, so that classes without a vote do not win by their position.
     """
     own = scores[np.arange(len(y)), y]
     others = (scores >= own[:, None]).sum(1) - 1
@@ -170,10 +182,15 @@ def top_k(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int) -> 
 def calibration_error(
     y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], bins: int = CALIBRATION_BINS
 ) -> float:
-    """Expected calibration error: |accuracy - confidence| by bins of confidence, weighted by rows.
+    """Compute the expected calibration error: |accuracy - confidence| by bins, weighted by rows.
 
-    Bins of equal width over [0, 1], closed above. C. Guo et al., On Calibration of Modern Neural
-    Networks, ICML 2017, equation 3.
+    Bins of confidence have equal width over [0, 1] and are closed above. C. Guo et al., On
+    Calibration of Modern Neural Networks, ICML 2017, equation 3.
+
+    Args:
+        y: (n,) true classes.
+        scores: (n, C) probabilities.
+        bins: number of bins.
     """
     confidence = scores.max(1)
     right = scores.argmax(1) == y
@@ -184,10 +201,11 @@ def calibration_error(
 
 
 def mean_and_spread(values: list[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation (None of a single value), and the values."""
+    """Return mean, sample standard deviation (None for a single value), and the values."""
     spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return {"mean": float(np.mean(values)), "std": spread, "values": values}
 
 
 def _share(part: int, whole: int) -> float | None:
+    """Return part / whole, or None if `whole` is 0."""
     return part / whole if whole else None

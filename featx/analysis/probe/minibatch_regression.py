@@ -1,4 +1,4 @@
-"""The same logistic regression for rows that do not fit into memory: AdamW on mini-batches."""
+"""Logistic regression for rows that do not fit into memory: AdamW on mini-batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast AdamW goes."""
+    """Length and learning rate of a training.
+
+    Attributes:
+        epochs: number of passes over the rows.
+        learning_rate: initial learning rate.
+        clip_norm: limit of the L2 norm of a step's gradients.
+        seed: seed of the order of rows.
+    """
 
     epochs: int
     learning_rate: float
@@ -32,20 +39,31 @@ class Schedule:
     seed: int
 
     def rate(self, step: int, num_steps: int) -> float:
-        """The learning rate of a step, from 0: half a cosine, down to nothing."""
+        """Return the learning rate of a step, counted from 0: half a cosine that ends at 0."""
         return self.learning_rate * (1 + math.cos(math.pi * step / num_steps)) / 2
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """What came of one training: a fit for each strength, and the alarms on the way."""
+    """Result of one training.
+
+    Attributes:
+        fits: one fit per penalty.
+        alarms: texts of the gradient alarms.
+    """
 
     fits: list[Fit]
     alarms: list[str]
 
 
 class _Candidates(nn.Module):
-    """One linear layer for each strength, all fed with the same batch."""
+    """One linear layer per penalty, all applied to the same batch.
+
+    Args:
+        count: S, the number of penalties.
+        width: D.
+        num_classes: C.
+    """
 
     def __init__(self, count: int, width: int, num_classes: int) -> None:
         super().__init__()
@@ -55,13 +73,19 @@ class _Candidates(nn.Module):
             nn.init.zeros_(parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, D) -> (S, B, C)."""
+        """Apply all layers: (B, D) -> (S, B, C)."""
         return torch.stack([head(x) for head in self.heads])
 
     def objective(
         self, x: torch.Tensor, labels: torch.Tensor, penalties: torch.Tensor
     ) -> torch.Tensor:
-        """(S,) mean cross-entropy + penalty/2 |weight|^2 of (B, D) features and (B,) classes."""
+        """Compute mean cross-entropy + penalty/2 |weight|^2 of each layer, (S,).
+
+        Args:
+            x: (B, D) features.
+            labels: (B,) classes.
+            penalties: (S,).
+        """
         losses = [nn.functional.cross_entropy(each, labels) for each in self(x)]
         squares = [head.weight.square().sum() for head in self.heads]
         return torch.stack(losses) + penalties / 2 * torch.stack(squares)
@@ -76,23 +100,25 @@ def fit_streamed(
     strengths: Sequence[float],
     schedule: Schedule,
 ) -> Streamed:
-    """Minimise mean cross-entropy + l2/2 |weight|^2 for every strength in one go over the rows.
+    """Minimise mean cross-entropy + l2/2 |weight|^2 for all penalties in the same passes over the
+    rows.
 
-    The penalty is part of the loss, and AdamW's own decay is off: it would be another objective
-    than L-BFGS has. Each strength has an optimizer of its own, so each is clipped by itself.
+    The penalty is part of the loss and AdamW's weight decay is off, because the latter is a
+    different objective from that of L-BFGS. Each penalty has its own optimizer, so its gradients
+    are clipped separately.
 
     Args:
-        rows: of the store.
-        places: those of them to train on.
-        y: (len(rows),) class of each.
+        rows: rows of the store.
+        places: indices of the rows to train on.
+        y: (len(rows),) class of each row.
         num_classes: C.
-        scaler: fitted on `places`.
-        strengths: one fit each.
-        schedule: how long and how fast.
+        scaler: standardisation, fitted on `places`.
+        strengths: penalties.
+        schedule: length and learning rate.
 
     Raises:
         GradientAlarm: a gradient is NaN or infinite.
-        StoreError: a value is not finite, though its row is marked ok.
+        StoreError: a value of a row that did not fail is not finite.
     """
     device = scaler.mean.device
     loader = _shuffled(rows, places, schedule.seed)
@@ -108,7 +134,7 @@ def fit_streamed(
     num_steps = schedule.epochs * len(loader)
     batches = itertools.chain.from_iterable(itertools.repeat(loader, schedule.epochs))
     watched = gradients.watch(model, clip_norm=schedule.clip_norm, layers=[])
-    # All other parts of a probe need no graph and run without.
+    # Callers disable gradients, which the other parts of a probe do not need.
     threads = threads_for(BATCH_ROWS * rows.width, device)
     with torch.enable_grad(), threads, watched as log:
         for step, (values, numbers) in enumerate(batches):
@@ -127,7 +153,7 @@ def fit_streamed(
 
 
 def _descend(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
-    """One step of each optimizer at a learning rate."""
+    """Take one step of each optimizer with a learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -137,7 +163,8 @@ def _descend(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
 def _shuffled(
     rows: LayerRows, places: npt.NDArray[np.int64], seed: int
 ) -> DataLoader[tuple[torch.Tensor, int]]:
-    """Batches of stored values and the rows they are of, each epoch in another order."""
+    """Return a loader of batches of stored values and their rows, in another order in each
+    epoch."""
     dataset = FeatureDataset(rows.store.root, rows.layer)
     items = np.searchsorted(dataset.rows, rows.rows[places])
     sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=seed)
@@ -145,7 +172,7 @@ def _shuffled(
 
 
 class _Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """A FeatureDataset whose items say which row of the store they are, instead of a label."""
+    """Dataset whose items are (feature, row of the store) instead of (feature, label)."""
 
     def __init__(self, dataset: FeatureDataset, items: npt.NDArray[np.int64]) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""Ridge regression onto one-hot labels: one eigendecomposition serves all strengths."""
+"""Ridge regression onto one-hot labels; a single eigendecomposition serves all penalties."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from featx.base.devices import float64_home
 from featx.errors import ConfigError
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
+"""Penalties to try."""
 
 MAX_DIM = 16384
-"""Rows or features, whichever are fewer: larger matrices take minutes and gigabytes."""
+"""Maximum of the smaller of rows and features: larger matrices take minutes and gigabytes."""
 
 
 @dataclass(frozen=True)
 class Solved:
-    """X^T X / n, or X X^T / n where rows are fewer than features, taken apart.
+    """Eigendecomposition of X^T X / n, or of X X^T / n if there are fewer rows than features.
 
     Attributes:
-        values: (m,) eigenvalues, those below zero by rounding set to zero.
-        left: (D, m), and right: (m, C): weight = right^T diag(1 / (values + l2)) left^T.
-        mean: (D,) of the standardised features: what the rounding of the scaler to float32 left.
-        target_mean: (C,) share of each class, the bias of features of mean 0.
+        scaler: standardisation of the features.
+        values: (m,) eigenvalues; those that are negative by rounding are 0.
+        left: (D, m), with weight = right^T diag(1 / (values + l2)) left^T.
+        right: (m, C).
+        mean: (D,) mean of the standardised features, which is the rounding error of the float32
+            scaler.
+        target_mean: (C,) share of each class, the bias for features of mean 0.
     """
 
     scaler: Scaler
@@ -38,8 +42,8 @@ class Solved:
     target_mean: torch.Tensor
 
     def head(self, l2: float) -> Head:
-        """argmin of mean |x weight^T + bias - onehot|^2 + l2 |weight|^2."""
-        # Where nothing is penalised, directions without variance have no say.
+        """Return argmin of mean |x weight^T + bias - onehot|^2 + l2 |weight|^2."""
+        # Without a penalty, directions without variance are left out instead of being amplified.
         inverse = 1 / (self.values + l2)
         if l2 == 0:
             floor = self.values.max() * 1e-12
@@ -61,17 +65,17 @@ def solve(
     num_classes: int,
     scaler: Scaler,
 ) -> Solved:
-    """Take the normal equations of some places apart, in float64.
+    """Decompose the normal equations of some places in float64.
 
     Args:
-        features: of all places.
-        places: to fit on.
+        features: vectors of all places.
+        places: places to fit on.
         y: (len(features),) class of each place.
         num_classes: C.
-        scaler: fitted on `places`.
+        scaler: standardisation, fitted on `places`.
 
     Raises:
-        ConfigError: both rows and features are too many.
+        ConfigError: both rows and features exceed MAX_DIM.
     """
     count, width = len(places), features.width
     if min(count, width) > MAX_DIM:
@@ -102,7 +106,7 @@ def solve(
 
 
 def _targets(y: npt.NDArray[np.int64], mean: torch.Tensor) -> torch.Tensor:
-    """(n, C) float64: one-hot, less the share of each class."""
+    """Return one-hot labels minus the share of each class, (n, C) float64."""
     targets = -mean.expand(len(y), -1).clone()
     targets[torch.arange(len(y)), torch.from_numpy(y)] += 1
     return targets

@@ -1,4 +1,4 @@
-"""A probe of a store from its config to its files: layers, splits, methods, and the numbers."""
+"""Probe of a store from its config to its files: layers, splits, methods and metrics."""
 
 from __future__ import annotations
 
@@ -33,22 +33,24 @@ from featx.store.manifest import load_manifest
 from featx.store.reader import FeatureStore
 
 FORMAT = 1
+"""Version of the format of probe.json."""
 
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
+"""Text in probe.json for the penalty of few-shot fits."""
 
 
 def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Fit and test every probe that a config asks for, and write probe.json and the heads.
+    """Fit and test all probes that a config requests, and write probe.json and the heads.
 
     Args:
-        config: checked, with job=probe.
-        tell: is given a line when a layer is done.
+        config: checked config with job=probe.
+        tell: called with a line of text after each layer.
 
     Returns:
-        what probe.json holds (docs/probe.md).
+        contents of probe.json (docs/probe.md).
 
     Raises:
-        FeatxError: the store or the split does not allow it, or a training failed.
+        FeatxError: the store or the split does not allow a probe, or a training failed.
     """
     begun = time.perf_counter()
     store = FeatureStore(config.place_of_store(), verify="rows")
@@ -89,15 +91,18 @@ def probe_layer(
     choice: LayerChoice,
     find_near_duplicates: bool,
 ) -> tuple[dict[str, Any], Head | None]:
-    """Every method on one layer: its numbers, and the head of the first method that has one.
+    """Probe one layer with all methods.
 
     Args:
-        config: checked, with job=probe.
-        task: the rows and the splits.
-        layer: its name.
-        device: that computes.
-        choice: is offered the layer with its first method.
-        find_near_duplicates: whether the numbers have an entry `near_duplicates`.
+        config: checked config with job=probe.
+        task: rows and splits.
+        layer: name of the layer.
+        device: device that computes.
+        choice: collects the layer's validation results with the first method.
+        find_near_duplicates: whether to add the entry `near_duplicates`.
+
+    Returns:
+        the layer's entry in probe.json, and the head of the first method that has one, or None.
     """
     options = config.probe
     parts = [layer_rows(task.training, layer)]
@@ -123,7 +128,7 @@ def probe_layer(
 
 
 def _reduction(rows: LayerRows) -> dict[str, Any]:
-    """What the store keeps of the layer, and what the probe made of that."""
+    """Describe what the store holds of the layer, and how the probe makes vectors of it."""
     attrs = rows.store[rows.layer].attrs
     return {
         "layer": str(attrs.get("layer", "")),
@@ -138,7 +143,18 @@ def _reduction(rows: LayerRows) -> dict[str, Any]:
 def _probe_with(
     problem: methods.Problem, method: str, task: Task, layer: str, choice: LayerChoice | None
 ) -> tuple[dict[str, Any], Head | None]:
-    """One method on one layer; `choice`, if there is one, is offered the layer."""
+    """Probe one layer with one method.
+
+    Args:
+        problem: the layer.
+        method: 'linear', 'knn' or 'ridge'.
+        task: rows and splits.
+        layer: name of the layer.
+        choice: collects the layer's validation results, or None.
+
+    Returns:
+        the entry in probe.json, and the head or None.
+    """
     begun = time.perf_counter()
     name = methods.name_of_choice(method)
     fits = [methods.fit(problem, method, split) for split in task.splits]
@@ -191,7 +207,8 @@ def _probe_with(
 
 
 def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
-    """Accuracy with so few rows a class, over several draws; nothing is chosen on other rows."""
+    """Compute accuracies with few rows per class over several draws, without choosing any
+    setting."""
     options = problem.options
     given = options.k if method == "knn" else options.l2
     found = {}
@@ -222,7 +239,7 @@ def _result(
     near: dict[str, Any],
     seconds: float,
 ) -> dict[str, Any]:
-    """What probe.json holds: the best layer first, then all."""
+    """Assemble probe.json: the best layer first, then all layers."""
     store, method = task.training.store, config.probe.methods[0]
     best = best_layer(found, method)
     notes = list(task.notes)
@@ -267,12 +284,13 @@ def _result(
 
 
 def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) -> None:
-    """Heads first, then probe.json, which names them with their checksums."""
+    """Write the heads and probe.json."""
     folder = output_folder(store)
     disk = open_folder(folder)
     if heads:
         disk.make_folder(head_path(folder, next(iter(heads))).parent)
     paths: dict[Path, str] = {}
+    # Heads first: probe.json names them with their checksums, so it is written last.
     for layer, head in heads.items():
         path = head_path(folder, layer)
         if path in paths:
@@ -298,7 +316,7 @@ def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) 
 def _about_head(
     store: FeatureStore, result: dict[str, Any], layer: str, method: str
 ) -> dict[str, Any]:
-    """What has to be known to use a head, and what it is worth."""
+    """Return the description that a head's file contains: how to use it, and its accuracy."""
     about = result["layers"][layer]
     manifest, _ = load_manifest(output_folder(store))
     known = manifest is not None and manifest.digest == store.attrs["fingerprint"]
@@ -315,7 +333,8 @@ def _about_head(
             name: result[name]
             for name in ("store", "fingerprint", "model", "weights", "weights_sha256", "transform")
         },
-        # How the layer was extracted, for new pictures; a file merged of others cannot say.
+        # How the layer was extracted, for prediction on new images. A merged file does not contain
+        # it.
         "config": run.header.config if run else None,
         "resolved": dict(run.resolved) if run else None,
         "spec": next(asdict(spec) for spec in run.layers if spec.name == layer) if run else None,
@@ -323,6 +342,7 @@ def _about_head(
 
 
 def _line(layer: str, about: dict[str, Any], names: Sequence[str]) -> str:
+    """Return the line of text about a layer."""
     shown = ", ".join(f"{name} {about[name]['accuracy']:.4f}" for name in names)
     pooled = " (averaged over positions)" if about["reduction"]["then"] == "avg" else ""
     streamed = ", streamed" if about["streamed"] else ""

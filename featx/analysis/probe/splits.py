@@ -1,6 +1,7 @@
-"""Which rows a probe is fitted on, on which its strengths are chosen, and which it is tested on.
+"""Splits of labelled rows into rows to fit on, to choose settings on, and to test on.
 
-Pure functions of labels and a seed: places are indices into the labelled rows, not rows of a store.
+These are pure functions of labels and a seed. Places are indices into the labelled rows, not rows
+of a store.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from featx.errors import DataError
 Places = npt.NDArray[np.int64]
 
 ROLES = {"train": "train", "test": "test", "validation": "validation", "val": "validation"}
-"""What a split file may say of a row."""
+"""Texts that a split file or column may contain, and their meaning."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Places, increasing; no place is in two of fit, validation and test.
+    """Increasing places; no place is in two of the three sets.
 
     Attributes:
-        fit: what every choice is fitted on.
-        validation: what the choices are compared on.
-        test: what is looked at once, in the end.
+        fit: places on which every setting is fitted.
+        validation: places on which settings are compared.
+        test: places that are used once, at the end.
     """
 
     fit: Places
@@ -39,7 +40,7 @@ class Split:
 
     @property
     def train(self) -> Places:
-        """Fit and validation together: what the last fit is made on."""
+        """Union of `fit` and `validation`, for the final fit."""
         return np.sort(np.concatenate([self.fit, self.validation]))
 
 
@@ -50,15 +51,15 @@ def holdout(
     seed: int,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> Split:
-    """A share of each class for testing, a share of the rest of each class for validation.
+    """Select a share of each class for testing, and a share of the rest for validation.
 
     Args:
         y: (n,) class of each place.
-        share: for testing; at least one row of each class with two or more, never all of it.
-        validation: of what remains, in the same way.
-        seed: of both choices.
-        groups: (n,) group of each place; a group is never divided, and `share` is met as far as
-            groups allow.
+        share: share for testing; at least one row of each class with two or more, but never all.
+        validation: share of the remaining rows for validation, with the same rule.
+        seed: seed of both selections.
+        groups: (n,) group of each place, or None. A group is never divided, and `share` is met as
+            closely as groups allow.
     """
     every = np.arange(len(y))
     test = _some_of_each_class(y, every, share, np.random.default_rng([seed, 1]), groups)
@@ -72,13 +73,20 @@ def kfold(
     seed: int,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> list[Split]:
-    """Every row is tested in one fold; a class's rows are dealt out evenly.
+    """Make k splits in which every row is tested once; rows of a class are spread evenly over the
+    folds.
 
-    A class with a single row, or a single group, stays in training: there is nothing else to learn
-    it from.
+    A class with a single row or group is always trained on and never tested.
+
+    Args:
+        y: (n,) class of each place.
+        folds: k.
+        validation: share of each fold's training rows for validation.
+        seed: seed of all selections.
+        groups: (n,) group of each place, or None.
 
     Raises:
-        DataError: a fold has no rows.
+        DataError: a fold is empty.
     """
     rng = np.random.default_rng([seed, 1])
     fold_of = (
@@ -98,13 +106,13 @@ def kfold(
 
 
 def _dealt_rows(y: npt.NDArray[np.int64], folds: int, rng: np.random.Generator) -> Places:
-    """A fold for each row, -1 for the only row of a class."""
+    """Return a fold for each row, -1 for the only row of a class."""
     fold_of = np.full(len(y), -1)
     dealt = 0
     for label in np.unique(y):
         places = rng.permutation(np.flatnonzero(y == label))
         if len(places) > 1:
-            # Going on where the last class ended keeps the folds of equal size.
+            # Continuing after the last class's fold keeps folds equal in size.
             fold_of[places] = (np.arange(len(places)) + dealt) % folds
             dealt += len(places)
     return fold_of
@@ -119,14 +127,16 @@ def given(
     seed: int,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> Split:
-    """A split that somebody else made; validation rows are drawn where none are given.
+    """Make a split from given places; validation rows are drawn if none are given.
 
     Args:
         y: (n,) class of each place.
-        train, chosen, test: places for training, validation and testing.
-        share: of each class of `train` for validation, where `chosen` is empty.
-        seed: of that choice.
-        groups: (n,) group of each place; a drawn validation set divides none.
+        train: places for training.
+        chosen: places for validation, may be empty.
+        test: places for testing.
+        share: share of each class of `train` to draw for validation.
+        seed: seed of that draw.
+        groups: (n,) group of each place, or None; a drawn validation set divides no group.
     """
     if len(chosen):
         return Split(np.sort(train), np.sort(chosen), np.sort(test))
@@ -134,7 +144,8 @@ def given(
 
 
 def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int) -> Places:
-    """At most `shots` random places of each class in `train`, for one draw."""
+    """Select at most `shots` random places of each class in `train`; `draw` numbers the
+    selections."""
     rng = np.random.default_rng([seed, 3, shots, draw])
     found = [
         rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()
@@ -143,17 +154,17 @@ def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: in
 
 
 def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
-    """What a column of a store says of each row.
+    """Parse a column of a store as roles.
 
     Args:
-        said: (n,) the column's values.
-        where: it comes from, for messages.
+        said: (n,) values of the column.
+        where: origin of the column, for error messages.
 
     Returns:
-        (n,) train, validation, test, or '' where it says nothing.
+        (n,) 'train', 'validation', 'test', or '' for an empty value.
 
     Raises:
-        DataError: it says something else.
+        DataError: there is another value.
     """
     found = np.empty(len(said), dtype="U10")
     for text in np.unique(said).tolist():
@@ -164,14 +175,18 @@ def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
 
 
 def read_split_file(path: Path, keys: Sequence[str]) -> tuple[npt.NDArray[np.str_], int]:
-    """What a CSV file with the columns key and split says of each key.
+    """Read a CSV file with the columns `key` and `split`.
+
+    Args:
+        path: the file.
+        keys: n keys of the labelled rows.
 
     Returns:
-        (n,) train, validation, test, or '' for a key it does not name; and how many of its keys are
-        not among `keys`.
+        (n,) 'train', 'validation', 'test', or '' for a key that is not in the file; and the number
+        of keys in the file that are not among `keys`.
 
     Raises:
-        DataError: it is not there or no such file, names a key twice, or says something else.
+        DataError: the file is missing or malformed, or gives a key two roles.
     """
     try:
         with path.open(encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -208,6 +223,7 @@ def _with_validation(
     seed: int,
     groups: npt.NDArray[np.int64] | None,
 ) -> Split:
+    """Split training places into fit and validation."""
     chosen = _some_of_each_class(y, train, share, np.random.default_rng([seed, 2]), groups)
     return Split(np.setdiff1d(train, chosen), chosen, np.sort(test))
 
@@ -219,9 +235,9 @@ def _some_of_each_class(
     rng: np.random.Generator,
     groups: npt.NDArray[np.int64] | None,
 ) -> Places:
-    """A share of each class, rounded; one at least and not all, of a single row none.
+    """Select a share of the rows of each class: at least one and not all; none of a single row.
 
-    With groups, whole groups: one of a class at least and not all, of a single group none.
+    With groups, whole groups are selected, under the same rule.
     """
     if groups is not None:
         return np.sort(places[share_of_groups(y[places], groups[places], share, rng)])

@@ -1,4 +1,4 @@
-"""What is told from what: the labelled rows of a store, and which of them are fitted and tested."""
+"""Task of a probe: labelled rows, and the splits into rows to fit and to test on."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from featx.store.reader import FeatureStore
 
 @dataclass(frozen=True)
 class Task:
-    """What is told from what, the same for all layers.
+    """Labels and splits, which are the same for all layers.
 
     Attributes:
         training: rows of the store.
-        testing: rows of another store, None where they are of the same one.
+        testing: rows of another store, or None if test rows come from the same store.
         y: (n,) class of each place, training rows first.
-        groups: (n,) group of each place; None where every row is a group of its own.
-        splits: one, or one a fold.
-        about: the split in JSON types.
-        notes: what was left out.
+        groups: (n,) group of each place, or None if every row is a group of its own.
+        splits: one split, or one per fold.
+        about: description of the splits as JSON types.
+        notes: sentences about rows and classes that were left out or leak.
     """
 
     training: Labelled
@@ -43,10 +43,15 @@ class Task:
 
 
 def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Task:
-    """The rows, their classes and the splits.
+    """Select the rows, their classes and the splits.
+
+    Args:
+        config: checked config with job=probe.
+        store: the store.
+        layers: names of the layers, which a test store must have as well.
 
     Raises:
-        FeatxError: too few classes or rows, or a split that leaves a side empty.
+        FeatxError: there are too few classes or rows, or a split leaves a set empty.
     """
     options, seed = config.probe, config.seed
     training = labelled_rows(store, options.label_column)
@@ -58,7 +63,7 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
     y, notes, testing = training.y, list(training.notes), None
     column = options.group_column
     grouped = row_groups(training, column)
-    # Groups of one row each change nothing.
+    # Groups of a single row each have no effect on splits.
     groups = None if grouped is None or grouped.num_groups == len(y) else grouped.of_row
     about: dict[str, Any] = {"kind": options.split, "validation": options.validation}
     if options.label_column is not None:
@@ -104,7 +109,17 @@ def _splits_of_one_store(
     groups: npt.NDArray[np.int64] | None,
     notes: list[str],
 ) -> tuple[list[Split], dict[str, Any]]:
-    """The splits as probe.split says, and what probe.json says of them; notes are added to."""
+    """Make the splits that probe.split describes.
+
+    Args:
+        config: checked config.
+        training: labelled rows.
+        groups: (n,) group of each row, or None.
+        notes: list to which notes are added.
+
+    Returns:
+        the splits, and their settings for probe.json.
+    """
     options, seed = config.probe, config.seed
     if options.split == "column":
         given = {key: getattr(options, key) for key in ("split_file", "split_column")}
@@ -124,7 +139,8 @@ def _with_groups_of(
     groups: npt.NDArray[np.int64] | None,
     num_training: int,
 ) -> npt.NDArray[np.int64] | None:
-    """(n,) groups of training rows and then of another store's; None where each row is its own."""
+    """Return the groups of training rows followed by those of another store, or None without
+    groups."""
     found = row_groups(testing, column)
     if found is None and groups is None:
         return None
@@ -136,7 +152,8 @@ def _with_groups_of(
 def _small_classes(
     training: Labelled, groups: npt.NDArray[np.int64] | None, folds: int
 ) -> list[str]:
-    """Notes on classes with too few rows, or groups, to be tested in every fold or at all."""
+    """Return notes about classes with too few rows or groups to be tested, at all or in every
+    fold."""
     if groups is None:
         if single := int((np.bincount(training.y) == 1).sum()):
             return [f"{single} classes with a single row are trained on and never tested"]
@@ -158,7 +175,7 @@ def _small_classes(
 
 
 def _divided(training: Labelled, groups: Groups, split: Split) -> list[str]:
-    """Notes on groups that a given split divides."""
+    """Return notes about groups that a given split divides."""
     notes = []
     for some, others, between, effect in (
         (split.test, split.train, "test and training", "the accuracy is too high"),
@@ -177,7 +194,17 @@ def _divided(training: Labelled, groups: Groups, split: Split) -> list[str]:
 
 
 def _check_split(split: Split, y: npt.NDArray[np.int64], classes: Sequence[str], what: str) -> None:
-    """Raise DataError where a side lacks what it needs; `what` names a row or a kind of group."""
+    """Check that a split can be used.
+
+    Args:
+        split: the split.
+        y: (n,) class of each place.
+        classes: class names.
+        what: 'row', or the kind of groups, for messages.
+
+    Raises:
+        DataError: a set is empty, or a class is tested but not trained on.
+    """
     if not len(split.test):
         raise DataError(
             f"no row is left to test on: every class has a single {what}. A probe needs more "
@@ -206,6 +233,11 @@ def _column_split(
     groups: npt.NDArray[np.int64] | None,
     notes: list[str],
 ) -> Split:
+    """Make a split from probe.split_column or probe.split_file.
+
+    Raises:
+        DataError: no row is for training, or none for testing.
+    """
     keys = training.store.keys[training.rows]
     if (column := config.probe.split_column) is not None:
         where = f"probe.split_column={column}"
@@ -245,11 +277,18 @@ def _column_split(
 
 
 _SAME = ("weights_sha256", "transform")
+"""Attributes that two stores must have in common."""
 _SAME_OF_A_LAYER = ("layer", "capture", "reduce")
+"""Attributes that a layer must have in common in two stores."""
 
 
 def _other_store(store: FeatureStore, path: str, layers: Sequence[str]) -> FeatureStore:
-    """probe.test_store, whose features have to mean the same."""
+    """Open probe.test_store and check that its features are comparable.
+
+    Raises:
+        ConfigError: it is the same store.
+        StoreMismatchError: model, transform or a layer differs.
+    """
     other = FeatureStore(path, verify="rows")
     if other.root == store.root or other.attrs["fingerprint"] == store.attrs["fingerprint"]:
         raise ConfigError(

@@ -22,13 +22,22 @@ if TYPE_CHECKING:
     from featx.models.base import Backbone
 
 PACKAGED = ("efficientnet_lite0",)
+"""Models whose weights come in a Python package; see `featx.models.packaged`."""
 
 
 def resolve_library(config: ModelConfig) -> str:
-    """Which library a model name belongs to; imports neither, so that a typo is told at once.
+    """Name of the library to which a model belongs.
+
+    It imports neither library, so a mistyped name is reported at once.
+
+    Args:
+        config: model name and library, which may be 'auto'.
+
+    Returns:
+        'packaged', 'torchvision', 'timm' or 'custom'.
 
     Raises:
-        ModelError: no library knows the name; the message lists the nearest.
+        ModelError: no library has the model; the message lists the nearest names.
     """
     name = config.name
     if config.library == "custom":
@@ -52,13 +61,19 @@ def resolve_library(config: ModelConfig) -> str:
 
 
 def build_backbone(config: ModelConfig, seed: int) -> Backbone:
-    """Build the backbone, load its weights, freeze it, and put it in eval mode (on the CPU).
+    """Build a backbone on the CPU, load its weights, freeze it and put it in eval mode.
 
-    With init=reset the weights are replaced by those of weights=null, and all else stays: the
-    preprocessing of these very weights, and what a library builds for them only.
+    model.init=reset replaces the values of the weights by those of an untrained model.
+    Preprocessing, names and architecture stay those of the given weights.
+
+    Args:
+        config: model, weights and arguments.
+        seed: seed of random weights.
 
     Raises:
-        ModelError, WeightsError, MissingExtraError: with what to do.
+        ModelError: the model cannot be built.
+        WeightsError: the weights cannot be found, read or loaded.
+        MissingExtraError: a package is not installed.
     """
     library = importlib.import_module(f"featx.models.{resolve_library(config)}")
     backbone: Backbone = library.build(config, seed)
@@ -75,10 +90,17 @@ def build_backbone(config: ModelConfig, seed: int) -> Backbone:
 
 @cache
 def registered_names(library: str) -> frozenset[str]:
-    """The names a model library registers, read off its sources.
+    """Names of the models that a library registers, read from its source files.
 
-    Importing torchvision or timm takes seconds; their registries are decorators above functions
-    (`@register_model`), which can be read in milliseconds. A test compares this with the registry.
+    Importing torchvision or timm takes seconds. Their registries are decorators above functions
+    (`@register_model`), which are found in milliseconds. A test compares the result with the
+    registry.
+
+    Args:
+        library: 'torchvision' or 'timm'.
+
+    Returns:
+        The names; empty if the library is not installed.
     """
     spec = importlib.util.find_spec(library)
     if spec is None or spec.origin is None:

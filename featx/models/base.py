@@ -1,4 +1,4 @@
-"""What every backbone has, and how weights are named, hashed and read from files."""
+"""The Backbone, and reading, hashing and replacing of weights."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from featx.errors import ModelError, WeightsError, counted
 from featx.images.preprocess import Preprocess
 
 WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
+"""File extensions by which `model.weights` is recognised as a file."""
 
 
 @dataclass(frozen=True)
 class LibraryEmbedding:
-    """The vector before the classifier, as the library of a model defines it.
+    """The vector before the classifier, as defined by the library of a model.
 
     Attributes:
-        compute: (B, 3, H, W) -> (B, D), by the library's own functions.
-        expose: makes the vector the output of a module of its own, for models whose forward pass
-            has no tensor that equals it.
+        compute: function from (B, 3, H, W) to (B, D) that uses the library's own methods.
+        expose: function that makes the vector the output of a new module, for models whose forward
+            pass has no tensor that equals it.
     """
 
     compute: Callable[[torch.Tensor], Any]
@@ -36,24 +37,28 @@ class LibraryEmbedding:
 
 @dataclass
 class Backbone:
-    """A frozen module in eval mode with all that travels with its weights.
+    """A frozen module in eval mode with the preprocessing and the identity of its weights.
 
     Attributes:
-        module: takes (B, 3, H, W) float32, normalised, with (H, W) = preprocess.crop.
-        name: 'torchvision/resnet50'.
-        weights: what the parameters are: a tag, a file, or 'random (seed 0)'.
-        preprocess: as the weights ask.
-        num_prefix_tokens: class and register tokens in front of the patch tokens; 0 without any.
-        has_class_token: whether the first of those is a class token.
-        classifier: name of the module whose input is the embedding; None: the last Linear.
-        embedding: the library's own; it comes before `classifier`. None where it defines none.
-        stages: names of the stages where the library says them; None: found from the shapes.
-        classes: names of the logits in order, where the library says them.
-        is_users: the module is the user's own and may live on after the run.
-        reentrant: a pass keeps nothing in the module, so several threads may be in it at once.
-        args: what a factory was called with, where it may change values beside the weights.
-        weights_sha256: of the parameters and buffers as they came.
-        choices: a line on what was decided about them, by its name.
+        module: module that takes (B, 3, H, W) normalised float32 images with (H, W) =
+            preprocess.crop.
+        name: library and model, such as 'torchvision/resnet50'.
+        weights: description of the parameters: a tag, a file, or 'random (seed 0)'.
+        preprocess: transform that belongs to the weights.
+        num_prefix_tokens: number of class and register tokens before the patch tokens; 0 without
+            any.
+        has_class_token: whether the first of these is a class token.
+        classifier: name of the module whose input is the embedding; None for the last linear layer.
+        embedding: the library's own embedding, which takes precedence over `classifier`; None if
+            the library defines none.
+        stages: names of the stages if the library gives them; None to find them from shapes.
+        classes: names of the logits in their order, if the library gives them.
+        is_users: whether the module was made by the user's code and may be used after the run.
+        reentrant: whether a forward pass stores nothing in the module, so that several threads may
+            run one at the same time.
+        args: arguments of the user's factory that may change values without changing weights.
+        weights_sha256: hex digest of the parameters and buffers as they were given.
+        choices: option name -> a choice made here and its reason, as printed before the run.
     """
 
     module: nn.Module
@@ -87,10 +92,11 @@ class Backbone:
             raise
 
     def _compute_in_float32(self) -> None:
-        """Take a module of another floating point type as float32, the type of the images.
+        """Convert a module of another floating-point dtype to float32, the dtype of the images.
 
-        What a run computes in is the option `precision`. Of float16 and bfloat16 nothing is lost. A
-        module of several types takes care of them by itself, and stays as it is.
+        The option `precision` decides in which dtype a run computes. The conversion of float16 and
+        bfloat16 is exact. A module with several dtypes converts between them itself and is left as
+        it is.
         """
         dtypes = {x.dtype for x, _ in self._flags if x.is_floating_point()}
         if len(dtypes) != 1 or dtypes <= {torch.float32}:
@@ -101,12 +107,14 @@ class Backbone:
         self.choices["parameters"] = f"{dtype} in the module, float32 in the run"
 
     def give_back(self) -> None:
-        """Put modes, gradient flags, buffers, types and device of a user's module as they were.
+        """Restore modes, gradient flags, buffers, dtypes and device of a user's module.
 
-        Its memory format becomes the usual one.
+        Its memory format becomes contiguous. Modules that featx has built are left as they are.
         """
         if not self.is_users:
             return
+        # Parameters whose dtype was changed get their original tensors back, which also have the
+        # original device; only otherwise does the module need to move.
         if not self._data:
             self.module.to(self._device).to(memory_format=torch.contiguous_format)
         for x, data in self._data:
@@ -123,10 +131,10 @@ class Backbone:
 
 
 def _check_module(module: nn.Module, name: str) -> None:
-    """Refuse what hooks and hashes cannot work on.
+    """Check that hooks and hashes work on a module.
 
     Raises:
-        ModelError: with what to give instead.
+        ModelError: it is TorchScript, or has lazy parameters or tensors on the meta device.
     """
     refuse_scripted(module.named_modules())
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -146,7 +154,7 @@ def _check_module(module: nn.Module, name: str) -> None:
 
 
 def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
-    """(module, name, buffer, a copy of its values) of every buffer; None where it is None."""
+    """(module, name, buffer, copy of its values) for every buffer; a buffer may be None."""
     return [
         (part, name, buffer, None if buffer is None else buffer.detach().clone())
         for part in module.modules()
@@ -155,7 +163,7 @@ def _buffers_of(module: nn.Module) -> list[tuple[nn.Module, str, Any, Any]]:
 
 
 def state_sha256(module: nn.Module) -> str:
-    """sha256 over name, dtype, shape and bytes of every parameter and buffer, in order."""
+    """SHA-256 over name, dtype, shape and bytes of every parameter and buffer, in order."""
     sha = hashlib.sha256()
     for name, value in module.state_dict().items():
         for part, tensor in _plain_tensors(name, value):
@@ -166,10 +174,10 @@ def state_sha256(module: nn.Module) -> str:
 
 
 def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of numbers that a value of a state dict consists of, each with a name.
+    """The dense tensors of which a value of a state dict consists, each with a name.
 
-    Quantised modules of torch.ao keep tuples of quantised tensors there; tensors of torchao are
-    made of others.
+    Quantised modules of torch.ao have tuples of quantised tensors in their state dict; tensor
+    subclasses of torchao consist of other tensors.
     """
     if isinstance(value, tuple | list):
         for number, part in enumerate(value):
@@ -191,17 +199,20 @@ def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def is_weights_file(weights: str) -> bool:
-    """Whether `model.weights` is meant as a path rather than as a library's tag."""
+    """Whether `model.weights` is a path and not a tag of a library."""
     return weights.endswith(WEIGHT_FILES) or "/" in weights
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The state dict in a .safetensors or PyTorch file; only tensors are ever unpickled.
+    """Read the state dict in a .safetensors or PyTorch file, unpickling tensors only.
 
-    A checkpoint's inner `state_dict` or `model` and the prefix `module.` are looked through.
+    An inner dict `state_dict` or `model` and the prefix `module.` of all names are removed.
+
+    Args:
+        path: path of the file; ~ is expanded.
 
     Raises:
-        WeightsError: the file is not there, is damaged, or holds more than tensors.
+        WeightsError: the file does not exist, is damaged, or contains more than tensors.
     """
     path = path.expanduser()
     if not path.is_file():
@@ -234,10 +245,15 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Put a state dict into a module, every key in its place.
+    """Load a state dict into a module whose names and shapes it must match.
+
+    Args:
+        module: the module.
+        state: name -> tensor.
+        origin: file or package of the weights, for the message.
 
     Raises:
-        WeightsError: keys are missing, left over, or of another shape.
+        WeightsError: names are missing or left over, or shapes differ.
     """
     own = module.state_dict()
     missing = sorted(set(own) - set(state))
@@ -247,7 +263,8 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: s
         for name in own
         if name in state and state[name].shape != own[name].shape
     ]
-    # Files of before PyTorch 0.4.1 lack the batch counter, which eval mode never reads.
+    # Files written before PyTorch 0.4.1 lack the batch counter of BatchNorm, which eval mode never
+    # reads.
     missing = [name for name in missing if not name.endswith("num_batches_tracked")]
     if missing or extra or shapes:
         raise WeightsError(
@@ -261,28 +278,29 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: s
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Random weights are the same for the same seed; the caller's random state is left alone."""
+    """Seed torch's random numbers on the CPU inside the block, and restore them after it."""
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would seed the CUDA devices as well, and they are not put back.
+        # torch.manual_seed would also seed the CUDA devices, which fork_rng(devices=[]) does not
+        # restore.
         torch.default_generator.manual_seed(seed)
         yield
 
 
 def random_id(seed: int) -> str:
-    """How random weights are called in the store."""
+    """Description of random weights in the store."""
     return f"random (seed {seed})"
 
 
 def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
-    """Put the parameters and buffers of an untrained twin in the place of the loaded ones.
+    """Replace the loaded parameters and buffers by those of an untrained model.
 
     Args:
-        backbone: whose module, preprocessing and names stay.
-        fresh: the same model as its library initialises it; it may have heads that this one lacks.
-        seed: of the twin, for the name of the weights.
+        backbone: backbone whose module, preprocessing and names stay.
+        fresh: the same architecture as its library initialises it; it may have more tensors.
+        seed: seed of `fresh`, for the description of the weights.
 
     Raises:
-        ModelError: the twin lacks tensors, or they have other shapes.
+        ModelError: `fresh` lacks tensors, has other shapes, or equals the loaded weights.
     """
     own, new = backbone.module.state_dict(), fresh.state_dict()
     lacking = [name for name, x in own.items() if name not in new or new[name].shape != x.shape]
@@ -303,10 +321,10 @@ def reset_weights(backbone: Backbone, fresh: nn.Module, seed: int) -> None:
 
 
 def timm_stages(module: Any) -> tuple[str, ...] | None:
-    """The stages that a timm model names in its feature_info, or None where it names none.
+    """Names of the stages in the feature_info of a timm model, or None if it has none.
 
-    Some names are no modules; the preset `stages` is then refused, for what looks like a stage may
-    be the inside of one.
+    Some of the names are no modules. The preset `stages` is refused for these, because modules that
+    look like stages may be parts of one.
     """
     info = getattr(module, "feature_info", None)
     rows = getattr(info, "info", info) or []
@@ -315,7 +333,7 @@ def timm_stages(module: Any) -> tuple[str, ...] | None:
 
 
 def timm_classes(module: Any) -> tuple[str, ...]:
-    """The names of a timm model's logits, where its weights were trained on ImageNet."""
+    """Names of the logits of a timm model that was trained on ImageNet; otherwise empty."""
     from timm.data.imagenet_info import ImageNetInfo, infer_imagenet_subset
 
     subset = infer_imagenet_subset(module)

@@ -1,7 +1,8 @@
-"""BatchNorm folded into the convolution before it: one pass over the map less, the same numbers.
+"""Folding of BatchNorm into the convolution before it, which saves one pass over the map.
 
-In eval mode y = (conv(x) - mean) / sqrt(var + eps) * gamma + beta is a convolution with other
-weights and another bias (Jacob et al. 2018, arXiv:1712.05877, section 3.2). Equal to rounding.
+In eval mode, y = (conv(x) - mean) / sqrt(var + eps) * gamma + beta is a convolution with other
+weights and another bias (Jacob et al. 2018, arXiv:1712.05877, section 3.2). The results are equal
+up to rounding.
 """
 
 from __future__ import annotations
@@ -21,26 +22,29 @@ from torch.utils._pytree import tree_leaves
 from featx.base.nested_tensors import elements
 
 _CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
-"""Classes whose forward uses weight and bias as nn.Conv2d does; a standardised weight would not."""
+"""Classes whose forward uses weight and bias as nn.Conv2d does. Classes that standardise their
+weight do not."""
 
 _NORMS = frozenset({"BatchNorm2d", "BatchNormAct2d"})
-"""torch's own, and timm's with the activation inside."""
+"""torch's own BatchNorm, and timm's with dropout and activation inside."""
 
 
 Pair = tuple[nn.Conv2d, nn.BatchNorm2d]
+"""A convolution and the BatchNorm that reads its output."""
 
 
 def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) -> list[Pair]:
-    """The convolutions whose output goes straight into a BatchNorm, and nowhere else.
+    """Convolutions whose output is read by one BatchNorm and by nothing else.
 
-    Found in one pass, from what its operations take and its modules give, not from values: a
-    reader whose result is masked for these images is found as well. What the model does not do in
-    this pass is not found, so a model whose course follows the data must not be folded.
+    They are found in one forward pass, from the tensors that operations read and modules return,
+    not from values, so a reader whose result is masked for these images is found as well. A reader
+    that does not run in this pass is missed: do not fold a model whose control flow depends on the
+    data.
 
     Args:
-        module: in eval mode.
-        x: (B, 3, H, W) to run it on.
-        kept: names of modules that stay as they are, because somebody looks at them.
+        module: model in eval mode.
+        x: (B, 3, H, W) normalised images.
+        kept: names of modules that must stay unchanged because they are captured.
     """
     names = dict(module.named_modules(remove_duplicate=False))
     untouched = {id(names[name]) for name in kept if name in names}
@@ -63,11 +67,12 @@ def foldable_pairs(module: nn.Module, x: torch.Tensor, kept: Collection[str]) ->
 
 
 class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the outputs of convolutions through a pass: which module or operation takes them."""
+    """Records which modules and operations read the outputs of convolutions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The outputs are kept, so that no other tensor gets the memory by which they are known.
+        # Memory address -> the convolution and its output. The outputs are kept alive so that no
+        # other tensor is allocated at their address.
         self._made: dict[int, tuple[nn.Conv2d, torch.Tensor]] = {}
         self._found: list[Pair] = []
         self._calls: Counter[int] = Counter()
@@ -75,7 +80,7 @@ class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._taken: int | None = None
 
     def pairs(self) -> list[Pair]:
-        """Those that are called once, and whose convolution has no other reader."""
+        """Pairs whose modules are called once and whose convolution has no other reader."""
         return [
             (conv, norm)
             for conv, norm in self._found
@@ -83,12 +88,12 @@ class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def convolved(self, conv: Any, args: Any, output: torch.Tensor) -> None:
-        """A convolution gave its output."""
+        """Hook: a convolution has returned its output."""
         self._calls[id(conv)] += 1
         self._made[_memory(output)] = conv, output
 
     def begin_norm(self, norm: Any, args: Any) -> None:
-        """A BatchNorm takes its input."""
+        """Hook: a BatchNorm is called."""
         self._calls[id(norm)] += 1
         memory = _memory(args[0]) if args else 0
         if memory in self._made and self._made[memory][1] is args[0]:
@@ -96,11 +101,11 @@ class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._taken = memory
 
     def end_norm(self, norm: Any, args: Any, output: Any) -> None:
-        """It has done with it."""
+        """Hook: a BatchNorm has returned, and its reads are over."""
         self._taken = None
 
     def returned(self, part: Any, args: Any, output: Any) -> None:
-        """A module gave something; others may take it there."""
+        """Hook: a module has returned an output, which its caller may read."""
         self._note(elements(output).values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,21 +114,22 @@ class _Readers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Mark the convolutions whose outputs are among the tensors as read by something else."""
         for memory in map(_memory, tensors):
             if memory in self._made and memory != self._taken:
                 self._read.add(id(self._made[memory][0]))
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where the numbers of a tensor lie, which its views share; 0 where they lie nowhere."""
-    # A tensor that is made of others, as int8 tensors of torchao, has no memory of its own.
+    """Address of the memory of a tensor, which its views share; 0 if it has none."""
+    # A wrapper subclass, such as the int8 tensors of torchao, has no memory of its own.
     plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
     return tensor.untyped_storage().data_ptr() if plain else 0
 
 
 @contextlib.contextmanager
 def folded(pairs: list[Pair]) -> Iterator[None]:
-    """The pairs folded, until the block ends; the modules come back with their own parameters."""
+    """Fold the pairs until the block ends; the modules then have their own parameters again."""
     weights = [_fused(conv, norm) for conv, norm in pairs]
     before = [(conv, dict(conv._parameters)) for conv, _ in pairs]
     try:
@@ -140,6 +146,7 @@ def folded(pairs: list[Pair]) -> Iterator[None]:
 
 
 def _fused(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Parameter]:
+    """Weight and bias of the folded convolution."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     weight, bias = fuse_conv_bn_weights(
@@ -157,19 +164,21 @@ def _fused(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[nn.Parameter, nn.Para
 
 
 def _unchanged(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Replacement for the forward of a folded BatchNorm."""
     return x
 
 
 def _activated(norm: Any, x: torch.Tensor) -> Any:
-    """What timm's BatchNormAct2d does after its normalisation."""
+    """Replacement for the forward of a folded BatchNormAct2d: its dropout and activation."""
     return norm.act(norm.drop(x))
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a module computes what its class says, from parameters of its own, in eval mode.
+    """Whether a module computes what its class defines, from its own parameters, in eval mode.
 
-    Weights may be made anew in each pass, by a parametrisation or by a hook (torch.nn.utils.prune,
-    and weight_norm and spectral_norm of old); a hook may also look at what is folded away.
+    Weights may be recomputed in each pass, by a parametrisation or by a hook (torch.nn.utils.prune,
+    and the hook-based weight_norm and spectral_norm). A hook may also read the output that is
+    folded away.
     """
     hooks = part._forward_pre_hooks or part._forward_hooks
     own = hasattr(part, "parametrizations") or "forward" in part.__dict__ or bool(hooks)

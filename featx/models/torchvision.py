@@ -1,4 +1,4 @@
-"""Backbones of torchvision, with its weights enums and their transforms."""
+"""Backbones of torchvision, with its weight enums and their transforms."""
 
 from __future__ import annotations
 
@@ -30,10 +30,20 @@ from featx.models.base import (
 )
 
 _patch_lock = threading.Lock()
+"""Protects the function of torchvision that `_own_downloads` replaces."""
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:
-    """A torchvision model by its registered name."""
+    """Build a torchvision model by its registered name.
+
+    Args:
+        config: name and weights.
+        seed: seed of random weights.
+
+    Raises:
+        ModelError: the model takes no batch of single images, or is a quantised variant.
+        WeightsError: the weights do not exist, or cannot be downloaded, read or loaded.
+    """
     from torchvision import models
 
     name = config.name
@@ -51,7 +61,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         try:
             with seeded(seed), _own_downloads(name, file):
                 module = models.get_model(name, weights=entry)
-        except RuntimeError as error:  # load_state_dict's, by the builder
+        except RuntimeError as error:  # from load_state_dict in the builder
             reason = " ".join(str(error).split())[:300]
             raise WeightsError(f"{file or entry} is not of this model: {reason}") from error
         weights = file or str(entry)
@@ -74,7 +84,11 @@ def build(config: ModelConfig, seed: int) -> Backbone:
 
 
 def classifier_of(module: torch.nn.Module) -> str | None:
-    """The last convolution of a segmentation model's main head; its auxiliary head runs later."""
+    """Name of the classifier if it is not the last linear layer, otherwise None.
+
+    In a segmentation model it is the last convolution of the main head; the auxiliary head runs
+    later.
+    """
     if getattr(module, "aux_classifier", None) is None:
         return None
     head = module.get_submodule("classifier")
@@ -83,7 +97,7 @@ def classifier_of(module: torch.nn.Module) -> str | None:
 
 
 def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
-    """The same architecture as torchvision initialises it."""
+    """The architecture with torchvision's initialisation."""
     from torchvision import models
 
     with seeded(seed):
@@ -91,16 +105,21 @@ def untrained(config: ModelConfig, seed: int) -> torch.nn.Module:
 
 
 def preprocess_of(preset: Any, name: str) -> Preprocess:
-    """The Preprocess of a weights' transform.
+    """The Preprocess of the transform of some weights.
+
+    Args:
+        preset: transform from a weights enum.
+        name: name of the model, for the message.
 
     Raises:
-        ModelError: the model takes something other than a batch of single images.
+        ModelError: the model takes no batch of single images.
     """
     if isinstance(preset, ImageClassification):
         crop, resize = preset.crop_size[0], preset.resize_size[0]
         reference = preset
     elif isinstance(preset, SemanticSegmentation):
-        # Its preset keeps the picture's own proportions; a batch needs one size, so we crop.
+        # The transform keeps the proportions of each image. A batch needs one size, so the centre
+        # is cropped to a square.
         crop = resize = preset.resize_size[0]
         reference = _square(preset, crop)
     else:
@@ -124,6 +143,8 @@ def preprocess_of(preset: Any, name: str) -> Preprocess:
 
 
 def _square(preset: Any, side: int) -> Any:
+    """A segmentation transform followed by a square centre crop."""
+
     def reference(image: Image.Image) -> torch.Tensor:
         x: torch.Tensor = TF.center_crop(preset(image), [side, side])
         return x
@@ -132,16 +153,22 @@ def _square(preset: Any, side: int) -> Any:
 
 
 def _default(enum: Any) -> Any:
+    """The default weights of an enum.
+
+    Raises:
+        ModelError: the model has no weights and so no preprocessing.
+    """
     if len(enum) == 0:
         raise ModelError("this model has no weights in torchvision, and so no preprocessing.")
     return enum.DEFAULT
 
 
 def _without_weights(models: Any, name: str) -> torch.nn.Module:
+    """The model with random weights, also for its backbone."""
     builder = models.get_model_builder(name)
     keywords: dict[str, Any] = {"weights": None}
     if name.startswith(("googlenet", "inception")):
-        keywords["init_weights"] = True  # what it does anyway, with a warning that it will not
+        keywords["init_weights"] = True  # the default, without its deprecation warning
     if "weights_backbone" in inspect.signature(builder).parameters:
         keywords["weights_backbone"] = None
     module: torch.nn.Module = builder(**keywords)
@@ -149,7 +176,11 @@ def _without_weights(models: Any, name: str) -> torch.nn.Module:
 
 
 def _weights_entry(enum: Any, name: str, weights: str | None) -> Any:
-    """The enum member that `model.weights` names, or None for random weights."""
+    """The enum member that `model.weights` names, or None for random weights.
+
+    Raises:
+        WeightsError: there is no such member; the message lists them.
+    """
     if weights is None:
         return None
     if weights == "default":
@@ -164,10 +195,11 @@ def _weights_entry(enum: Any, name: str, weights: str | None) -> Any:
 
 
 def _entry_of_file(enum: Any, file: str) -> Any:
-    """The enum member whose download a local file is, by its name (it carries a hash), or None.
+    """The enum member to whose download a local file belongs, or None.
 
-    Such a file gets the preprocessing of its own weights, which DEFAULT's may not be, and a builder
-    that knows of it: googlenet and inception_v3 rescale their input for torchvision's weights only.
+    The file is recognised by its name, which contains a hash. It then gets the preprocessing of its
+    own weights, which may differ from that of DEFAULT, and a builder that knows them: googlenet and
+    inception_v3 rescale their input for torchvision's weights only.
     """
     name = Path(file).name
     return next((entry for entry in enum if Path(urlparse(entry.url).path).name == name), None)
@@ -175,10 +207,14 @@ def _entry_of_file(enum: Any, file: str) -> Any:
 
 @contextlib.contextmanager
 def _own_downloads(name: str, file: str | None) -> Iterator[None]:
-    """While a builder runs, weights come through `fetch_weights`, or from a local file.
+    """Let a builder of torchvision load weights by `fetch_weights` or from a local file.
 
-    torchvision's own loader unpickles whatever the file holds (weights_only=False) and reports a
-    missing network as a bare URLError. To be removed when torchvision loads tensors only.
+    torchvision's loader unpickles arbitrary objects (weights_only=False) and reports a missing
+    network as URLError only. This can be removed when torchvision loads tensors only.
+
+    Args:
+        name: name of the model, for messages.
+        file: path of a local file, or None to download.
     """
     from torchvision.models import _api
 
@@ -195,10 +231,14 @@ def _own_downloads(name: str, file: str | None) -> Iterator[None]:
 
 
 def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
-    """The state dict behind a torchvision URL, from PyTorch's cache or from the network.
+    """Read the state dict of a torchvision URL from PyTorch's cache, or download it.
+
+    Args:
+        url: URL of the weights.
+        name: name of the model, for the message.
 
     Raises:
-        WeightsError: it cannot be downloaded, or the file's hash is not the one in its name.
+        WeightsError: the download fails, or the file does not have the hash in its name.
     """
     file_name = Path(urlparse(url).path).name
     cached = Path(torch.hub.get_dir()) / "checkpoints" / file_name

@@ -1,4 +1,4 @@
-"""What the C library does with freed memory; on a CPU torch asks it for every activation."""
+"""Settings of the C library's allocator, which torch uses for every activation on a CPU."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import sys
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed blocks instead of giving them back to the kernel after every layer.
+    """Let glibc keep freed blocks instead of returning them to the kernel after every layer.
 
-    Above 32 MiB, the size of one activation of a batch, malloc maps and unmaps memory each time,
-    and the page faults cost half the speed of a light model (docs/performance.md). In an arena of
-    a thread's own it does so above 64 MiB whatever is asked of it, so threads that come later get
-    none. Other C libraries have no such call, and are left alone.
+    Above 32 MiB, the size of one activation of a batch, malloc maps and unmaps memory for each
+    block, and the page faults halve the speed of a light model (docs/performance.md). In the arena
+    of a thread this happens above 64 MiB with any setting, so threads that start later get no arena
+    of their own. Other C libraries have no such settings and are left alone.
     """
     if not sys.platform.startswith("linux"):
         return
-    mmap_threshold, trim_threshold, arena_max = -3, -1, -8  # M_... of malloc.h
+    # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX of malloc.h.
+    mmap_threshold, trim_threshold, arena_max = -3, -1, -8
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(mmap_threshold, 1 << 30)
@@ -26,11 +27,10 @@ def keep_freed_memory() -> None:
 
 
 def is_kept_in_threads() -> bool:
-    """Whether freed memory is kept in threads that are yet to come as it is in the first one.
+    """Whether threads that start later also keep freed memory.
 
-    That is so where `keep_freed_memory` came before any thread allocated: an arena that is there
-    goes to one of the next threads. Of C libraries other than glibc nothing is known, and it is
-    taken for granted.
+    They do if `keep_freed_memory` was called before any thread allocated: an existing arena is
+    given to one of the next threads. Other C libraries are assumed to keep it.
     """
     if not sys.platform.startswith("linux"):
         return True
@@ -46,6 +46,7 @@ def is_kept_in_threads() -> bool:
         libc.fflush(stream)
         os.lseek(descriptor, 0, os.SEEK_SET)
         with os.fdopen(os.dup(descriptor), "rb") as file:
+            # malloc_info lists one heap per arena; one means that only the main arena exists.
             return file.read().count(b"<heap nr=") == 1
     finally:
         libc.fclose(stream)

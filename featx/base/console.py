@@ -1,4 +1,4 @@
-"""Lines on stdout and on stderr: the result of a job, and messages about a run."""
+"""Lines on stdout and stderr: the result of a job, and log messages about a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from featx.base.text import facts
 
 
 def print_result(text: str = "") -> None:
-    """A line of the command's result, on stdout; nobody has to read it to the end (`| head`)."""
+    """Print a line of the command's result on stdout; a closed pipe (`| head`) is no error.
+
+    Args:
+        text: the line.
+    """
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -22,28 +26,29 @@ def print_result(text: str = "") -> None:
 
 
 def stop_saying() -> None:
-    """Write no more to stdout, whose reader is gone."""
+    """Discard all further output to stdout, whose reader has closed the pipe."""
+    # Redirecting the file descriptor also keeps the flush at exit from failing.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _as_json = False
-"""Whether stderr gets JSON objects instead of text."""
+"""Whether stderr receives JSON objects instead of text."""
 
 
 def writes_json() -> bool:
-    """Whether stderr gets JSON objects instead of text."""
+    """Whether stderr receives JSON objects instead of text."""
     return _as_json
 
 
 class _JsonFormatter(logging.Formatter):
-    """Records of the libraries' loggers, in the form of our own lines."""
+    """Formats the records of other libraries' loggers like featx's own JSON lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return json_line(record.levelname.lower(), message=record.getMessage())
 
 
 def log_as_json() -> None:
-    """From now on one JSON object a line on stderr, in place of text for people."""
+    """Write one JSON object per line on stderr from now on, instead of text."""
     global _as_json
     _as_json = True
     logging.captureWarnings(True)
@@ -52,17 +57,18 @@ def log_as_json() -> None:
 
 
 def json_line(level: str, **values: Any) -> str:
-    """A message as one line of JSON, with its time and level."""
+    """One line of JSON with the time in UTC, the level and the given values."""
     now = time.time()
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1000):03d}Z"
     return json.dumps({"time": stamp, "level": level, **values})
 
 
 def log_message(text: str, level: str = "info") -> None:
-    """Something about the run, on stderr.
+    """Print a message about the run on stderr.
 
     Args:
-        level: 'info', 'warning' or 'error'; a text that begins with 'warning:' is one.
+        text: message, without a level or beginning with 'warning: '.
+        level: 'info', 'warning' or 'error'; used in JSON lines.
     """
     if _as_json:
         if not (text := text.strip()):
@@ -73,13 +79,17 @@ def log_message(text: str, level: str = "info") -> None:
 
 
 def announce(rows: Sequence[tuple[str, str]]) -> None:
-    """What is going to be done, before it begins."""
+    """Print the settings of a run before it starts.
+
+    Args:
+        rows: (name, value); an empty name continues the value of the row before.
+    """
     if not _as_json:
         log_message(f"{facts(rows)}\n")
         return
     values: dict[str, str] = {}
     last = ""
     for name, value in rows:
-        last = name or last  # a line without a name goes on with the one before
+        last = name or last  # an empty name continues the row before
         values[last] = f"{values[last]}\n{value}" if last in values else value
     print(json_line("info", event="begin", **values), file=sys.stderr, flush=True)

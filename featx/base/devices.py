@@ -1,4 +1,4 @@
-"""The device that computes: which one, and what makes it exact and quick."""
+"""Devices: choice of the device, exact settings, streams and synchronisation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from featx.errors import ConfigError
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for the key `device`.
+    """The device that the option `device` means.
+
+    Args:
+        name: 'auto', 'cpu', 'mps', 'cuda' or 'cuda:N'.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the device does not exist on this machine.
     """
     if name == "auto":
         if torch.cuda.is_available():
@@ -38,19 +41,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def float64_home(device: torch.device) -> torch.device:
-    """Where float64 is computed of what is on a device: there, but Apple's GPUs have none."""
+    """The device on which to compute in float64: the CPU for MPS, which has no float64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
 def choose_devices(name: str, devices: Any) -> list[torch.device]:
-    """The device of each worker, for the keys `device` and `devices`.
+    """The device of each worker, for the options `device` and `devices`.
 
     Args:
-        name: as in choose_device.
-        devices: None, how many, or the numbers of GPUs.
+        name: as for `choose_device`.
+        devices: None, a number of devices, or a list of GPU numbers.
 
     Raises:
-        ConfigError: one of them is not there.
+        ConfigError: one of them does not exist on this machine.
     """
     if isinstance(devices, list | tuple):
         return [choose_device(f"cuda:{number}") for number in devices]
@@ -67,7 +70,7 @@ def choose_devices(name: str, devices: Any) -> list[torch.device]:
 
 @contextlib.contextmanager
 def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Take a model off its device, whose memory others need meanwhile; it comes back at the end."""
+    """Move a module off its CUDA device inside the block, to free the memory there."""
     if device.type == "cuda":
         module.cpu()
         torch.cuda.empty_cache()
@@ -78,10 +81,13 @@ def away(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 class OwnStream:
-    """Work that a CUDA device does beside what others give it; other devices have one queue.
+    """A CUDA stream whose work runs in parallel to other streams; without effect on other devices.
 
-    What is made on a stream is freed for that stream: who uses it on another one, and does not wait
-    until that is done before letting go of it, calls `used_here`.
+    Memory of a tensor made on a stream is reused for that stream once the tensor is freed. If
+    another stream reads the tensor and may still do so when it is freed, call `used_here`.
+
+    Args:
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +97,7 @@ class OwnStream:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """What this thread gives the device in the block has been done when the block ends."""
+        """Context in which work of this thread goes to the stream; waits for it at the end."""
         if self._stream is None:
             yield
             return
@@ -103,10 +109,10 @@ class OwnStream:
 
 
 def used_here(values: Mapping[str, torch.Tensor]) -> None:
-    """Keep the memory of tensors of another stream until what this thread does with them is done.
+    """Keep the memory of tensors until the current stream of this thread has finished with them.
 
     Args:
-        values: that are there: whoever made them has waited.
+        values: tensors of another stream, which are already computed.
     """
     for value in values.values():
         if value.is_cuda:
@@ -114,7 +120,7 @@ def used_here(values: Mapping[str, torch.Tensor]) -> None:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what this thread gave it; a CPU has already."""
+    """Wait until the device has finished the work of this thread; returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif device.type == "mps":
@@ -122,7 +128,14 @@ def synchronise(device: torch.device) -> None:
 
 
 def to_cpu(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copies on the CPU; from CUDA all of them into pinned memory with one wait at the end."""
+    """Copy tensors to the CPU.
+
+    On CUDA, all copies go to page-locked memory asynchronously, with one wait at the end.
+
+    Args:
+        values: name -> tensor.
+        device: device of the tensors.
+    """
     if device.type != "cuda":
         return {name: value.cpu() for name, value in values.items()}
     copies = {
@@ -136,14 +149,14 @@ def to_cpu(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str
 
 
 def may_have_bf16() -> bool:
-    """Whether this CPU may compute in bf16 faster than in fp32: no x86 below AVX-512 does."""
+    """Whether this CPU may compute faster in bf16 than in fp32; x86 without AVX-512 does not."""
     below = torch.backends.cpu.get_cpu_capability() in ("AVX2", "DEFAULT", "NO AVX")
     return not (below and platform.machine().lower() in ("x86_64", "amd64"))
 
 
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """Compute with so many threads on the CPU while the block runs; None leaves it as it is."""
+    """Set the number of torch's CPU threads inside the block; None leaves it unchanged."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -155,6 +168,7 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 
 def _cuda_now() -> tuple[str, str, bool, bool]:
+    """Present settings of CUDA: precision of convolutions and products, determinism, benchmark."""
     cudnn: Any = torch.backends.cudnn  # its attributes are made in ways that mypy cannot follow
     matmul = torch.backends.cuda.matmul.fp32_precision
     return cudnn.conv.fp32_precision, matmul, cudnn.deterministic, cudnn.benchmark
@@ -166,16 +180,17 @@ def _set_cuda(settings: tuple[str, str, bool, bool]) -> None:
     cudnn.deterministic, cudnn.benchmark = settings[2:]
 
 
-# fp32 means fp32 on CUDA as well (no TF32), and the same algorithm gives the same bits: it is not
-# chosen by a race, which another stream may decide.
+# fp32 computes in fp32 on CUDA as well, without TF32. Algorithms are not chosen by timing them
+# (benchmark), which other streams could influence, so results are reproducible.
 exact_cuda = ProcessSetting(_cuda_now, _set_cuda, ("ieee", "ieee", True, False))
+"""Context manager with exact and deterministic settings of CUDA."""
 
 
 @contextlib.contextmanager
 def plain_tensors() -> Iterator[None]:
-    """No gradients are recorded, and what is made can be changed in place outside, too.
+    """Context in which tensors are made without gradients but can later be changed in place.
 
-    Hooks run in inference mode, whose tensors cannot be changed outside of it.
+    Hooks may run in inference mode, whose tensors cannot be changed outside it.
     """
     with torch.inference_mode(False), torch.no_grad():
         yield

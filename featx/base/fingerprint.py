@@ -1,4 +1,4 @@
-"""Fingerprints: mappings of everything that changes values, hashed and compared."""
+"""Fingerprints: mappings of all settings that change values, to be hashed and compared."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """sha256 of a mapping of JSON types, whatever the order of its keys."""
+    """SHA-256 (hex) of a mapping of JSON types, independent of the order of its keys."""
     return hashlib.sha256(_canonical(values).encode()).hexdigest()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The keys in which two fingerprints differ, with both values, in order of their names.
+    """The entries in which two fingerprints differ, as (key, old value, new value), sorted by key.
 
-    Empty exactly when the digests are equal; a key that one of them lacks shows as 'not there'.
+    The result is empty exactly if the digests are equal. A missing entry has the value 'not there'.
     """
     pairs = [
         (key, before.get(key, "not there"), now.get(key, "not there"))
@@ -30,4 +30,5 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple
 
 
 def _canonical(value: Any) -> str:
+    """JSON text that is equal for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

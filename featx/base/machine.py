@@ -1,4 +1,4 @@
-"""What this process may use of the machine it runs on."""
+"""Limits of the machine: CPUs and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 _taken: int | None = None
-"""What `take_cpus` was given; None where this process shares with no other."""
+"""Number of CPUs given to `take_cpus`; None if this process shares them with no other."""
 
 
 def num_cpus() -> int:
-    """CPUs this process may use: those it may run on, as far as their quota and its share go."""
+    """Number of CPUs that this process may use, from its affinity, its quota and `take_cpus`."""
     allowed = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -21,30 +21,30 @@ def num_cpus() -> int:
 
 
 def take_cpus(count: int) -> None:
-    """Use so many CPUs at the most from now on: the others are for other processes of the run."""
+    """Limit this process to `count` CPUs, because other processes of the run use the others."""
     global _taken
     _taken = count
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPUs' worth of time that the control groups of this process give it; None where all of it.
+    """Number of CPUs that the quota of the control groups allows, or None without a quota.
 
-    A container with 2 of 64 cores sees 64 of them, and is held back when it uses more than 2. The
-    limit of a group holds for all groups below it.
+    A container with 2 of 64 CPUs sees 64, and is throttled if it uses more than 2. The quota of a
+    group limits all groups below it.
 
     Args:
-        root: of the file system; another one in tests.
+        root: root of the file system, another one in tests.
     """
     return min(_of_groups(root, "cpu", _quota_v2, _quota_v1), default=None)
 
 
 def free_memory(root: Path = Path("/")) -> float | None:
-    """Bytes that this process may still take; None off Linux, where it is not known.
+    """Bytes that this process may still allocate, or None outside Linux.
 
-    What the machine has available, as far as the limits of the control groups of this process go.
+    It is the available memory of the machine, limited by the control groups of this process.
 
     Args:
-        root: of the file system; another one in tests.
+        root: root of the file system, another one in tests.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -56,7 +56,7 @@ def free_memory(root: Path = Path("/")) -> float | None:
 
 
 def resident_memory() -> int | None:
-    """Bytes that this process has in memory now; None where there is no /proc."""
+    """Bytes of resident memory of this process, or None without /proc."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -70,11 +70,11 @@ def _of_groups(
     read_v2: Callable[[Path], float | None],
     read_v1: Callable[[Path], float | None],
 ) -> list[float]:
-    """What the control groups of this process say of a controller, those above them as well."""
+    """Limits of a controller in all control groups of this process and those above them."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []  # no Linux
+        return []  # not Linux
     mounts = root / "sys/fs/cgroup"
     found: list[float] = []
     for line in lines:
@@ -88,13 +88,17 @@ def _of_groups(
 
 
 def _limits(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:
-    """Of a group and of those above it; a container may not see its own path, but its mount."""
+    """Limits of a group and of those above it, up to the mount.
+
+    A container may not see its own path. Folders that do not exist have no limit.
+    """
     group = mount / path.lstrip("/")
     found = [read(folder) for folder in (group, *group.parents) if folder.is_relative_to(mount)]
     return [limit for limit in found if limit is not None]
 
 
 def _quota_v2(group: Path) -> float | None:
+    """CPUs of one group in control groups version 2, or None."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -103,6 +107,7 @@ def _quota_v2(group: Path) -> float | None:
 
 
 def _quota_v1(group: Path) -> float | None:
+    """CPUs of one group in control groups version 1, or None."""
     try:
         quota = int((group / "cpu.cfs_quota_us").read_text())
         return None if quota < 0 else quota / int((group / "cpu.cfs_period_us").read_text())
@@ -111,19 +116,24 @@ def _quota_v1(group: Path) -> float | None:
 
 
 def _room_v2(group: Path) -> float | None:
+    """Free bytes of one group in control groups version 2, or None."""
     return _room(group, "memory.max", "memory.current", "inactive_file")
 
 
 def _room_v1(group: Path) -> float | None:
+    """Free bytes of one group in control groups version 1, or None."""
     return _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def _room(group: Path, limit: str, used: str, dropped: str) -> float | None:
-    """Of the memory of a group; files that are cached give way where it is asked for."""
+    """Free bytes of one group, or None without a limit.
+
+    The kernel drops cached files if memory is needed, so they count as free.
+    """
     try:
         most = int((group / limit).read_text())
         taken = int((group / used).read_text())
         told = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return float(most - taken + int(told.get(dropped, 0)))
-    except (OSError, ValueError):  # "max" is no number: there is no limit
+    except (OSError, ValueError):  # "max" means no limit
         return None

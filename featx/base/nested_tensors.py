@@ -1,4 +1,4 @@
-"""Nested values, such as the tuple that a module returns: their tensors and shapes."""
+"""Tensors and shapes in nested values, such as the tuple that a module returns."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 Path = tuple[str | int, ...]
+"""Keys and indices that lead to an element of a nested value; () for the value itself."""
 
 
 def elements(value: Any) -> dict[Path, torch.Tensor]:
-    """Every tensor in a nested value, by its way in; () for a plain tensor."""
+    """Path -> tensor for every tensor in nested mappings, tuples and lists."""
     if isinstance(value, torch.Tensor):
         return {(): value}
     if isinstance(value, Mapping):
@@ -24,5 +25,5 @@ def elements(value: Any) -> dict[Path, torch.Tensor]:
 
 
 def shapes_of(value: Any) -> dict[Path, tuple[int, ...]]:
-    """The shape of every tensor in a nested value, by its way in."""
+    """Path -> shape for every tensor in a nested value."""
     return {path: tuple(x.shape) for path, x in elements(value).items()}

@@ -1,4 +1,4 @@
-"""Folders that travel with featx."""
+"""Paths of the files that are installed with featx."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from pathlib import Path
 
 
 def shipped(name: str) -> Path:
-    """A folder that travels with featx: 'conf' or 'data'.
+    """Path of a folder that is installed with featx.
 
-    In a wheel they lie inside the package; in a checkout and an editable install beside it.
+    In a wheel it is inside the package; in a checkout and an editable install beside it.
+
+    Args:
+        name: 'conf' or 'data'.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "_shipped" / name

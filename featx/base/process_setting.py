@@ -1,4 +1,4 @@
-"""Settings of the whole process, as featx needs them while any of its parts runs."""
+"""Settings of the whole process that are changed while any part of featx needs it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ T = TypeVar("T")
 
 
 class ProcessSetting(Generic[T]):
-    """A context manager that holds a setting at one value, for as long as anybody needs it.
+    """A context manager that keeps a setting at one value while it has any user.
 
-    Users come and go in any order, and from any thread: the first saves what was set, and the last
-    brings it back. A saved value for each would go wrong where two overlap without one being inside
-    the other, as two engines do that are opened and closed in the same order.
+    Users enter and leave in any order and from any thread: the first saves the value, and the last
+    restores it. A saved value per user would go wrong if users overlap without nesting, as two
+    engines do that are opened and closed in the same order.
 
     Args:
-        now: gives the present value.
-        put: sets a value.
-        needed: the value while anybody uses it.
+        now: function that returns the present value.
+        put: function that sets a value.
+        needed: the value while there is any user.
     """
 
     def __init__(self, now: Callable[[], T], put: Callable[[T], None], needed: T) -> None:

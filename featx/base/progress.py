@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: a bar, or a line now and then."""
+"""Progress of a run on stderr: a bar, or regular lines if stderr is no terminal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ from featx.base.console import json_line, log_message, writes_json
 from featx.base.text import size_text, time_text
 
 PLAIN_INTERVAL_S = 10.0
-"""Where stderr is no terminal: a line this often instead of a bar."""
+"""Seconds between two lines if stderr is no terminal."""
 
 WAITING_SHARE = 0.2
+"""Share of the run time from which waiting for images is shown as the bottleneck."""
 
 
 class Progress:
-    """Images per second, time left, failures, and which stage the others wait for."""
+    """Shows images per second, time left, failures and the bottleneck of a run.
+
+    Args:
+        total: number of images of the run.
+        done: number of images that are already finished.
+    """
 
     def __init__(self, total: int, done: int) -> None:
         self._terminal = sys.stderr.isatty() and not writes_json()
@@ -38,12 +44,18 @@ class Progress:
         self._bar.close()
 
     def begin(self) -> None:
-        """Only now does the time count: until here nothing could be done."""
+        """Start the clock: the time of the preparation before does not count."""
         self._begun = self._told = time.perf_counter()
         self._bar.unpause()
 
     def step(self, images: int, failures: int, waited_s: float) -> None:
-        """One batch is done; waited_s of it the device stood waiting for images."""
+        """Add a finished batch.
+
+        Args:
+            images: number of images.
+            failures: number of images that failed.
+            waited_s: seconds for which the device waited for images.
+        """
         self._done += images
         self._failures += failures
         self._waiting += waited_s
@@ -74,7 +86,7 @@ class Progress:
             )
 
     def tell(self, text: str) -> None:
-        """A line about the run, above the bar."""
+        """Print a line about the run above the bar."""
         if self._terminal:
             tqdm.write(text, file=sys.stderr)
         else:
@@ -82,7 +94,7 @@ class Progress:
 
 
 class SilentProgress:
-    """What a worker has instead of a bar: nothing is shown, the waits are summed."""
+    """Progress of a worker: shows nothing and sums the seconds of waiting."""
 
     def __init__(self) -> None:
         self._waited_s = 0.0
@@ -94,7 +106,7 @@ class SilentProgress:
         pass
 
     def step(self, images: int, failures: int, waited_s: float) -> None:
-        """As that of Progress."""
+        """Add a finished batch, as `Progress.step`."""
         self._waited_s += waited_s
 
     def take_waited(self) -> float:
@@ -104,10 +116,10 @@ class SilentProgress:
 
 
 class CountProgress:
-    """How much of something is done, its speed and the time left.
+    """Shows the count, speed and time left of something other than images.
 
     Args:
-        unit: what is counted: "B" for bytes, else a plural, such as "rows".
+        unit: what is counted: "B" for bytes, otherwise a plural such as "rows".
     """
 
     def __init__(self, unit: str) -> None:
@@ -128,12 +140,12 @@ class CountProgress:
         self._bar.close()
 
     def begin(self, total: int) -> None:
-        """So much will be done, about."""
+        """Set the expected total."""
         self._total = total
         self._bar.reset(total)
 
     def step(self, count: int) -> None:
-        """So much more is done."""
+        """Add to the count."""
         self._done += count
         self._bar.update(count)
         now = time.perf_counter()
@@ -145,4 +157,5 @@ class CountProgress:
             log_message(f"{done} of {total}, {speed}/s, {left} left")
 
     def _text(self, count: float) -> str:
+        """A count with its unit."""
         return size_text(count) if self._unit == "B" else f"{count:.0f} {self._unit}"

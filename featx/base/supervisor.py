@@ -1,7 +1,8 @@
-"""The command's work in a child process, which is started again where a decoder crashes it.
+"""The supervisor: runs the command in a child process and restarts it after decoder crashes.
 
-The child is forked before anything heavy is imported, so it costs a millisecond, and has the same
-terminal, folder and environment. The parent waits, forwards signals, and ends as the child does.
+The child is forked before anything large is imported, so this takes a millisecond, and it has the
+same terminal, folder and environment. The parent waits, forwards signals, and exits with the code
+of the child.
 """
 
 from __future__ import annotations
@@ -24,42 +25,49 @@ from pathlib import Path
 from typing import NoReturn
 
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
-"""The signals by which a decoder that writes where it must not ends its process."""
+"""Signals that end a process whose decoder accesses memory wrongly or aborts."""
 
 MAX_CRASHES = 100
-"""After so many the command gives up; the store can be gone on with."""
+"""Number of crashes after which the command gives up; the run can be resumed."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
+"""Signals that the parent forwards to the child."""
 _ECHO_S = 0.5
+"""Seconds within which a second signal of the same kind is taken for an echo of the first."""
 _PR_SET_PDEATHSIG = 1
+"""Option of prctl: the signal that the kernel sends to a process when its parent dies."""
 _BYTES = 2 * mmap.PAGESIZE
 _FOUND = struct.Struct("<Q")
 
 _told: mmap.mmap | None = None
-"""What the child tells its parent: how many dangerous images it found, and where it notes them."""
+"""Shared memory from child to parent: the number of images on the crash list that the child added,
+and the folder of its in-flight journal."""
 
 _scratch: Path | None = None
-"""Where a child may note what it decodes, if its job writes to no folder."""
+"""Folder for the in-flight journal of a job that writes to no folder."""
 
 _last: dict[int, float] = {}
+"""Signal -> time when it last came."""
 
 
 def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
-    """Do the work in a child process, again where a decoder crashed it.
+    """Run the work in a child process, and run it again if a decoder crashes the child.
 
-    It is started again after the first such crash, and after another where the start before found
-    an image that crashes its decoder; else it is not the images that are to blame.
+    The child is restarted after the first crash during decoding. After a further one it is
+    restarted only if the start before added an image to the crash list; otherwise the images are
+    not the cause.
+
+    The work runs in this process if no child can be supervised: outside Linux, in a process with
+    several threads (as under a debugger), or with FEATX_DEBUG=1.
 
     Args:
-        work: returns an exit code.
-        was_decoding: whether the notes in a folder say that a process, given by its id, was
-            decoding when it ended.
-
-    Where no child can be watched (outside of Linux; in a process with several threads, as under a
-    debugger; with FEATX_DEBUG=1) the work is done in this process.
+        work: function that returns an exit code.
+        was_decoding: function (folder, process id) -> whether the journals in the folder show that
+            the process was decoding when it ended.
 
     Returns:
-        the exit code of the work; 1 where its process was killed, or crashes for another reason.
+        The exit code of the work; 128 + the signal if another signal ended its process; 1 if it was
+        killed or crashes for another reason.
     """
     debug = os.environ.get("FEATX_DEBUG") == "1"
     if debug or not sys.platform.startswith("linux") or threading.active_count() > 1:
@@ -71,20 +79,20 @@ def supervised(work: Callable[[], int], was_decoding: Callable[[Path, int], bool
     try:
         return _until_done(work, was_decoding)
     finally:
-        if os.getpid() == parent:  # a child that is done comes here as well
+        if os.getpid() == parent:  # the child returns through here as well
             shutil.rmtree(_scratch, ignore_errors=True)
 
 
 def end_process(code: int) -> NoReturn:
-    """End the command: run what is registered for the exit, flush both streams, and leave.
+    """End the command: run exit handlers, flush both streams, and exit.
 
-    The interpreter is not torn down. Threads may still be decoding (a decoder that hangs cannot be
-    stopped), and one that asks for the interpreter's lock meanwhile would abort the process with
-    "terminate called without an active exception". It also saves about a second. With
-    FEATX_DEBUG=1 the interpreter ends as usual, for debuggers and profilers.
+    The interpreter is not finalised. Threads may still be decoding (a decoder that hangs cannot be
+    stopped), and a thread that requests the interpreter's lock during finalisation would abort the
+    process with "terminate called without an active exception". It also saves about a second. With
+    FEATX_DEBUG=1 the interpreter exits as usual, for debuggers and profilers.
 
     Args:
-        code: exit code; 1 instead of 0 where stdout cannot be written, on a full disk for one.
+        code: exit code; 1 replaces 0 if stdout cannot be written, for example on a full disk.
     """
     if os.environ.get("FEATX_DEBUG") == "1":
         sys.exit(code)
@@ -92,7 +100,7 @@ def end_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:  # the reader has had enough, as `featx --help | head` has
+        except BrokenPipeError:  # the reader has closed the pipe (`| head`)
             continue
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -102,10 +110,10 @@ def end_process(code: int) -> NoReturn:
 
 
 def scratch_folder() -> Path | None:
-    """A folder for the notes of a job that writes to none, kept until the command ends.
+    """Folder for the journals of a job that writes to no folder; removed when the command ends.
 
     Returns:
-        None where no parent would look at them after a crash, or there can be no folder.
+        None if there is no supervisor to read them after a crash, or the folder cannot be created.
     """
     if _scratch is None:
         return None
@@ -117,11 +125,16 @@ def scratch_folder() -> Path | None:
 
 
 def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], bool]) -> int:
-    """The exit code of the work, started again as `supervised` says; in a child, of the work."""
+    """Fork and wait until the work ends without a decoder crash.
+
+    Returns:
+        In the parent the exit code of the command, in the child that of the work.
+    """
     assert _told is not None
     num_crashes = num_found = 0
     while True:
-        # Blocked until both sides have their handlers: no signal is lost, none ends one side only.
+        # Signals are blocked across the fork until both processes have their handlers, so none is
+        # lost and none ends only one of them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         parent = os.getpid()
         child = os.fork()
@@ -148,22 +161,23 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
 
 
 def tell_notes(folder: Path) -> None:
-    """Say where this process notes what it decodes; the parent looks there after a crash."""
+    """Tell the supervisor in which folder this process writes its in-flight journal."""
     if _told is not None:
         name = os.fsencode(folder.absolute())[: _BYTES - _FOUND.size - 1]
         _told[_FOUND.size : _FOUND.size + len(name) + 1] = name + b"\0"
 
 
 def tell_found() -> None:
-    """Say that an image was found that crashes its decoder."""
+    """Tell the supervisor that an image was added to the crash list."""
     if _told is not None:
         _FOUND.pack_into(_told, 0, _FOUND.unpack_from(_told)[0] + 1)
 
 
 def is_echo(signum: int) -> bool:
-    """Whether a signal is the one that came a moment ago.
+    """Whether a signal repeats one that came within the last half second.
 
-    Ctrl-C reaches parent and child, and the parent forwards it; so does what ends a whole group.
+    Ctrl-C reaches parent and child, and the parent forwards it as well; so does a signal to the
+    whole process group.
     """
     if _told is None:
         return False
@@ -173,14 +187,19 @@ def is_echo(signum: int) -> bool:
 
 
 def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies, however that comes about."""
+    """Let the kernel kill this process when its parent dies in any way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before prctl; then no signal will come.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(child: int) -> int:
-    """Wait for the child, hand it the signals that come meanwhile, and return how it ended."""
+    """Wait for the child and forward signals to it.
+
+    Returns:
+        The wait status of the child.
+    """
 
     def forward(signum: int, frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -195,12 +214,13 @@ def _wait(child: int) -> int:
 
 
 def _notes_folder() -> Path:
-    """Where the child noted what it decoded; the root of the disk, where it did not come so far."""
+    """Folder of the child's journal; the root of the disk if the child had not yet named one."""
     assert _told is not None
     return Path("/", os.fsdecode(_told[_FOUND.size :].split(b"\0", 1)[0]))
 
 
 def _ended(signum: int) -> str:
+    """Message for a process that ended by a signal and is not restarted."""
     if signum == signal.SIGKILL:
         return (
             "The process was killed (SIGKILL): by hand, or because the machine has no memory left. "
@@ -216,5 +236,6 @@ def _ended(signum: int) -> str:
 
 
 def _say(text: str) -> None:
+    """Print a line on stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Aligned columns; the first `left` ones flush left, numbers flush right.
+    """Format rows as aligned columns; the first `left` columns flush left, the others flush right.
 
-    A name in the header may have several lines, divided by newlines.
+    Args:
+        header: names of the columns; a name may have several lines.
+        rows: cells as text.
+        left: number of columns that are flush left.
     """
     depth = max(name.count("\n") for name in header)
     split = [("\n" * (depth - name.count("\n")) + name).split("\n") for name in header]
@@ -25,7 +28,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> str:
-    """Aligned 'name  value' lines; further lines of a value are indented below it."""
+    """Format (name, value) pairs as aligned lines; further lines of a value are indented."""
     width = max(len(name) for name, _ in rows)
     lines = []
     for name, value in rows:
@@ -36,7 +39,7 @@ def facts(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for people: '2.5 KiB'."""
+    """A number of bytes with its unit: '2.5 KiB'."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -45,7 +48,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people: '41 s', '12 min', '3.5 h'."""
+    """A duration given in seconds, with its unit: '41 s', '12 min', '3.5 h'."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

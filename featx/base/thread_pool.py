@@ -1,4 +1,8 @@
-"""Threads of which one can be given up: a decoder that hangs cannot be ended, only left behind."""
+"""A thread pool that replaces threads whose call hangs.
+
+A thread cannot be ended from outside, so a thread that hangs in a decoder is left to itself and a
+new one takes its place.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,28 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _LEAVE_S = 5.0
-"""How long the end of a pool waits for threads that are at work, where nothing else is said."""
+"""Seconds that the end of a pool waits for running calls by default."""
 
 _LOOK_S = 1.0
+"""Largest number of seconds between two looks for calls that are over the time limit."""
 
 _EXIT_WAIT_S = 60.0
-"""How long the end of the interpreter waits for threads without a time limit of their own."""
+"""Seconds that the end of the interpreter waits for threads of pools without a time limit."""
 
 
 @dataclass(eq=False)
 class _Task:
-    """One call, its place of result, and since when it is in its watched section."""
+    """One call and its state.
+
+    Attributes:
+        future: future that receives the result.
+        work: function to call.
+        args: its arguments.
+        again: whether the call was given up in another thread before.
+        thread: thread that runs the call.
+        since: time (monotonic) at which the call entered its watched section; None outside it.
+        given_up: whether another thread has taken over the call.
+    """
 
     future: Future[Any]
     work: Callable[..., Any]
@@ -36,27 +51,30 @@ class _Task:
 
 
 class _GivenUp(BaseException):
-    """Ends a thread whose task another thread has taken over; nothing else may catch it."""
+    """Ends a thread whose call was given up.
+
+    It is a BaseException so that no `except Exception` catches it.
+    """
 
 
 class _Own(threading.local):
-    """What a thread of the pool is at; other threads are at nothing."""
+    """The task of the calling thread; None outside the pool."""
 
     task: _Task | None = None
 
 
 class ReplaceableThreadPool:
-    """A pool that outlives a call that never returns; a context manager.
+    """A thread pool that survives calls that never return; a context manager.
 
-    Where a call stays longer than `limit_s` in its section `watched`, its thread is left behind, a
-    fresh one takes its place, and the call is made once more, with `again` true. Threads are
-    daemons: one that was left behind does not keep the process from ending.
+    If a call stays in its `watched` section for longer than `limit_s`, its thread is abandoned, a
+    new one takes its place, and the call is repeated once with `again` true. Threads are daemons,
+    so an abandoned one does not keep the process alive.
 
     Args:
-        count: of threads.
-        limit_s: in seconds, None for no limit.
-        name: of the threads begins with it.
-        leave_s: how long the end of the pool waits for threads that are at work, in seconds.
+        count: number of threads.
+        limit_s: seconds that a call may spend in its watched section, or None for no limit.
+        name: beginning of the names of the threads.
+        leave_s: seconds that the end of the pool waits for running calls, or None for the default.
     """
 
     def __init__(
@@ -79,8 +97,9 @@ class ReplaceableThreadPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Drop what was not begun, and wait for what was, a while."""
+        """Cancel calls that have not started, and wait for running ones for a limited time."""
         with self._lock:
+            # The lock is that of `_look`, so no thread is added to the pool after this.
             self._closing.set()
         with contextlib.suppress(queue.Empty):
             while True:
@@ -91,20 +110,26 @@ class ReplaceableThreadPool:
             self._queue.put(None)
         left = _joined(self._threads, self._leave_s)
         if left:
-            # A daemon thread that asks for the interpreter's lock while the interpreter ends is
-            # unwound by force, through the C++ frames of torch: "terminate called without an
-            # active exception", SIGABRT. The interpreter waits for a thread that is no daemon.
+            # A daemon thread that requests the interpreter's lock during finalisation is unwound by
+            # force through the C++ frames of torch: "terminate called without an active exception",
+            # SIGABRT. The interpreter waits for threads that are no daemons, so one of these joins
+            # the remaining threads.
             limit_s = _EXIT_WAIT_S if self._limit_s is None else self._limit_s
             name = f"{self._name}_exit"
             threading.Thread(target=_joined, args=(left, limit_s), name=name).start()
 
     @property
     def again(self) -> bool:
-        """Whether the call that this thread is at was given up in another thread before."""
+        """Whether the call of the calling thread was given up in another thread before."""
         return self._own.task is not None and self._own.task.again
 
     def submit(self, work: Callable[..., T], *args: Any) -> Future[T]:
-        """Call `work` in a thread of the pool."""
+        """Call `work` in a thread of the pool.
+
+        Args:
+            work: function to call.
+            args: its arguments.
+        """
         future: Future[T] = Future()
         self._queue.put(_Task(future, work, args))
         return future
@@ -113,8 +138,8 @@ class ReplaceableThreadPool:
     def watched(self) -> Iterator[None]:
         """The section of a call that may be given up.
 
-        Until it is left the call must change nothing that others see: what was given up may wake
-        up later. It does not come back from this section then.
+        Inside it, the call must change nothing that others see: a call that was given up may
+        continue later, and then ends when it leaves the section.
         """
         task = self._own.task
         assert task is not None, "only calls in a thread of the pool are watched"
@@ -123,24 +148,29 @@ class ReplaceableThreadPool:
             yield
         finally:
             with self._lock:
+                # Under the lock of `_look`: a call either leaves its section or is given up, never
+                # both.
                 task.since = None
                 if task.given_up:
                     raise _GivenUp
 
     def _start(self, work: Callable[[], None]) -> None:
+        """Start a daemon thread of the pool."""
         thread = threading.Thread(target=work, name=f"{self._name}_{len(self._threads)}")
         thread.daemon = True
         self._threads.append(thread)
         thread.start()
 
     def _serve(self) -> None:
-        """What a thread does: calls, one after the other."""
+        """Run calls one after the other; the main function of a thread."""
         with contextlib.suppress(_GivenUp):
             while (task := self._queue.get()) is not None:
+                # The future of a repeated call is already in the state "running".
                 if task.again or task.future.set_running_or_notify_cancel():
                     self._call(task)
 
     def _call(self, task: _Task) -> None:
+        """Run one call and set the result of its future."""
         self._own.task = task
         task.thread = threading.current_thread()
         self._running.add(task)
@@ -155,7 +185,7 @@ class ReplaceableThreadPool:
         self._running.discard(task)
 
     def _look(self) -> None:
-        """Give up calls that are over the limit, until the pool ends."""
+        """Give up calls that are over the time limit, until the pool ends."""
         assert self._limit_s is not None
         while not self._closing.wait(min(_LOOK_S, self._limit_s / 4)):
             now = time.monotonic()
@@ -166,7 +196,7 @@ class ReplaceableThreadPool:
                         self._give_up(task)
 
     def _give_up(self, task: _Task) -> None:
-        """Leave a thread behind; a fresh one makes its call once more."""
+        """Abandon the thread of a call, and repeat the call in a new one."""
         assert task.thread is not None
         task.given_up = True
         self._running.discard(task)
@@ -176,7 +206,7 @@ class ReplaceableThreadPool:
 
 
 def _joined(threads: Sequence[threading.Thread], limit_s: float) -> list[threading.Thread]:
-    """Wait for threads; returns those that are still at work after `limit_s` seconds in all."""
+    """Join threads for `limit_s` seconds in all; returns those that are still running."""
     until = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))

@@ -1,4 +1,4 @@
-"""TorchScript modules, which take no hooks."""
+"""Refusal of TorchScript modules, on which hooks do not work."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from featx.errors import ModelError
 
 
 def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Refuse modules on which no hook can be registered.
+    """Check that none of the modules is TorchScript.
 
     Args:
-        modules: (dotted name, '' of the model itself; module).
+        modules: pairs (dotted name, module); the name of the model itself is ''.
 
     Raises:
         ModelError: one of them is TorchScript.

@@ -1,3 +1,3 @@
-"""The version of featx, which the package index, `--version` and every store name."""
+"""The version of featx, for the package index, `--version` and every store."""
 
 __version__ = "0.1.0"

@@ -94,10 +94,8 @@ class Compute:
     fold_batchnorm: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON types; `fold_batchnorm` is left out if false."""
-        return {
-            key: value for key, value in asdict(self).items() if key != "fold_batchnorm" or value
-        }
+        """The fields as JSON types."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)

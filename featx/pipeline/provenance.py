@@ -49,15 +49,15 @@ def fingerprint(
         "weights": backbone.weights,
         "weights_sha256": backbone.weights_sha256,
         **({"model.args": dict(backbone.args)} if backbone.args else {}),
-        # The default is left out: a fingerprint without this entry stands for it.
-        **({"model.init": config.model.init} if config.model.init != "loaded" else {}),
+        "model.init": config.model.init,
         **{f"layer.{spec.name}": layer_line(spec, config) for spec in specs},
         "layers": [spec.name for spec in specs],
         "transform": backbone.preprocess.describe(),
         "decode": "reference" if decoding.reference else "fast",
         **_of_device_decoder(decoding),
-        # Pillow is the default and is left out; its version is among the library versions below.
-        **({} if jpeg == PILLOW else {"jpeg": jpeg, f"version.{jpeg}": version_of(jpeg)}),
+        "jpeg": jpeg,
+        # The version of Pillow is among the library versions below.
+        **({} if jpeg == PILLOW else {f"version.{jpeg}": version_of(jpeg)}),
         **({} if policy.heif is None else {"version.pillow_heif": policy.heif}),
         "data.exif": policy.exif,
         "data.background": list(policy.background),

@@ -19,9 +19,14 @@ def row_datasets(file: h5py.File) -> list[str]:
     """Every dataset with one entry per row: those of the listing, then the features."""
     features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
     columns = [f"{layout.COLUMNS}/{name}" for name in file.get(layout.COLUMNS, ())]
-    # Files of an early featx have no checksums of images.
-    images = [layout.IMAGE_CHECKSUM] if layout.IMAGE_CHECKSUM in file else []
-    return [layout.KEY, layout.LABEL, layout.STATUS, *images, *columns, *features]
+    return [
+        layout.KEY,
+        layout.LABEL,
+        layout.STATUS,
+        layout.IMAGE_CHECKSUM,
+        *columns,
+        *features,
+    ]
 
 
 def chunks_with_verdict(
@@ -65,19 +70,15 @@ def good_chunks(
 
 
 def failures_agree(file: h5py.File) -> bool:
-    """Whether /failures agrees with its checksum; stores of early runs have none."""
+    """Whether /failures agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.FAILURES}"
-    if path not in file:
-        return True
     columns = [check_plain(file, f"{layout.FAILURES}/{name}")[:] for name in layout.FAILURE_COLUMNS]
     return bool(check_plain(file, path)[0] == layout.failures_checksum(columns))
 
 
 def classes_agree(file: h5py.File) -> bool:
-    """Whether /classes agrees with its checksum; stores of early runs have none."""
+    """Whether /classes agrees with its checksum."""
     path = f"{layout.CHECKSUMS}/{layout.CLASSES}"
-    if path not in file:
-        return True
     values = check_plain(file, layout.CLASSES)[:]
     sums = layout.chunk_checksums(values, max(1, len(values)))
     return bool(np.array_equal(check_plain(file, path)[:], sums))

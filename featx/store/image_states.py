@@ -70,13 +70,10 @@ def image_checksums_in(
 ) -> npt.NDArray[np.uint64]:
     """/image_checksum of rows [start, stop) of a file, all when not given.
 
-    UNKNOWN_IMAGE stands for what is not known: in files of an early featx, which have no such
-    dataset, and in chunks that differ from their checksum.
+    UNKNOWN_IMAGE stands for what is not known: in chunks that differ from their checksum.
     """
     stop = len(file[layout.KEY]) if stop is None else stop
     found = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
-    if layout.IMAGE_CHECKSUM not in file:
-        return found
     if file[layout.IMAGE_CHECKSUM].shape != file[layout.KEY].shape:
         raise StoreError(f"/{layout.IMAGE_CHECKSUM} has another length than /{layout.KEY}")
     step = file[layout.IMAGE_CHECKSUM].chunks[0]

@@ -159,7 +159,7 @@ def pack(root: Path) -> None:
         try:
             with h5py.File(file, "w", libver=layout.LIBVER) as packed:
                 packing = _Packing(manifest, listing, packed)
-                packing.create(pieces[0])
+                packing.create()
                 seal_texts(packed, file)
                 packing.copy(pieces)
             with h5py.File(file, "r") as packed:
@@ -248,16 +248,13 @@ class _Packing:
         }
         self._failures: dict[int, Failure] = {}
 
-    def create(self, first_piece: _Piece) -> None:
+    def create(self) -> None:
         """Attributes, and datasets without rows."""
         packed, first = self._packed, self._manifest.runs[0]
         packed.attrs.update(
             layout.root_attributes(first.header, self._manifest.digest, complete=False)
         )
         packed.attrs["codec"] = first.codec
-        if not first.header.config:  # an early featx.json had none; its parts have
-            with open_hdf5(first_piece.path) as source:
-                packed.attrs["config"] = source.attrs["config"]
         make_groups(packed, self._listing)
         make_feature_groups(packed)
         grid = layout.Grid(self._num_rows, first.grid.part_rows)

@@ -223,8 +223,6 @@ class FeatureStore:
         checksums = np.full(len(self), UNKNOWN_IMAGE, dtype=np.uint64)
         for segment in self._contents.segments:
             with self._open(segment) as opened:
-                if layout.IMAGE_CHECKSUM not in opened.file:
-                    continue
                 num_rows = segment.stop - segment.start
                 found = opened.column(layout.IMAGE_CHECKSUM, num_rows, "u")
             before = checksums[segment.start : segment.stop]

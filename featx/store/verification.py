@@ -145,9 +145,8 @@ def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
             if "part" in file.attrs:
                 raise StoreError(f"{path} is one part of a store; verify the store's folder.")
             if layout.MANIFEST not in file.attrs:
-                raise StoreError(
-                    f"{path} was packed by an early featx and does not say how its rows were made; "
-                    "verify the store's folder."
+                raise DamagedManifestError(
+                    f"{path} has no attribute {layout.MANIFEST}, which says how its rows were made."
                 )
             text = bytes(file.attrs[layout.MANIFEST])
         return Manifest.from_json(text, path)
@@ -327,9 +326,12 @@ def _check_columns(
     if layout.COLUMNS in file:
         check_hard(file, layout.COLUMNS)
     given = [f"{layout.COLUMNS}/{name}" for name in column_names(file)]
-    kinds = {layout.KEY: "S", layout.LABEL: "<i8", layout.STATUS: "u1"}
-    if layout.IMAGE_CHECKSUM in file:  # which an early featx did not write
-        kinds[layout.IMAGE_CHECKSUM] = "<u8"
+    kinds = {
+        layout.KEY: "S",
+        layout.LABEL: "<i8",
+        layout.STATUS: "u1",
+        layout.IMAGE_CHECKSUM: "<u8",
+    }
     for name in (*kinds, *given):
         found = check_plain(file, name)
         kind = kinds.get(name)
@@ -392,8 +394,8 @@ def _check_failures(
     if not np.array_equal(found, failed) or len({len(values) for values in columns.values()}) > 1:
         what = f"/failures names {len(found)} rows, /status {len(failed)}"
         report.damages.append(Damage(path, what, expected.start, expected.stop))
-    # A reader that finds 0 here does not look for failures; files of early runs do not count them.
-    elif (count := file.attrs.get("num_failures", len(failed))) != len(failed):
+    # A reader that finds 0 here does not look for failures.
+    elif (count := file.attrs.get("num_failures")) != len(failed):
         what = f"its attribute num_failures is {count}, /status names {len(failed)}"
         report.damages.append(Damage(path, what, expected.start, expected.stop))
     elif not failures_agree(file):

@@ -171,7 +171,7 @@ def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple
 
 
 def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.NDArray[np.uint64]:
-    """(n,) of the images of a file's rows; UNKNOWN_IMAGE in a file of an early featx.
+    """(n,) uint64 checksums of the images of a file's rows.
 
     Args:
         file: open.
@@ -182,8 +182,6 @@ def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.
         DamagedError: they do not fit what the file says of itself.
     """
     num_rows = root["stop"] - root["start"]
-    if layout.IMAGE_CHECKSUM not in file:
-        return np.full(num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
     dataset = check_plain(file, layout.IMAGE_CHECKSUM)
     if dataset.shape != (num_rows,) or dataset.dtype != np.uint64:
         raise DamagedError(f"{path}: /{layout.IMAGE_CHECKSUM} does not fit its {num_rows} rows.")

@@ -1,0 +1,51 @@
+"""The golden stores of format 1: `python tests/store/golden_stores.py` writes them anew.
+
+They are in git, so a change of the format shows as a test that fails. Write them anew only where the
+format is meant to change, and raise its number once 0.1.0 is released.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from made_store import MadeRun, make_run
+
+GOLDEN = Path(__file__).parent / "golden"
+CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")
+DTYPES = ("float16", "float32", "bfloat16")
+PARTS = "parts"
+"""Folder of the store that is not packed; those that are packed are named for their codec."""
+
+
+def golden_run(codec: str) -> MadeRun:
+    """Layers of all dtypes, and one whose chunks are long enough for checksums to fold words."""
+    shapes = {"wide": (8192,), **{dtype: (5,) for dtype in DTYPES}}
+    run = make_run(11, 4, shapes, codec=codec, failed=(2, 9))
+    rng = np.random.default_rng(11)
+    specs, features = [], {}
+    for spec in run.specs:
+        # Small integers are exact in all dtypes, and repeated ones keep the files small.
+        values = rng.integers(-3, 4, (11, 8)).astype(np.float32)
+        values = np.resize(values, (11, *spec.shape))
+        dtype = "float16" if spec.name == "wide" else spec.name
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+        features[spec.name] = bits if dtype == "bfloat16" else values.astype(dtype)
+        specs.append(replace(spec, dtype=dtype))
+    return replace(run, specs=tuple(specs), features=features).identified()
+
+
+def main() -> None:
+    """Write all golden stores."""
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for codec in CODECS:
+        golden_run(codec).finish(GOLDEN / codec, packed=True)
+    golden_run("gzip").finish(GOLDEN / PARTS)
+    for path in [*GOLDEN.rglob("workers"), *GOLDEN.rglob("*.lock")]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -193,8 +193,8 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
     changes = _changes(prepared, session)
     if changes.num_unknown:
         log_message(
-            f"warning: {unknown_images_text(changes.num_unknown)} (an early featx wrote them, or "
-            "this was damaged and could not be repaired): whether it has changed is not known. "
+            f"warning: {unknown_images_text(changes.num_unknown)} (this was damaged and could "
+            "not be repaired): whether it has changed is not known. "
             "overwrite=true begins the store anew.\n"
         )
     if len(changes.gone):

@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 import time
-import zlib
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from pathlib import Path
@@ -528,17 +527,3 @@ def test_touched_and_mended_images_are_no_changes(
     assert sha256(str(take(photos, max_failures=5).path)) == before
     assert "1 failed image has changed since: refresh=true" in capfd.readouterr().err
     assert take(photos, max_failures=5, refresh=True).attributes["num_failed"] == 0
-
-
-def test_statistics_of_an_early_featx_say_that_nothing_is_known(
-    photos: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    path = take(photos).path
-    with h5py.File(path, "r+") as file:
-        del file["image_checksum"]
-    data = path.read_bytes()
-    seal = f"featx statistics; crc32 of the bytes from 512 on: {zlib.crc32(data[512:]):08x}\n"
-    path.write_bytes(seal.encode().ljust(512, b"\0") + data[512:])
-    change(sorted(photos.rglob("*.png"))[3])
-    take(photos)
-    assert "21 rows do not say which image they were computed from" in capfd.readouterr().err

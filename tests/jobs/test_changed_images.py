@@ -120,16 +120,6 @@ def test_mended_images_have_new_checksums(photos: Path) -> None:
     assert extract(photos, retry_failed=True, **LENIENT).image_checksums[0] == image_checksum(sound)
 
 
-def test_a_store_without_checksums_still_opens_and_says_that_they_are_not_known(
-    photos: Path,
-) -> None:
-    extract(photos, **LENIENT)
-    with h5py.File("store/features.h5", "r+") as file:
-        del file["image_checksum"], file["checksums/image_checksum"]
-    assert (open_store("store").image_checksums == UNKNOWN_IMAGE).all()
-    assert run_job("verify", store="store") == 0
-
-
 def sorted_photos(photos: Path) -> list[Path]:
     return sorted(photos.rglob("*.png"))
 

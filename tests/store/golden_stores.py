@@ -1,6 +1,6 @@
 """The golden stores of format 1: `python tests/store/golden_stores.py` writes them anew.
 
-They are in git, so a change of the format shows as a test that fails. Write them anew only where the
+They are in git, so a change of the format shows as a test that fails. Write them again only if the
 format is meant to change, and raise its number once 0.1.0 is released.
 """
 
@@ -22,7 +22,7 @@ PARTS = "parts"
 
 def golden_run(codec: str) -> MadeRun:
     """Layers of all dtypes, and one whose chunks are long enough for checksums to fold words."""
-    shapes = {"wide": (8192,), **{dtype: (5,) for dtype in DTYPES}}
+    shapes = {"wide": (8192,), **dict.fromkeys(DTYPES, (5,))}
     run = make_run(11, 4, shapes, codec=codec, failed=(2, 9))
     rng = np.random.default_rng(11)
     specs, features = [], {}

@@ -30,7 +30,6 @@ from featx.pipeline.image_changes import (
     compare_images,
     gone_images_text,
     mended_images_text,
-    unknown_images_text,
 )
 from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
 from featx.pipeline.row_failures import failures_text
@@ -129,11 +128,6 @@ def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
     checksums, done = parts.image_checksums()
     before = ImagesOfRun(0, checksums, done)
     changes = compare_images(prepared.source, keys, [before], states_file, read_all=config.refresh)
-    if changes.num_unknown:
-        log_message(
-            f"warning: {unknown_images_text(changes.num_unknown)} (an early featx took these "
-            "statistics): whether it has changed is not known. overwrite=true begins them anew.\n"
-        )
     if len(changes.gone):
         log_message(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
     rows = changes.rows.tolist()

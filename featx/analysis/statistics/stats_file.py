@@ -28,7 +28,7 @@ from featx.errors import LayerError, StoreError, nearest
 from featx.storage.local_folder import reads_back_differently
 from featx.store import layout
 from featx.store.hdf5_files import check_plain, damage_text, open_metadata
-from featx.types import UNKNOWN_IMAGE, Failure, Status
+from featx.types import Failure, Status
 
 STATS_FORMAT = 1
 

@@ -287,10 +287,10 @@ def test_a_run_folds_says_so_and_is_not_gone_on_with_otherwise(photos: Path) -> 
     assert store.attrs["config"] != plain.attrs["config"]
     np.testing.assert_allclose(store["relu"][:], plain["relu"][:], atol=2e-3)  # float16
     resolved = json.loads(Path("store/featx.json").read_text())["resolved"]
-    assert resolved["fold"] is True
-    assert json.loads(Path("plain/featx.json").read_text())["resolved"]["fold"] is False
-    with pytest.raises(StoreMismatchError, match="fold"):
-        extract(photos, **{**OWN, "fold": False})
+    assert resolved["fold_batchnorm"] is True
+    assert json.loads(Path("plain/featx.json").read_text())["resolved"]["fold_batchnorm"] is False
+    with pytest.raises(StoreMismatchError, match="fold_batchnorm"):
+        extract(photos, **{**OWN, "fold_batchnorm": False})
     assert extract(photos, **OWN).complete
 
 

@@ -1,1 +1,2 @@
-"""Moments of a layer over a whole data set: summed, merged, kept, and used to project."""
+"""Statistics of a layer over a data set: count, mean and scatter, their files, and what follows
+from them."""

@@ -1,4 +1,4 @@
-"""What is done with a layer's statistics: PCA, whitening, the Frechet distance."""
+"""PCA, whitening and Fréchet distance from the statistics of a layer."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from featx.errors import ConfigError
 from featx.layers.projection import Projection
 
 MAX_SPECTRUM = 4096
-"""Most features whose principal variances are computed for a table: some seconds."""
+"""Maximum number of features for which principal variances are computed for a table, which takes
+some seconds."""
 
 
 def principal_components(moments: Moments, k: int) -> Projection:
-    """The k directions of largest variance, as orthonormal rows, largest first.
+    """Compute the k orthonormal directions of largest variance, largest first.
 
-    The sign of a direction is that which makes its largest entry positive. Variances are over
-    n - 1, as in scikit-learn.
+    The sign of a direction makes its largest entry positive. Variances are divided by n - 1, as in
+    scikit-learn.
 
     Raises:
-        ConfigError: there are not k directions in which the rows vary, or only a diagonal.
+        ConfigError: rows vary in fewer than k directions, or the moments are diagonal.
     """
     variances, directions = _eigen(moments, "principal components")
     _check_k(moments, variances, k)
@@ -32,24 +33,24 @@ def principal_components(moments: Moments, k: int) -> Projection:
 def whitening(
     moments: Moments, k: int | None = None, epsilon: float = 0.0, zca: bool = False
 ) -> Projection:
-    """A map after which features are uncorrelated with variance 1.
+    """Compute the linear map after which features are uncorrelated with variance 1.
 
         PCA: y = (L + epsilon)^(-1/2) U^T (x - mean),  with covariance = U L U^T
         ZCA: y = U (L + epsilon)^(-1/2) U^T (x - mean)
 
-    A. J. Bell, T. J. Sejnowski, The "independent components" of natural scenes are edge filters,
-    Vision Research 37(23), 1997, for ZCA: of all whitening maps the one nearest to the identity.
+    For ZCA, the whitening map nearest to the identity: A. J. Bell, T. J. Sejnowski, The
+    "independent components" of natural scenes are edge filters, Vision Research 37(23), 1997.
 
     Args:
-        moments: with the full scatter matrix.
-        k: directions that are kept, those of largest variance; None for all D. PCA gives k
-            features, ZCA D of them.
-        epsilon: added to each variance, in its unit; keeps directions of little variance, which
-            are mostly noise, from being blown up.
-        zca: turn back into the features' own axes.
+        moments: moments with the full scatter matrix.
+        k: number of directions to keep, those of largest variance; None for all D. PCA gives k
+            features, ZCA gives D.
+        epsilon: value added to each variance, in its unit, which limits the amplification of
+            directions of small variance, mostly noise.
+        zca: whether to rotate back to the axes of the features.
 
     Raises:
-        ConfigError: k is out of range, or directions without variance are left and epsilon is 0.
+        ConfigError: k is out of range, or directions without variance are kept and epsilon is 0.
     """
     if not 0 <= epsilon < math.inf:
         raise ConfigError(f"epsilon is {epsilon}; expected a number of at least 0.")
@@ -64,14 +65,14 @@ def whitening(
 
 
 def spread(moments: Moments) -> dict[str, Any]:
-    """How the rows of a layer spread, in a few numbers; JSON types.
+    """Summarise the distribution of a layer's rows as JSON types.
 
     Returns:
-        rows, features; mean, the mean of the features' means; smallest and largest value; and of
-        two rows or more:
-        total_variance; std_min, std_max; effective_rank, (sum L)^2 / sum L^2 of the variances L
-        of the principal directions; first, {10: share, 50: ..., 100: ...}, the share of the total
-        variance in so many of them, up to MAX_SPECTRUM features. None where it is not known.
+        rows and features; mean (of the features' means), smallest and largest value; for two or
+        more rows: total_variance, std_min and std_max; for full moments effective_rank, which is
+        (sum L)^2 / sum L^2 of the principal variances L, and first, {10: share, 50: ..., 100: ...},
+        the share of the total variance in that many principal directions, for up to MAX_SPECTRUM
+        features. Unknown values are None.
     """
     known: dict[str, Any] = {
         "rows": moments.count,
@@ -100,20 +101,23 @@ def spread(moments: Moments) -> dict[str, Any]:
 
 
 def frechet_distance(a: Moments, b: Moments) -> float:
-    """The squared Fréchet distance of two Gaussians with these means and covariances (FID).
+    """Compute the squared Fréchet distance of two Gaussians with these means and covariances (FID).
 
         |mean_a - mean_b|^2 + tr(C_a + C_b - 2 (C_a C_b)^(1/2))
 
     M. Heusel et al., GANs Trained by a Two Time-Scale Update Rule Converge to a Local Nash
     Equilibrium, NeurIPS 2017, equation 6. With C = F F^T, the trace of the root is the sum of the
-    singular values of F_a^T F_b; no root of a matrix product is taken, so singular covariances
-    (fewer rows than features) need no offset on the diagonal, and nothing becomes complex.
+    singular values of F_a^T F_b. No root of a matrix product is computed, so singular covariances
+    (fewer rows than features) need no offset on the diagonal, and no value becomes complex.
 
     Args:
-        a, b: of the same features; covariances are over n - 1, as in the published FID code.
+        a: moments of the first data set; covariances are divided by n - 1, as in the published
+            code.
+        b: moments of the second data set, with as many features.
 
     Raises:
-        ConfigError: different numbers of features, fewer than two rows, or only a diagonal.
+        ConfigError: the numbers of features differ, there are fewer than two rows, or moments are
+            diagonal.
     """
     if a.dim != b.dim:
         raise ConfigError(f"a distance between {a.dim} and {b.dim} features is not defined.")
@@ -128,11 +132,12 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 
 
 def _eigen(moments: Moments, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variances (D,), largest first, and directions (D, D), one a row; float64, on the CPU."""
+    """Compute variances (D,), largest first, and directions (D, D), one per row; float64 on the
+    CPU."""
     moments.check_full(what)
     values, vectors = torch.linalg.eigh(moments.covariance().cpu())
     variances, directions = values.flip(0).clamp_(min=0), vectors.flip(1).T
-    # n rows vary in n - 1 directions; what rounding left in the others would pass for variance.
+    # n rows vary in at most n - 1 directions; variances of the others are rounding errors.
     variances[moments.count - 1 :] = 0
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     return variances, directions * largest.sign()
@@ -141,7 +146,11 @@ def _eigen(moments: Moments, what: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _check_k(
     moments: Moments, variances: torch.Tensor, k: int, needs_variance: bool = True
 ) -> None:
-    """Raise ConfigError where there are not k directions, or where they have no variance."""
+    """Check that there are k directions and, if required, that they have variance.
+
+    Raises:
+        ConfigError: there are not.
+    """
     if not 1 <= k <= moments.dim:
         raise ConfigError(f"k is {k}; expected 1 to {moments.dim}, the number of features.")
     floor = float(variances[0]) * moments.dim * torch.finfo(torch.float64).eps

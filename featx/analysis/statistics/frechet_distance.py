@@ -1,4 +1,4 @@
-"""The Fréchet distance between a layer's values over two data sets, from their statistics."""
+"""Fréchet distance between the values of a layer over two data sets, from their statistics."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from featx.analysis.statistics.stats_file import Statistics, open_stats
 from featx.errors import ConfigError, StoreMismatchError
 
 _SAME = ("layer", "capture", "target", "reduce", "row", "shape", "weights_sha256", "transform")
-"""What has to be the same of both, beside the reduction's parameters, for a distance to say
-something of the pictures."""
+"""Attributes that must be equal, in addition to the parameters of the reduction, for a distance to
+compare the images."""
 
 
 def frechet_distance(
     a: Statistics | str | Path, b: Statistics | str | Path, layer: str | None = None
 ) -> float:
-    """How far apart two data sets lie in a layer's values; with an Inception model, the FID.
+    """Compute the Fréchet distance of two data sets in a layer; with an Inception model this is the
+    FID.
 
         featx.frechet_distance("runs/real/stats.h5", "runs/made/stats.h5", "avgpool")
 
     Args:
-        a, b: statistics, or where they are; covariances are over n - 1, as in the published code.
-        layer: its name; may be left out where there is one only.
+        a: statistics or their path; covariances are divided by n - 1, as in the published code.
+        b: statistics or their path.
+        layer: name of the layer; may be None if both have only one in common.
 
     Raises:
-        StoreMismatchError: the two are of different models, transforms or tensors.
-        LayerError: one of them does not have the layer.
-        ConfigError: there are several layers and none is named, or only variances were kept.
-        StoreError: a file is not there, not finished, or damaged.
+        StoreMismatchError: models, transforms or tensors differ.
+        LayerError: one of the files has no such layer.
+        ConfigError: `layer` is None although there are several layers or none, or only variances
+            are stored.
+        StoreError: a file is missing, incomplete or damaged.
     """
     a, b = (x if isinstance(x, Statistics) else open_stats(x) for x in (a, b))
     if layer is None:
@@ -39,11 +42,15 @@ def frechet_distance(
 
 
 def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None:
-    """Raise StoreMismatchError where what two files say of a layer's values differs.
+    """Check that two files describe the same values of a layer.
 
     Args:
-        a, b: as `Statistics.about` gives them.
-        what: begins the message.
+        a: description as returned by `Statistics.about`.
+        b: description as returned by `Statistics.about`.
+        what: beginning of the error message.
+
+    Raises:
+        StoreMismatchError: they do not.
     """
     keys = [*_SAME, *sorted({key for key in {**a, **b} if key.startswith("reduce_")})]
     changed = [
@@ -57,6 +64,11 @@ def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None
 
 
 def _only_layer(a: Statistics, b: Statistics) -> str:
+    """Return the only layer that both files have.
+
+    Raises:
+        ConfigError: there are several or none.
+    """
     common = [name for name in a if name in b]
     if len(common) != 1:
         names = ", ".join(common) or "none"

@@ -1,7 +1,7 @@
-"""Count, mean and scatter of rows in float64, and how two of them are merged.
+"""Moments of rows, that is count, mean and scatter in float64, and their merge.
 
-part_moments.py sums the rows of a part in one fixed order, stats_file.py keeps the parts of a run
-as files, covariance.py makes PCA and whitening of them.
+part_moments.py sums the rows of a part in a fixed order, stats_file.py defines the files,
+moments_tree.py merges the parts of a run, and covariance.py computes PCA and whitening.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from featx.store import layout
 KINDS = ("full", "diagonal")
 
 MAX_FULL = 1 << 14
-"""Most features of a full scatter matrix: 2 GiB of float64."""
+"""Maximum number of features of a full scatter matrix: 2 GiB of float64."""
 
 BLOCK_BYTES = 64 << 20
-"""Of float64 that are summed at once."""
+"""Bytes of float64 values that are summed at a time."""
 
 
 @dataclass(eq=False)
 class Moments:
-    """Count, mean and scatter of some rows: all that linear statistics need, in float64.
+    """Count, mean and scatter of rows, which suffice for linear statistics, in float64.
 
     Attributes:
-        count: n, rows seen.
-        mean: (D,) float64; zero where n is 0.
-        scatter: sum over the rows of (x - mean)(x - mean)^T: (D, D) float64, exactly symmetric;
-            or (D,), its diagonal only.
-        smallest, largest: (D,) float64, of each feature; infinity and its negative where n is 0.
+        count: n, the number of rows.
+        mean: (D,) float64; zero if n is 0.
+        scatter: sum over the rows of (x - mean)(x - mean)^T: (D, D) float64 and exactly symmetric,
+            or its diagonal (D,).
+        smallest: (D,) float64 minimum of each feature; infinity if n is 0.
+        largest: (D,) float64 maximum of each feature; -infinity if n is 0.
     """
 
     count: int
@@ -48,10 +49,10 @@ class Moments:
 
     @classmethod
     def empty(cls, dim: int, kind: str = "full", device: torch.device | str = "cpu") -> Moments:
-        """The moments of no row; merged with others, it gives those, bit for bit.
+        """Return the moments of no rows; a merge with others leaves them unchanged to the last bit.
 
         Raises:
-            ConfigError: kind='full' of more than MAX_FULL features.
+            ConfigError: kind='full' and more than MAX_FULL features.
         """
         check_size(dim, kind)
         shape = (dim, dim) if kind == "full" else (dim,)
@@ -62,11 +63,11 @@ class Moments:
 
     @classmethod
     def of(cls, rows: torch.Tensor, kind: str = "full") -> Moments:
-        """The moments of (n, D) rows of any float dtype, summed in float64 on their device.
+        """Compute the moments of (n, D) rows of any float dtype, in float64 on their device.
 
         Raises:
-            ConfigError: the rows are no (n, D) floats, or too many features for kind='full'.
-            NonFiniteError: a value is NaN or infinite, or its square is.
+            ConfigError: the rows are not (n, D) floats, or have too many features for kind='full'.
+            NonFiniteError: a value or its square is NaN or infinite.
         """
         if rows.ndim != 2 or not rows.is_floating_point() or rows.shape[1] == 0:
             raise ConfigError(
@@ -82,23 +83,23 @@ class Moments:
         return total
 
     def update(self, rows: torch.Tensor) -> None:
-        """Add (n, D) rows, in place."""
+        """Add (n, D) rows in place."""
         total = self.merge(Moments.of(rows, self.kind))
         self.count, self.mean, self.scatter = total.count, total.mean, total.scatter
         self.smallest, self.largest = total.smallest, total.largest
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of the rows of both; neither is changed.
+        """Return the moments of the rows of both, without changing either.
 
             d = mean_b - mean_a,  n = n_a + n_b
             mean = mean_a + d n_b / n,  scatter = scatter_a + scatter_b + d d^T n_a n_b / n
 
         T. F. Chan, G. H. Golub, R. J. LeVeque, Updating Formulae and a Pairwise Algorithm for
-        Computing Sample Variances, COMPSTAT 1982, equation 2.1; for the scatter matrix of vectors
-        as for the sum of squares of numbers.
+        Computing Sample Variances, COMPSTAT 1982, equation 2.1, applied to vectors and their
+        scatter matrix.
 
         Raises:
-            ConfigError: they are of different size or kind.
+            ConfigError: their sizes or kinds differ.
         """
         if other.scatter.shape != self.scatter.shape:
             raise ConfigError(
@@ -111,7 +112,7 @@ class Moments:
             return other
         count = self.count + other.count
         difference = other.mean.to(self.mean.device) - self.mean
-        # outer(d, d) is symmetric to the bit; (w d) d^T would not be.
+        # outer(d, d) is exactly symmetric, while (w d) d^T is not because of rounding.
         scatter = _product(difference, self.kind).mul_(self.count * other.count / count)
         scatter.add_(self.scatter).add_(other.scatter.to(scatter.device))
         return Moments(
@@ -134,7 +135,7 @@ class Moments:
 
     @property
     def sha256(self) -> str:
-        """The identity of count, mean and scatter, wherever they are kept."""
+        """SHA-256 of count, mean and scatter, independent of the file that holds them."""
         identity = hashlib.sha256(self.count.to_bytes(8, "little"))
         for tensor in (self.mean, self.scatter):
             identity.update(np.ascontiguousarray(tensor.cpu().numpy().ravel(), dtype="<f8").data)
@@ -142,29 +143,38 @@ class Moments:
 
     @property
     def second_moment(self) -> torch.Tensor:
-        """X^T X: (D, D) float64, or (D,), its diagonal."""
+        """X^T X: (D, D) float64, or its diagonal (D,)."""
         return _product(self.mean, self.kind).mul_(self.count).add_(self.scatter)
 
     def covariance(self, ddof: int = 1) -> torch.Tensor:
-        """(D, D) float64: scatter / (n - ddof).
+        """Return scatter / (n - ddof), (D, D) float64.
 
         Raises:
-            ConfigError: only the diagonal is there, or there are no more than ddof rows.
+            ConfigError: the moments are diagonal, or there are at most ddof rows.
         """
         self.check_full("a covariance")
         return self.scatter / self._degrees(ddof)
 
     def variance(self, ddof: int = 1) -> torch.Tensor:
-        """(D,) float64. Raises ConfigError where there are no more than ddof rows."""
+        """Return the variance of each feature, (D,) float64.
+
+        Raises:
+            ConfigError: there are at most ddof rows.
+        """
         squares = self.scatter.diagonal() if self.kind == "full" else self.scatter
         return squares / self._degrees(ddof)
 
     def std(self, ddof: int = 1) -> torch.Tensor:
-        """(D,) float64: the root of the variance."""
+        """Return the standard deviation of each feature, (D,) float64. Raises as `variance`
+        does."""
         return self.variance(ddof).sqrt()
 
     def check_full(self, what: str) -> None:
-        """Raise ConfigError where only the diagonal of the scatter matrix is there."""
+        """Check that the full scatter matrix is there.
+
+        Raises:
+            ConfigError: the moments are diagonal.
+        """
         if self.kind != "full":
             raise ConfigError(
                 f"{what} needs the full scatter matrix; these moments hold its diagonal. "
@@ -172,6 +182,7 @@ class Moments:
             )
 
     def _degrees(self, ddof: int) -> int:
+        """Return n - ddof, which must be positive."""
         if self.count <= ddof:
             raise ConfigError(
                 f"a variance with ddof={ddof} needs more than {ddof} rows; there are {self.count}."
@@ -180,10 +191,15 @@ class Moments:
 
 
 def check_size(dim: int, kind: str, what: str = "a row") -> None:
-    """Raise ConfigError unless moments of this kind can be held for `dim` features.
+    """Check that moments of a kind can be held for `dim` features.
 
     Args:
-        what: has so many features; begins the message.
+        dim: number of features.
+        kind: 'full' or 'diagonal'.
+        what: subject of the error message.
+
+    Raises:
+        ConfigError: the kind is unknown, or the scatter matrix would be too large.
     """
     if kind not in KINDS:
         raise ConfigError(f"there are no moments of kind {kind!r}; expected one of {KINDS}.")
@@ -196,25 +212,31 @@ def check_size(dim: int, kind: str, what: str = "a row") -> None:
 
 
 def float64_on(device: torch.device) -> dict[str, Any]:
-    """Options of a float64 tensor on a device, or on the CPU where the device has none."""
+    """Return the options of a float64 tensor on a device, or on the CPU if the device has no
+    float64."""
     return {"dtype": torch.float64, "device": float64_home(device)}
 
 
 def rows_that_fit(width: int) -> int:
-    """How many rows of so many features are summed at once: a power of two."""
+    """Return how many rows of a width fit into BLOCK_BYTES as float64: a power of two."""
     return layout.power_of_two_at_most(BLOCK_BYTES / (8 * width))
 
 
 def _product(vector: torch.Tensor, kind: str) -> torch.Tensor:
-    """v v^T, or its diagonal."""
+    """Return v v^T, or its diagonal."""
     return torch.outer(vector, vector) if kind == "full" else vector * vector
 
 
 def of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
-    """The moments of (n, D) float64 rows, which are overwritten; two passes.
+    """Compute the moments of (n, D) float64 rows, which are overwritten, in two passes.
 
     Args:
-        images: what errors call the rows, n / len(images) rows each.
+        x: (n, D) float64.
+        kind: 'full' or 'diagonal'.
+        images: rows of the listing, for error messages; each has n / len(images) rows of x.
+
+    Raises:
+        NonFiniteError: a value or its square is NaN or infinite.
     """
     if len(x) == 0:
         return Moments.empty(x.shape[1], kind, x.device)
@@ -224,13 +246,14 @@ def of_block(x: torch.Tensor, kind: str, images: Sequence[int]) -> Moments:
         image = images[row * len(images) // len(x)]
         raise NonFiniteError(f"row {image}: feature {feature} is {x[row, feature].item()}.")
     smallest, largest = x.amin(0), x.amax(0)
-    # Rows less the first one: nothing is lost of values far from zero, constants give exactly 0.
+    # The first row is subtracted before the mean: no precision is lost for values far from zero,
+    # and constants give exactly 0.
     origin = x[0].clone()
     x -= origin
     shift = x.mean(0)
     x -= shift
     if kind == "full":
-        scatter = (x.T @ x).triu_()  # a product of matrices need not be symmetric to the last bit
+        scatter = (x.T @ x).triu_()  # a BLAS product need not be exactly symmetric
         scatter += scatter.triu(1).T
     else:
         scatter = x.square_().sum(0)

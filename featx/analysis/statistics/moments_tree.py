@@ -1,8 +1,8 @@
-"""The files of statistics while a run goes on: one a part, merged upwards along the fixed tree.
+"""Files of statistics during a run: one per part, merged upwards along a fixed binary tree.
 
-Any number of processes may commit parts at once. A merged file holds the same bytes whoever makes
-it, and lies there before the two that went into it are deleted; so of two processes that merge the
-same halves the second changes nothing, and a file that is left behind is covered by a larger one.
+Any number of processes may commit parts at the same time. A merged file has the same bytes whoever
+writes it, and exists before its two halves are deleted. If two processes merge the same halves, the
+second changes nothing, and a half that was not deleted is covered by the larger file.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
 
 
 class _Contents(NamedTuple):
-    """What a file holds of the rows of a span.
+    """Contents of a file for a span of rows.
 
     Attributes:
         moments: layer -> its moments.
-        failures: the images that were left out, in order of rows.
-        checksums: (n,) of the images of all rows.
+        failures: images that were left out, in order of rows.
+        checksums: (n,) uint64 checksums of the images of all rows.
     """
 
     moments: Mapping[str, Moments]
@@ -50,18 +50,20 @@ class _Contents(NamedTuple):
 
 
 class MomentsTree:
-    """Files below PATH-parts/, each of all layers over one span of rows, and named for its rows.
+    """Files below PATH-parts/, each with all layers over one span of rows and named after these
+    rows.
 
-    As soon as both halves of an aligned span are there they are merged into one file, so that a
-    handful of files stay, not one a part.
+    When both halves of an aligned span exist, they are merged into one file, so that only a few
+    files exist at a time.
 
     Args:
-        disk: of the folder of `path`.
-        path: of the file that is wanted, stats.h5.
-        header: of the run; its fingerprint holds whatever changes values, the layers included.
-        num_rows: of the listing.
-        layers: whose statistics are taken.
-        threads: of the CPU that computes; None where another device does.
+        disk: folder that contains `path`.
+        path: final file, stats.h5.
+        header: header of the run; its fingerprint contains everything that changes values, layers
+            included.
+        num_rows: number of rows of the listing.
+        layers: layers whose statistics are computed.
+        threads: number of CPU threads that compute one batch, or None on other devices.
     """
 
     def __init__(
@@ -88,21 +90,21 @@ class MomentsTree:
         moments: Mapping[str, Moments],
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
-        """Keep the moments of a part, durably when this returns.
+        """Commit the moments of a part; they are on disk when this returns.
 
-        Where another process was first, its file is kept.
+        If another process has committed the part before, its file is kept.
 
         Args:
-            part: of a grid whose parts are a power of two of rows.
+            part: part of a grid whose parts have a power of two of rows.
             failures: images of the part that were left out.
-            moments: name -> moments, all layers of the run.
-            checksums: (n,) of the images of the part's rows; None where they are not known.
+            moments: layer -> moments, for all layers of the run.
+            checksums: (n,) uint64 checksums of the images of the part, or None if unknown.
 
         Returns:
-            the failures of the part that is there now.
+            the failures of the part as committed.
 
         Raises:
-            RunError: the disk is full or fails; the part is as good as not done.
+            RunError: the disk is full or fails; the part counts as missing.
         """
         require(set(moments) == set(self._layers), "a layer is missing")
         require(
@@ -119,6 +121,8 @@ class MomentsTree:
         in_order = sorted(failures, key=lambda failure: failure.row)
         path = self.file(part.start, part.stop)
         contents = _Contents(moments, in_order, checksums)
+        # The failures of the file that exists are returned, because the other process may have
+        # failed on other images. If that file is gone, it has been merged into a larger one.
         if not self._publish(path, part.start, part.stop, contents):
             try:
                 in_order = list(self.failures_in(path))
@@ -129,14 +133,14 @@ class MomentsTree:
         return in_order
 
     def merge_all(self) -> tuple[Failure, ...]:
-        """Merge what is there into the one file.
+        """Merge all files into the final one.
 
         Returns:
             the images that were left out, in order of rows.
 
         Raises:
             StoreError: rows are missing, or a file is damaged.
-            RunError: the disk is full or fails; the same call goes on.
+            RunError: the disk is full or fails; another call resumes the merge.
         """
         merged = self._merged(0, self.num_rows)
         created = self._publish(self.path, 0, self.num_rows, merged)
@@ -144,15 +148,15 @@ class MomentsTree:
         return tuple(merged.failures)
 
     def file(self, start: int, stop: int) -> Path:
-        """Where the moments of a span lie, if they are there."""
+        """Return the path of the file of a span, which need not exist."""
         return self.folder / f"rows-{start:010d}-{stop:010d}.h5"
 
     def accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...]:
-        """The images that a file of this run left out.
+        """Check a file completely, and return the images that it left out.
 
         Raises:
-            DamagedError, LayerError: it is not what was written.
-            StoreMismatchError: other settings made it.
+            DamagedError, LayerError: the file is damaged.
+            StoreMismatchError: it was written with other settings.
         """
         with reading(path) as file:
             root = attributes_of(file)
@@ -163,17 +167,19 @@ class MomentsTree:
             return read_failures(file, path, root)
 
     def failures_in(self, path: Path) -> tuple[Failure, ...]:
-        """The images that a file left out that lies there whole; its numbers are not looked at."""
+        """Return the images that an intact file left out, without checking its numbers."""
         with reading(path, compare=False) as file:
             return read_failures(file, path, attributes_of(file))
 
     def checksums_in(self, path: Path) -> npt.NDArray[np.uint64]:
-        """(n,) of the images of a file that was accepted; its numbers are not looked at."""
+        """Return the (n,) uint64 image checksums of an accepted file, without checking its
+        numbers."""
         with reading(path, compare=False) as file:
             return read_checksums(file, path, attributes_of(file))
 
     def _merge_upwards(self, start: int, stop: int) -> None:
-        """Merge a span with its other half, and so on, as long as that is there and whole."""
+        """Merge a span with its other half, and the result with its other half, while these
+        exist."""
         while is_aligned(start, stop):
             size = stop - start
             lower, upper = sorted([start, start ^ size])
@@ -187,12 +193,13 @@ class MomentsTree:
                 if all(half.exists() for half in halves):
                     raise
                 return  # another process has merged them
+            # The merged file is on disk before its halves are deleted, so a kill loses nothing.
             self._publish(self.file(start, stop), start, stop, joined)
             for half in halves:
                 self.disk.remove(half)
 
     def _merged(self, start: int, stop: int) -> _Contents:
-        """The contents of a span, from its file or, by the tree, from those within it."""
+        """Return the contents of a span, from its file or from the files within it."""
         path = self.file(start, stop)
         if not path.exists():
             if stop - start == 1:
@@ -209,12 +216,12 @@ class MomentsTree:
             return _Contents(moments, failures, checksums)
 
     def _joined(self, start: int, stop: int) -> _Contents:
-        """The contents of a span, from its two halves."""
+        """Merge the contents of the two halves of a span."""
         cut = cut_row(start, stop)
         lower, upper = self._merged(start, cut), self._merged(cut, stop)
         below, above = dict(lower.moments), dict(upper.moments)
         lower, upper = lower._replace(moments={}), upper._replace(moments={})
-        # Each layer's two matrices go as soon as their sum is there.
+        # pop: the two matrices of a layer are freed as soon as their sum exists.
         moments = {name: below.pop(name).merge(above.pop(name)) for name in self._layers}
         return _Contents(
             moments,
@@ -223,15 +230,15 @@ class MomentsTree:
         )
 
     def _publish(self, path: Path, start: int, stop: int, contents: _Contents) -> bool:
-        """Whether the file is new; one that is there already is kept."""
+        """Write a file unless it exists, and return whether it was written."""
         root = self._root(start, stop, len(contents.failures), complete=path == self.path)
         return self.disk.publish(path, file_bytes(root, self._layers, *contents))
 
     def _root(self, start: int, stop: int, num_failed: int, complete: bool) -> dict[str, Any]:
-        """Root attributes: the store's, with those of statistics."""
+        """Return the root attributes: those of a store, with those of statistics."""
         identity = digest(self._header.fingerprint)
         attributes = layout.root_attributes(self._header, identity, complete)
-        del attributes["featx_format"]  # no store: featx.open must not take it for one
+        del attributes["featx_format"]  # featx.open must not open it as a store
         return {
             "featx_stats": STATS_FORMAT,
             **attributes,
@@ -243,7 +250,12 @@ class MomentsTree:
         }
 
     def _check(self, path: Path, attributes: Mapping[str, Any], start: int, stop: int) -> None:
-        """Raise where a file belongs to another run or to other rows."""
+        """Check that a file belongs to this run and to these rows.
+
+        Raises:
+            StoreMismatchError: it was written with other settings.
+            DamagedError: it holds other rows.
+        """
         asked = dict(self._header.fingerprint)
         if attributes["fingerprint"] != digest(asked):
             made = json.loads(attributes["settings"])
@@ -260,17 +272,21 @@ class MomentsTree:
 
 
 def spans_in(folder: Path) -> list[tuple[int, int]]:
-    """The rows of each file of moments in a folder, the largest spans first.
+    """Return the rows [start, stop) of each file of moments in a folder, the largest spans first.
 
     Raises:
-        StoreError: a file is there that featx did not write.
+        StoreError: a file has a name that featx does not use.
     """
     found = [_span_of(path) for path in sorted(folder.glob("rows-*.h5"))]
     return sorted(found, key=lambda span: span[0] - span[1])
 
 
 def _span_of(path: Path) -> tuple[int, int]:
-    """The rows a file is named for."""
+    """Parse the rows from the name of a file.
+
+    Raises:
+        StoreError: the name is malformed.
+    """
     try:
         _, start, stop = path.stem.split("-")
         return int(start), int(stop)

@@ -1,11 +1,11 @@
-"""The rows of one part, in batches of any size -> their moments, summed in one order.
+"""Moments of one part from batches of any size, summed in a fixed order.
 
-Floating-point sums depend on their order, so the order is fixed: a tree over the rows of the
-listing. A span of rows is cut at the row in it that is divisible by the highest power of two, down
-to leaves of LEAF_ROWS rows, or one part, if that is smaller. A leaf is summed at once, and two
-halves are merged, the lower rows first. Neither the batches the rows came in, nor the order of the
-parts, nor where a run was interrupted or merged early, changes a bit of the result (same device,
-threads and libraries). moments_tree.py goes on with the tree above the parts.
+Floating-point sums depend on their order, so the order is fixed by a tree over the rows of the
+listing. A span of rows is cut at the row within it that is divisible by the highest power of two,
+down to leaves of LEAF_ROWS rows, or of a part if that is smaller. A leaf is summed as a whole, and
+two halves are merged, the lower rows first. The result is the same bit for bit whatever the
+batches, the order of the parts, or the points at which a run was interrupted or merged (for the
+same device, number of threads and libraries). moments_tree.py continues the tree above the parts.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from featx.store import layout
 from featx.types import LayerSpec, Part
 
 LEAF_ROWS = 256
-"""A leaf of the tree: this many rows of the listing, fewer where they are too large."""
+"""Rows of the listing per leaf of the tree; fewer if rows are large."""
 
 
 @dataclass(frozen=True)
 class StatsLayer:
-    """One layer whose statistics are taken.
+    """One layer whose statistics are computed.
 
     Attributes:
-        spec: what is captured; spec.shape is that of an image's tensor before flattening.
+        spec: description of the captured tensor; spec.shape is its shape for one image.
         kind: 'full' or 'diagonal'.
-        positions: how many rows an image gives: None for one, its whole tensor flattened; P where
-            each of P spatial positions or tokens is a row.
+        positions: None if the flattened tensor of an image is one observation; P if each of its P
+            spatial positions or tokens is one.
 
     Raises:
-        ConfigError: the scatter matrix would be too large, or positions do not fit the shape.
+        ConfigError: the scatter matrix would be too large, or the shape does not have P positions.
     """
 
     spec: LayerSpec
@@ -62,24 +62,24 @@ class StatsLayer:
 
     @property
     def rows_per_image(self) -> int:
-        """Rows that one image gives."""
+        """Number of observations per image."""
         return self.positions or 1
 
     @property
     def dim(self) -> int:
-        """D, features of a row."""
+        """D, the number of features of an observation."""
         return math.prod(self.spec.shape) // self.rows_per_image
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of an image's tensor, as it may come to `PartMoments.add`."""
+        """Shapes of an image's tensor that `PartMoments.add` accepts."""
         if self.positions is not None:
             return ((self.positions, self.dim),)
         return (tuple(self.spec.shape), (self.dim,))
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the file says of it."""
+        """Attributes of the layer in the file."""
         return {
             **layout.layer_attributes(self.spec),
             "shape": list(self.spec.shape),
@@ -90,10 +90,14 @@ class StatsLayer:
 
 
 class PartMoments:
-    """The moments of one layer over the rows of one part, which come in order, in any batches.
+    """Moments of one layer over the rows of one part, which arrive in order in batches of any size.
 
-    What is held on the device: a leaf of at most BLOCK_BYTES, and one scatter matrix for each level
-    of the tree below the part.
+    On the device it holds one leaf of at most BLOCK_BYTES, and one scatter matrix for each level of
+    the tree below the part.
+
+    Args:
+        part: the part.
+        layer: the layer.
     """
 
     def __init__(self, part: Part, layer: StatsLayer) -> None:
@@ -106,13 +110,13 @@ class PartMoments:
         self._nodes: list[tuple[int, int, Moments]] = []
 
     def add(self, start: int, rows: torch.Tensor, failed: Collection[int] = ()) -> None:
-        """Add the images [start, start + b) of the listing. The rows are copied.
+        """Add the images [start, start + b) of the listing. The values are copied.
 
         Args:
-            start: the first one; the one after the last of the batch before.
-            rows: (b, *spec.shape) or (b, D), of any float dtype, on any device; (b, P, D) where
-                each position is a row.
-            failed: images among them, by row of the listing, that are left out.
+            start: row of the first image, which follows the last one of the batch before.
+            rows: (b, *spec.shape) or (b, D), or (b, P, D) with positions; any float dtype and
+                device.
+            failed: rows of the listing among them to leave out.
 
         Raises:
             NonFiniteError: a value of a row that did not fail is NaN or infinite.
@@ -122,7 +126,7 @@ class PartMoments:
         require(stop <= self.part.stop, "a batch crosses its part")
         require(all(start <= row < stop for row in failed), "a failure outside its batch")
         require(rows.is_floating_point(), f"{name} is {rows.dtype}")
-        # Another order of the axes could be reshaped as well, and would mix features up unseen.
+        # A tensor with other axes could be reshaped as well, and would mix up features unnoticed.
         require(tuple(rows.shape[1:]) in self.layer.shapes, f"{name} has shape {tuple(rows.shape)}")
         failed = frozenset(failed)
         with plain_tensors():
@@ -134,7 +138,7 @@ class PartMoments:
                     self._close_leaf(leaf_stop)
 
     def finish(self) -> Moments:
-        """The moments of the part. All its rows must have come."""
+        """Return the moments of the part, all rows of which must have been added."""
         require(self._next == self.part.stop, f"row {self._next} of the part never came")
         *lower, (_, _, total) = self._nodes
         for _, _, node in reversed(lower):
@@ -142,7 +146,7 @@ class PartMoments:
         return total
 
     def _fill(self, rows: torch.Tensor, failed: frozenset[int]) -> None:
-        """Copy images into the leaf's buffer; all of them lie in one leaf."""
+        """Copy images into the buffer of the current leaf, in which all of them lie."""
         images = range(self._next, self._next + len(rows))
         kept = [image for image in images if image not in failed]
         if len(kept) < len(rows):
@@ -158,7 +162,7 @@ class PartMoments:
         self._next = images.stop
 
     def _close_leaf(self, stop: int) -> None:
-        """Sum the leaf up, and merge what is whole: two halves of an aligned power of two."""
+        """Sum the leaf, and merge nodes that are the two halves of an aligned power of two."""
         num_rows = len(self._kept) * self.layer.rows_per_image
         leaf = of_block(self._buffer[:num_rows], self.layer.kind, self._kept)
         start = self._nodes[-1][1] if self._nodes else self.part.start
@@ -172,12 +176,13 @@ class PartMoments:
 
 
 def cut_row(start: int, stop: int) -> int:
-    """Where the tree cuts rows [start, stop): the row divisible by the highest power of two."""
+    """Return the row at which the tree cuts [start, stop): the one divisible by the highest power
+    of two."""
     bits = (start ^ (stop - 1)).bit_length() - 1
     return (stop - 1) >> bits << bits
 
 
 def is_aligned(start: int, stop: int) -> bool:
-    """Whether [start, stop) is a power of two of rows, at a multiple of it."""
+    """Return whether [start, stop) has a power of two of rows and starts at a multiple of it."""
     size = stop - start
     return size & (size - 1) == 0 and start % size == 0

@@ -1,4 +1,4 @@
-"""reduce=pca and reduce=whiten: the statistics of a layer -> what is stored of it."""
+"""Reductions reduce=pca and reduce=whiten, made from the statistics of a layer."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 def with_statistics(
     chosen: Sequence[tuple[CapturePoint, ReduceConfig]], config: Config, backbone: Backbone
 ) -> ChosenLayers:
-    """What is stored of each layer, with the statistics that pca and whiten need.
+    """Add the statistics that pca and whiten need to the chosen layers.
+
+    Args:
+        chosen: captures and the options of their reductions.
+        config: config of the run.
+        backbone: model with its preprocessing.
 
     Raises:
-        StoreError: a file of statistics is not there, not complete, or damaged.
-        LayerError: it does not have the layer.
-        StoreMismatchError: it is of another model, transform or tensor.
-        ReduceError: it cannot be used for this.
+        StoreError: a statistics file is missing, incomplete or damaged.
+        LayerError: it does not contain the layer.
+        StoreMismatchError: it is from another model, transform or tensor.
+        ReduceError: it cannot be used for this reduction.
     """
     return [
         (tap, _projected(tap, reduce, config, backbone) if reduce.name in PROJECTIONS else reduce)
@@ -41,6 +46,7 @@ def with_statistics(
 def _projected(
     tap: CapturePoint, reduce: ReduceConfig, config: Config, backbone: Backbone
 ) -> ProjectedReduce:
+    """Make the projection of one layer."""
     assert reduce.stats is not None, "the config was checked"
     statistics = Statistics(reduce.stats)
     moments, about = statistics.layer(tap.name)
@@ -70,13 +76,13 @@ def _projected(
 
 
 def first_reduction(about: dict[str, Any]) -> ReduceConfig:
-    """The reduction that a layer's statistics were taken behind.
+    """Return the reduction that was applied before a layer's statistics were computed.
 
     Args:
-        about: as `Statistics.about` gives it.
+        about: description as returned by `Statistics.about`.
 
     Raises:
-        ReduceError: it was itself a projection.
+        ReduceError: it is itself a projection.
     """
     if about["reduce"] in PROJECTIONS:
         raise ReduceError(
@@ -94,7 +100,11 @@ def _refuse_another_tensor(
     config: Config,
     backbone: Backbone,
 ) -> None:
-    """Statistics say something of the very numbers only that they were taken of."""
+    """Check that statistics were computed from the same tensor as is captured now.
+
+    Raises:
+        StoreMismatchError: they were not.
+    """
     now = {
         "layer": tap.layer,
         "capture": tap.capture,
@@ -118,9 +128,13 @@ def _refuse_another_tensor(
 
 
 def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) -> None:
-    """Directions without variance can be chosen at will, and another machine chooses others.
+    """Check that all directions have variance; those without are arbitrary and differ between
+    machines.
 
-    Only all of them together, turned back, are one and the same map.
+    Exception: with zca and all directions, the map does not depend on how they are chosen.
+
+    Raises:
+        ConfigError: a direction is arbitrary.
     """
     variances = projection.explained_variance
     floor = float(variances[0]) * dim * torch.finfo(torch.float64).eps

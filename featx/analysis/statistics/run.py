@@ -1,4 +1,4 @@
-"""job=stats itself: the statistics of layers over a data set, computed part by part."""
+"""job=stats: the statistics of layers over a data set, computed part by part."""
 
 from __future__ import annotations
 
@@ -46,29 +46,30 @@ _ANEW = (
     "computes anew the files of parts that hold them, and the whole where it is finished: a sum "
     "does not lose one row"
 )
-"""What refresh=true does."""
+"""Effect of refresh=true, for messages."""
 
 
 def run_stats(config: Config, config_yaml: str, source: Source | None = None) -> dict[str, Any]:
-    """Begin or go on with the statistics of a config until they are whole.
+    """Start or resume the statistics of a config until they are complete.
 
     Args:
-        config: checked, with job=stats.
-        config_yaml: as the user gave it, for the file.
-        source: the data set, where it is an object from Python; None opens the config's.
+        config: checked config with job=stats.
+        config_yaml: config as the user gave it, which the file records.
+        source: data set object from Python, or None to open that of the config.
 
     Returns:
-        rows, failures, file, layers with their spread, frechet {layer: distance} where another
-        file was named, and what it took.
+        rows, failures, file, layers with their summary, frechet {layer: distance} if another file
+        is given, and measurements of the run.
 
     Raises:
-        FeatxError: the config or the statistics there do not fit, or the run failed on its way.
-        Interrupted: a signal asked for the end; what was whole is committed.
+        FeatxError: the config does not fit the statistics in the folder, or the run failed.
+        Interrupted: a signal ended the run; complete parts are committed.
     """
     path = Path(config.out).expanduser() / STATS_OVERWRITING
     mark = OverwriteMark(path, config, source is None)
 
     def run(config: Config) -> dict[str, Any]:
+        """Run with one config."""
         return _run(config, config_yaml, mark, source)
 
     return resumed_or_anew(config, mark, run)
@@ -77,7 +78,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
 def _run(
     config: Config, config_yaml: str, mark: OverwriteMark, source: Source | None
 ) -> dict[str, Any]:
-    """As `run_stats`, and overwrite=true deletes what is there."""
+    """Run as `run_stats` does; overwrite=true deletes existing statistics."""
     out = Path(config.out).expanduser()
     if config.is_spread:
         check(config)
@@ -116,9 +117,9 @@ def _run(
 
 
 def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
-    """Compare the images with those that the statistics which are there were taken from.
+    """Compare the images with those of the existing statistics.
 
-    With refresh=true the files that hold changed images go, to be computed anew.
+    With refresh=true, files that contain changed images are deleted and computed again.
 
     Raises:
         StoreMismatchError: images have changed, and refresh=true was not given.
@@ -146,7 +147,7 @@ def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
 def _computed(
     prepared: RunContext, purpose: StatsTarget, session: StatsSession, config_yaml: str
 ) -> RunOutcome:
-    """What is missing, computed by this process or by those that the config asks for."""
+    """Compute the missing parts, in this process or in those that the config requests."""
     if not prepared.config.is_spread:
         with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
             maker = StatsSink(prepared, purpose.layers, purpose.axes, session.commit, heart)
@@ -158,7 +159,7 @@ def _computed(
 
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
-    """Delete what a killed process left half written; with overwrite, all statistics."""
+    """Delete unfinished files of killed processes; with overwrite, all statistics."""
     names = (STATS_FILE, FAILURES_CSV, STATS_IMAGES, STATS_OVERWRITING, TRACE)
     for pattern in (*(f"{TEMPORARY}{name}.*" for name in names), f"{WORKERS}/{TEMPORARY}*"):
         for leftover in disk.root.glob(pattern):
@@ -169,7 +170,12 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
 
 
 def _check_reference(reference: Statistics, purpose: StatsTarget, prepared: RunContext) -> None:
-    """Raise, before hours of work, where the distance to the reference statistics is undefined."""
+    """Check, before hours of work, that a distance to the other statistics can be computed.
+
+    Raises:
+        ConfigError: they have no layer in common, or store only variances.
+        StoreMismatchError: they are from another model or transform.
+    """
     common = [layer for layer in purpose.layers if layer.spec.name in reference]
     if not common:
         names = ", ".join(layer.spec.name for layer in purpose.layers)
@@ -197,7 +203,7 @@ def _check_reference(reference: Statistics, purpose: StatsTarget, prepared: RunC
 def _begin_text(
     prepared: RunContext, purpose: StatsTarget, session: StatsSession, path: Path
 ) -> list[tuple[str, str]]:
-    """What will be done, before it is done."""
+    """Return the lines of text that describe the run before it starts."""
     lines = []
     for layer in purpose.layers:
         numbers = layer.dim**2 if layer.kind == "full" else layer.dim
@@ -221,6 +227,7 @@ def _summary(
     failures: Sequence[Failure],
     outcome: RunOutcome,
 ) -> dict[str, Any]:
+    """Return the result of the run as JSON types."""
     layers, distances = {}, {}
     for name in statistics:
         moments = statistics[name]
@@ -228,7 +235,7 @@ def _summary(
         if reference is not None and name in reference:
             distances[name] = _distance(moments, reference[name])
     figures = outcome.figures
-    del figures.seconds["copy"]  # nothing is copied but a flag a row
+    del figures.seconds["copy"]  # only one flag per row is copied
     return {
         "rows": statistics.attributes["stop"],
         "failures": len(failures),
@@ -241,5 +248,5 @@ def _summary(
 
 
 def _distance(a: Moments, b: Moments) -> float | None:
-    """None where one of them has too few rows for a covariance."""
+    """Return the Fréchet distance, or None if one of them has too few rows for a covariance."""
     return frechet_distance(a, b) if min(a.count, b.count) > 1 else None

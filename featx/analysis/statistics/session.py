@@ -1,4 +1,4 @@
-"""The folder of statistics while they are computed: parts done and missing."""
+"""Folder of statistics while they are computed: complete and missing parts."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class MomentsOfParts:
-    """The moments of a run while it goes on: which rows are done, and in the end one file of all.
+    """Parts of a run that are complete, and the final file.
 
-    One process at a time may use it: the one that holds the store's lock. Others commit to the
-    same tree, and it is told.
+    Only the process that holds the lock of the folder may use it. Other processes commit to the
+    same tree and report their parts.
 
     Args:
-        tree: of files, where the parts are kept.
+        tree: files of the parts.
 
     Attributes:
-        complete: whether the one file is there, made by this run; known after `survey`.
+        complete: whether the final file of this run exists; known after `survey`.
     """
 
     def __init__(self, tree: MomentsTree) -> None:
@@ -50,19 +50,20 @@ class MomentsOfParts:
 
     @property
     def failures(self) -> list[Failure]:
-        """The images left out of the rows that are done, in order of rows."""
+        """Images that were left out of the complete rows, in order of rows."""
         return [failure for span in sorted(self._spans) for failure in self._spans[span]]
 
     def survey(self) -> None:
-        """Find what is done. What is damaged is set aside, to be done again; leftovers go.
+        """Find the complete parts, quarantine damaged files, and delete leftovers of killed
+        processes.
 
         Raises:
-            StoreMismatchError: a file is there that other settings made.
-            StoreError: a file cannot be read now.
+            StoreMismatchError: a file was written with other settings.
+            StoreError: a file cannot be read at the moment.
         """
         self._spans = {}
         self._surveyed = True
-        self.disk.make_folder(self.path.parent)  # what a killed process put there becomes durable
+        self.disk.make_folder(self.path.parent)  # syncs files that a killed process left unsynced
         if self.path.exists():
             failures = self._accepted(self.path, 0, self._num_rows)
             self.complete = failures is not None
@@ -76,18 +77,18 @@ class MomentsOfParts:
         for start, stop in spans_in(self.folder):
             path = self.tree.file(start, stop)
             if self._covered(start, stop):
-                self.disk.remove(path)  # merged into a larger one, and then the process was killed
+                self.disk.remove(path)  # a kill between the merge and the deletion left it
             else:
                 failures = self._accepted(path, start, stop)
                 if failures is not None:
                     self._spans[start, stop] = failures
 
     def has(self, part: Part) -> bool:
-        """Whether the rows of a part are done."""
+        """Return whether the rows of a part are complete."""
         return self._covered(part.start, part.stop)
 
     def missing(self, parts: Sequence[Part]) -> list[Part]:
-        """Those of some parts, in order of rows, that are not done."""
+        """Return those of some parts, in order of rows, that are not complete."""
         spans = sorted(self._spans)
         starts = [start for start, _ in spans]
 
@@ -104,7 +105,7 @@ class MomentsOfParts:
         moments: Mapping[str, Moments],
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
-        """Keep the moments of a part, durably when this returns, as `MomentsTree.commit` does."""
+        """Commit the moments of a part, as `MomentsTree.commit` does, unless it is complete."""
         require(self._surveyed, "what is there already was not looked for")
         if self.has(part):
             return [f for f in self.failures if part.start <= f.row < part.stop]
@@ -113,10 +114,10 @@ class MomentsOfParts:
         return there
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
-        """A part is durable, by this process or by a worker; its failures are noted."""
+        """Record a part that this process or a worker has committed, and its failures."""
         start, stop = part.start, part.stop
         found = tuple(failures)
-        while is_aligned(start, stop):  # as the files merge, so that few spans stay
+        while is_aligned(start, stop):  # as the files are merged
             size = stop - start
             other = (start ^ size, (start ^ size) + size)
             if other not in self._spans:
@@ -127,10 +128,10 @@ class MomentsOfParts:
         self._spans[start, stop] = found
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Those of some parts that other processes have committed, with their failures.
+        """Yield those of some parts that other processes have committed, with their failures.
 
         Raises:
-            DamagedError: a file is not what was written.
+            DamagedError: a file is damaged.
         """
         left = list(parts)
         for start, stop in spans_in(self.folder):
@@ -143,16 +144,16 @@ class MomentsOfParts:
             except DamagedError:
                 if path.exists():
                     raise
-                continue  # merged meanwhile: the next look finds the larger one
+                continue  # merged meanwhile; the next call finds the larger file
             for part in inside:
                 yield part, [f for f in failures if part.start <= f.row < part.stop]
             left = [part for part in left if part not in inside]
 
     def image_checksums(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]:
-        """(N,) checksums of the images of all rows, and (N,) which rows are done.
+        """Return image checksums of all rows, (N,) uint64, and which rows are complete, (N,) bool.
 
         Raises:
-            StoreError: a file cannot be read now.
+            StoreError: a file cannot be read at the moment.
         """
         checksums = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
         done = np.zeros(self._num_rows, np.bool_)
@@ -162,7 +163,8 @@ class MomentsOfParts:
         return checksums, done
 
     def discard(self, rows: Iterable[int]) -> None:
-        """Delete the files that hold any of some rows: sums do not lose a single row."""
+        """Delete the files that contain any of some rows, since a row cannot be subtracted from a
+        sum exactly."""
         rows = list(rows)
         for start, stop in list(self._spans):
             if any(start <= row < stop for row in rows):
@@ -172,11 +174,11 @@ class MomentsOfParts:
                 self.complete = False
 
     def finish(self) -> None:
-        """Merge all parts into the one file, and remove them.
+        """Merge all parts into the final file, and remove them.
 
         Raises:
-            StoreError: rows are missing, or a file is damaged; `survey` sets it aside.
-            RunError: the disk is full or fails; the same call goes on.
+            StoreError: rows are missing, or a file is damaged; `survey` quarantines it.
+            RunError: the disk is full or fails; another call resumes the merge.
         """
         require(self._surveyed, "what is there already was not looked for")
         if not self.complete:
@@ -192,32 +194,41 @@ class MomentsOfParts:
         self.disk.remove(self.folder)
 
     def _file(self, start: int, stop: int) -> Path:
-        """Where the moments of a span lie."""
+        """Return the file that contains a span."""
         return self.path if self.complete else self.tree.file(start, stop)
 
     def _covered(self, start: int, stop: int) -> bool:
+        """Return whether one complete span contains the rows [start, stop)."""
         return any(first <= start and stop <= last for first, last in self._spans)
 
     def _accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...] | None:
-        """The images that a file of this run left out; None where it was damaged and set aside."""
+        """Return the images that a file of this run left out; None if it was damaged and is
+        quarantined."""
         try:
             return self.tree.accepted(path, start, stop)
-        except (DamagedError, LayerError) as error:  # a run's own file has all its layers
+        except (DamagedError, LayerError) as error:  # LayerError: a file of this run has all layers
             target = self.disk.set_aside(path, self.path.parent / layout.QUARANTINE)
             logger.warning("%s Moved to %s; its rows are done again.", error, target)
             return None
 
 
 FAILURES_CSV = "stats-failures.csv"
+"""File name of the list of failures."""
 
 
 class StatsSession:
-    """Statistics being taken, under the folder's lock: what is there and what is missing.
+    """Statistics in progress, with the lock of the folder held: complete and missing parts.
 
     Args:
-        parts: of the run, surveyed.
-        grid: of its rows.
-        lock: the descriptor that holds the folder.
+        parts: parts of the run, surveyed.
+        grid: grid of the rows.
+        lock: file descriptor that holds the lock.
+
+    Attributes:
+        root: folder of the statistics.
+        disk: the same folder, for atomic writes.
+        lock: as given.
+        rows_asked: number of rows of the run.
     """
 
     def __init__(self, parts: MomentsOfParts, grid: Grid, lock: int) -> None:
@@ -231,14 +242,16 @@ class StatsSession:
 
     @property
     def rows_done(self) -> int:
+        """Number of rows in complete parts."""
         return self.rows_asked - sum(len(part) for part in self.missing())
 
     @property
     def num_failed(self) -> int:
+        """Number of images that were left out."""
         return len(self._parts.failures)
 
     def missing(self) -> list[Part]:
-        """The parts that are still to be done, in order."""
+        """Return the parts that are not complete, in order."""
         return self._parts.missing(self._grid)
 
     def commit(
@@ -248,26 +261,28 @@ class StatsSession:
         moments: Mapping[str, Moments],
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
-        """Make one part durable. Returns its failures."""
+        """Commit one part and return its failures."""
         there = self._parts.commit(part, failures, moments, checksums)
         if there:
             self.write_failures()
         return there
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
-        """A worker has made a part durable; its failures are noted."""
+        """Record a part that a worker has committed, and its failures."""
         self._parts.committed(part, failures)
         if failures:
             self.write_failures()
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Those of some parts that other processes have committed, with their failures."""
+        """Yield those of some parts that other processes have committed, with their failures."""
         return self._parts.arrived(parts)
 
     def write_failures(self) -> None:
-        """The list beside the file, from what the parts hold; apart from that of a store."""
+        """Write the list of failures next to the statistics; it is separate from that of a
+        store."""
         self.disk.replace(self.root / FAILURES_CSV, failures_csv(self._parts.failures))
 
     def write_listing(self, listing: Listing) -> None:
-        """The rows for workers, who list nothing themselves; goes with the parts."""
+        """Write the listing for workers, which do not list the data set; it is deleted with the
+        parts."""
         self.disk.replace(self._parts.folder / LISTING, listing_file(listing))

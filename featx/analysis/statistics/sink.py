@@ -1,4 +1,4 @@
-"""Statistics of the rows of a run, batch by batch, into the parts of a tree of moments."""
+"""Batch sink of job=stats: sums the rows of a run, batch by batch, into a tree of moments."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 Values = tuple[Mapping[str, Any], list[Failure]]
-"""Of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
+"""Values of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
 
 Commit = Callable[
     [Part, Sequence[Failure], Mapping[str, Moments], npt.NDArray[np.uint64]], Sequence[Failure]
 ]
-"""Makes the moments of a part durable; returns the failures of the part that is there then."""
+"""Function that commits the moments of a part and returns the failures of the part as committed."""
 
 
 class StatsSink:
-    """What becomes of the batches of a run whose statistics are taken: moments, on the device.
+    """Batch sink that sums batches to moments on the device.
 
     Args:
         prepared: the run.
-        layers: whose statistics are taken.
-        axes: layer -> the axis of its features, where each position is a row.
-        commit: makes a part durable.
-        heart: is told what part is computed.
+        layers: layers whose statistics are computed.
+        axes: layer -> axis of its features, if each position is an observation.
+        commit: commits a part.
+        heart: heartbeat, which reports the part that is computed.
 
     Attributes:
-        faint: empty, for nothing is cast to float16.
-        seconds: that the sums took, beside the model.
+        faint: underflow rows per layer; always empty, because nothing is cast to float16.
+        seconds: seconds spent in sums, in addition to the stages of every run.
     """
 
     def __init__(
@@ -76,18 +76,20 @@ class StatsSink:
         self._checksums = np.empty(0, dtype=np.uint64)
 
     def compute(self, engine: Engine, batch: Batch) -> Values:
-        """The values of a batch, on the device."""
+        """Compute the values of a batch on the device."""
         values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
         return values, failures_of(self._prepared, engine, batch, values)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
-        """Add the next batch of a part; returns its rows that failed."""
+        """Add the next batch of a part, and return its rows that failed."""
         if self._part is None:
             self._part, self._failures = part, []
             self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
             self._heart.begin(part)
         values, failures = computed()
+        # The values may come from another CUDA stream: their memory must not be reused before the
+        # sums of this stream are complete.
         used_here(values)
         begun = time.perf_counter()
         failed = [failure.row for failure in failures]
@@ -105,10 +107,14 @@ class StatsSink:
         return failures
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
-        """The part whose last batch was taken; calling what is returned makes it durable."""
+        """Finish the part whose last batch was taken.
+
+        Returns:
+            function that commits the part.
+        """
         assert self._part is not None, "no batch of a part was taken"
         found = {name: moments.finish() for name, moments in self._moments.items()}
-        synchronise(self._prepared.engine.device)  # the thread that commits is another one
+        synchronise(self._prepared.engine.device)  # another thread, with its own stream, commits
         part, failures, checksums = self._part, self._failures, self._checksums
         self._part, self._moments, self._failures = None, {}, []
         return functools.partial(self._made_durable, part, failures, found, checksums)
@@ -120,6 +126,7 @@ class StatsSink:
         found: dict[str, Moments],
         checksums: npt.NDArray[np.uint64],
     ) -> Sequence[Failure]:
+        """Commit a part and report it."""
         there = self._commit(part, failures, found, checksums)
         self._heart.committed(part)
         return there
@@ -127,13 +134,13 @@ class StatsSink:
 
 @dataclass(frozen=True)
 class StatsPartTask:
-    """What the workers of a spread run are to make: parts of statistics.
+    """Part task of a distributed run: how workers compute and commit parts of statistics.
 
     Attributes:
-        dtype: in which the engine gives its values.
-        settings: of the fingerprint, beside those of every run.
-        layers: whose statistics are taken.
-        axes: layer -> the axis of its features, where each position is a row.
+        dtype: dtype of the engine's values.
+        settings: entries of the fingerprint in addition to those of every run.
+        layers: layers whose statistics are computed.
+        axes: layer -> axis of its features, if each position is an observation.
     """
 
     dtype: str
@@ -143,21 +150,25 @@ class StatsPartTask:
 
     @property
     def datasets(self) -> frozenset[str]:
-        """The names of what is computed."""
+        """Names of the datasets that are computed."""
         return frozenset(layer.spec.name for layer in self.layers)
 
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
-        """Raise RunError where other statistics were begun there since this was ordered."""
+        """Check that the folder contains no statistics with other settings.
+
+        Raises:
+            RunError: it does.
+        """
         begun = statistics_begun(root)
         if begun is not None and differences(begun.settings, fingerprint):
             raise RunError(f"other statistics were begun in {root} since this was ordered.")
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """The rows, as the driver wrote them down for its workers."""
+        """Read the listing that the driver has written for its workers."""
         return read_listing(root / PARTS_FOLDER, num_rows, identity)
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        """Those of some parts that nobody has committed yet."""
+        """Return those of some parts that no process has committed yet."""
         spans = spans_in(root / PARTS_FOLDER)
         return [
             part
@@ -166,13 +177,13 @@ class StatsPartTask:
         ]
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> StatsSink:
-        """What computes the parts and commits each."""
+        """Create the batch sink of a worker."""
         commit = tree_of(prepared, self.layers, AtomicFolder(root)).commit
         return StatsSink(prepared, self.layers, self.axes, commit, heart)
 
 
 def tree_of(prepared: RunContext, layers: Sequence[StatsLayer], disk: AtomicFolder) -> MomentsTree:
-    """The files of the statistics of a run, in the folder of a disk."""
+    """Return the files of the statistics of a run in a folder."""
     return MomentsTree(
         disk,
         disk.root / STATS_FILE,

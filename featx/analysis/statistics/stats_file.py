@@ -1,7 +1,7 @@
-"""A file of statistics, stats.h5 or a part of one: its format, and how it is read.
+"""Format of a statistics file, stats.h5 or a part of it, and its reader.
 
-/layers/<name>/count, mean, scatter, smallest, largest   of a layer, with its attributes
-/failures/row, key, status, error, message               the images that were left out
+/layers/<name>/count, mean, scatter, smallest, largest   moments of a layer, with its attributes
+/failures/row, key, status, error, message               images that were left out
 /image_checksum                                          of the image of each row, as in a store
 """
 
@@ -31,36 +31,40 @@ from featx.store.hdf5_files import check_plain, damage_text, open_metadata
 from featx.types import Failure, Status
 
 STATS_FORMAT = 1
+"""Version of the format."""
 
 STATS_FILE = "stats.h5"
-"""Its name in the folder `out`."""
+"""File name in the folder `out`."""
 
 STATS_IMAGES = "stats-images.h5"
-"""Beside it: the states of the images, as in images.h5 of a store."""
+"""File next to it with the states of the images, as images.h5 of a store."""
 
 PARTS_FOLDER = "stats-parts"
-"""Beside it, while a run goes on."""
+"""Folder next to it, which exists during a run."""
 
 _ARRAYS = ("mean", "scatter", "smallest", "largest")
+"""Datasets of a layer other than `count`."""
 
 _SEAL_BYTES = 512
-"""HDF5's user block: what lies before the file proper, and is none of HDF5's business."""
+"""Size of the HDF5 user block at the beginning of the file, which HDF5 ignores and which contains
+the checksum."""
 
 
 class DamagedError(StoreError):
-    """A file of statistics whose contents are not what was written."""
+    """A statistics file whose contents differ from what was written."""
 
 
 @contextlib.contextmanager
 def reading(path: Path, compare: bool = True) -> Iterator[h5py.File]:
-    """A file of statistics, of a version that this featx reads.
+    """Open a statistics file of a version that this featx reads.
 
     Args:
-        path: of the file.
-        compare: it with its checksum; not needed where that was done and nothing has changed.
+        path: the file.
+        compare: whether to verify the checksum; not needed if that was done and the file is
+            unchanged.
 
     Raises:
-        StoreError: the system cannot read it now, or it is newer.
+        StoreError: the file cannot be read at the moment, or has a newer format.
         DamagedError: it is damaged.
     """
     if compare:
@@ -89,18 +93,22 @@ def file_bytes(
     failures: Sequence[Failure],
     checksums: npt.NDArray[np.uint64],
 ) -> memoryview:
-    """The bytes of a file, built in memory and read back.
+    """Build a file in memory, and verify it by reading it back.
 
     Args:
-        root: its own attributes.
-        layers, moments: by the layer's name.
-        failures: the images that were left out, in order of rows.
-        checksums: (n,) of the images of all its rows.
+        root: root attributes.
+        layers: name -> layer.
+        moments: name -> moments.
+        failures: images that were left out, in order of rows.
+        checksums: (n,) uint64 checksums of the images of all rows.
+
+    Returns:
+        the bytes of the file.
     """
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
         file.attrs.update(root)
-        group = file.create_group("layers", track_order=True)  # as they were asked for
+        group = file.create_group("layers", track_order=True)    # in the requested order
         for name, layer in layers.items():
             _write_layer(group.create_group(name), layer, moments[name])
         _write_failures(file.create_group(layout.FAILURES), failures)
@@ -117,12 +125,13 @@ def file_bytes(
         if not np.array_equal(read_checksums(file, path, root), checksums):
             raise reads_back_differently(path, layout.IMAGE_CHECKSUM)
     data = buffer.getbuffer()
+    # The checksum is written last, into the user block, because it covers everything behind it.
     data[:_SEAL_BYTES] = _seal(zlib.crc32(data[_SEAL_BYTES:]))
     return data
 
 
 def _write_layer(group: h5py.Group, layer: StatsLayer, moments: Moments) -> None:
-    """/layers/<name>: count and the arrays, with the layer's attributes."""
+    """Write /layers/<name>: count, arrays and attributes."""
     group.create_dataset("count", data=np.int64(moments.count))
     for key in _ARRAYS:
         group.create_dataset(key, data=getattr(moments, key).cpu().numpy())
@@ -130,7 +139,7 @@ def _write_layer(group: h5py.Group, layer: StatsLayer, moments: Moments) -> None
 
 
 def _write_failures(group: h5py.Group, failures: Sequence[Failure]) -> None:
-    """/failures: a dataset for each column of failures.csv."""
+    """Write /failures: one dataset per column of failures.csv."""
     texts = {
         "key": [failure.key.decode("utf-8", "surrogateescape") for failure in failures],
         "error": [failure.error for failure in failures],
@@ -143,15 +152,15 @@ def _write_failures(group: h5py.Group, failures: Sequence[Failure]) -> None:
 
 
 def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple[Failure, ...]:
-    """The images that were left out, in order of rows.
+    """Read the images that were left out, in order of rows.
 
     Args:
-        file: open.
-        path: of the file, for messages.
-        root: the file's own attributes.
+        file: open file.
+        path: its path, for error messages.
+        root: its root attributes.
 
     Raises:
-        DamagedError: they do not fit what the file says of itself.
+        DamagedError: they do not match the root attributes.
     """
     names = ("row", "key", "status", "error", "message")
     found = _plain(file, path, layout.FAILURES, names)
@@ -171,15 +180,18 @@ def read_failures(file: h5py.File, path: Path, root: Mapping[str, Any]) -> tuple
 
 
 def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.NDArray[np.uint64]:
-    """(n,) uint64 checksums of the images of a file's rows.
+    """Read the image checksums of a file's rows.
 
     Args:
-        file: open.
-        path: of the file, for messages.
-        root: the file's own attributes.
+        file: open file.
+        path: its path, for error messages.
+        root: its root attributes.
+
+    Returns:
+        (n,) uint64; UNKNOWN_IMAGE if the file has none.
 
     Raises:
-        DamagedError: they do not fit what the file says of itself.
+        DamagedError: they do not match the root attributes.
     """
     num_rows = root["stop"] - root["start"]
     dataset = check_plain(file, layout.IMAGE_CHECKSUM)
@@ -190,16 +202,16 @@ def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.
 
 
 def _seal(crc: int) -> bytes:
-    """The first 512 bytes of a file; the same in every version of the format."""
+    """Return the first 512 bytes of a file, which are the same in every version of the format."""
     text = f"featx statistics; crc32 of the bytes from {_SEAL_BYTES} on: {crc:08x}\n"
     return text.encode().ljust(_SEAL_BYTES, b"\0")
 
 
 def _check_seal(path: Path) -> None:
-    """Raise DamagedError where a file is not what was written, before HDF5 looks at it.
+    """Verify the checksum of a file.
 
-    HDF5's own checksums leave out what strings are kept in: one flipped bit there, and opening
-    the file never ends.
+    Raises:
+        DamagedError: the file differs from its checksum or cannot be read.
     """
     crc = 0
     try:
@@ -214,7 +226,7 @@ def _check_seal(path: Path) -> None:
 
 
 def attributes_of(item: h5py.Group) -> dict[str, Any]:
-    """Attributes as JSON types."""
+    """Return attributes as JSON types."""
     return {
         key: value.tolist() if isinstance(value, np.generic | np.ndarray) else value
         for key, value in item.attrs.items()
@@ -224,7 +236,11 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
 def _plain(
     file: h5py.File, path: Path, group: str, names: Sequence[str]
 ) -> dict[str, h5py.Dataset]:
-    """Datasets of a group, whose values lie in this file."""
+    """Return datasets of a group whose values are stored in this file.
+
+    Raises:
+        DamagedError: a dataset is missing or refers to another file.
+    """
     try:
         return {name: check_plain(file, f"{group}/{name}") for name in names}
     except StoreError as error:
@@ -232,7 +248,11 @@ def _plain(
 
 
 def check_layer(file: h5py.File, path: Path, name: str) -> None:
-    """Raise LayerError where a file has no statistics of a layer."""
+    """Check that a file has statistics of a layer.
+
+    Raises:
+        LayerError: it has none.
+    """
     if name not in file["layers"]:
         known = list(file["layers"])
         raise LayerError(
@@ -244,13 +264,17 @@ def check_layer(file: h5py.File, path: Path, name: str) -> None:
 def read_layer(
     file: h5py.File, path: Path, name: str, root: Mapping[str, Any]
 ) -> tuple[Moments, dict[str, Any]]:
-    """The moments of one layer with its attributes, found to fit each other.
+    """Read the moments and attributes of one layer, and check that they match.
 
     Args:
-        file: open.
-        path: of the file, for messages.
-        name: of the layer.
-        root: the file's own attributes.
+        file: open file.
+        path: its path, for error messages.
+        name: name of the layer.
+        root: its root attributes.
+
+    Raises:
+        LayerError: there is no such layer.
+        DamagedError: shapes, counts or values do not match.
     """
     check_layer(file, path, name)
     datasets = _plain(file, path, f"layers/{name}", ("count", *_ARRAYS))
@@ -280,21 +304,21 @@ def read_layer(
 
 
 class Statistics(Mapping[str, Moments]):
-    """A finished stats.h5: layer -> Moments, read from the file whenever it is asked for.
+    """A complete stats.h5 as a mapping layer -> Moments; a layer is read when it is accessed.
 
         stats = featx.open_stats("runs/photos")
         stats["avgpool"].mean           # (D,) float64; .covariance(), .second_moment, .count
 
     Args:
-        path: the file, or the folder it lies in.
+        path: the file, or the folder that contains it.
 
     Attributes:
-        path: of the file.
-        attributes: what it says of itself: model, weights_sha256, transform, num_failed, ...
-        settings: everything that changed its values, by the names of the keys.
+        path: path of the file.
+        attributes: root attributes: model, weights_sha256, transform, num_failed, ...
+        settings: everything that changes the values, by option name.
 
     Raises:
-        StoreError: it is not there, not finished, damaged, or newer than this featx.
+        StoreError: the file is missing, incomplete, damaged, or of a newer format.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -325,21 +349,22 @@ class Statistics(Mapping[str, Moments]):
         return f"Statistics({str(self.path)!r}, layers: {', '.join(self._layers)})"
 
     def layer(self, name: str) -> tuple[Moments, dict[str, Any]]:
-        """The moments of a layer, and `about` it.
+        """Return the moments of a layer, and its description as `about` returns it.
 
         Raises:
-            LayerError: it has no such layer.
-            StoreError: the file was changed meanwhile.
+            LayerError: there is no such layer.
+            StoreError: the file has changed since it was opened.
         """
         with self._reading() as file:
             moments, attributes = read_layer(file, self.path, name, self.attributes)
             return moments, self._joined(attributes)
 
     def about(self, name: str) -> dict[str, Any]:
-        """What the file says of itself and of a layer: capture, reduce, shape, row, kind, ...
+        """Return the attributes of the file and of a layer: capture, reduce, shape, row, kind, ...
 
         Raises:
-            LayerError: it has no such layer.
+            LayerError: there is no such layer.
+            StoreError: the file has changed since it was opened.
         """
         with self._reading() as file:
             check_layer(file, self.path, name)
@@ -347,19 +372,21 @@ class Statistics(Mapping[str, Moments]):
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[h5py.File]:
-        """The file that was compared with its checksum when it was opened, and no other."""
+        """Open the file, whose checksum was verified by the constructor, if it is unchanged."""
         if _stamp_of(self.path) != self._stamp:
             raise StoreError(f"{self.path} has changed since it was opened; open it again.")
         with reading(self.path, compare=False) as file:
             yield file
 
     def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """What the file says of a layer and of itself; the target, where gradients were taken."""
+        """Merge the attributes of a layer with those of the file and the gradient target, if
+        any."""
         return {"target": self.settings.get("target"), **self.attributes, **attributes}
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """What changes when a file is written to or replaced; None where it is gone."""
+    """Return inode, size and mtime, which change when a file is written or replaced; None if it is
+    gone."""
     try:
         stat = path.stat()
     except OSError:
@@ -368,17 +395,24 @@ def _stamp_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def open_stats(path: str | Path) -> Statistics:
-    """Open the statistics that job=stats made: a stats.h5, or the folder it lies in."""
+    """Open the statistics that job=stats computed.
+
+    Args:
+        path: a stats.h5, or the folder that contains it.
+
+    Raises:
+        StoreError: the file is missing, incomplete, damaged, or of a newer format.
+    """
     return Statistics(path)
 
 
 @dataclass(frozen=True)
 class StatsResumeState:
-    """How the statistics in a folder were begun.
+    """Settings of the existing statistics in a folder.
 
     Attributes:
-        settings: everything that changes their values.
-        threads: of the CPU that computed; None where another device did.
+        settings: everything that changes their values, by option name.
+        threads: number of CPU threads that compute one batch, or None on other devices.
     """
 
     settings: dict[str, Any]
@@ -386,16 +420,16 @@ class StatsResumeState:
 
 
 def statistics_begun(root: Path) -> StatsResumeState | None:
-    """How the statistics below a folder were begun, None where there are none.
+    """Return the resume state of the statistics in a folder, or None if there are none.
 
     Raises:
-        StoreError: a file is newer than this featx, or cannot be read now.
+        StoreError: a file has a newer format, or cannot be read at the moment.
     """
     parts = (root / PARTS_FOLDER).glob("rows-*.h5")
     for path in (root / STATS_FILE, *sorted(parts)):
         if not path.is_file():
             continue
-        # What is damaged is set aside later, by whoever holds the lock.
+        # Damaged files are quarantined later, by the process that holds the lock.
         with contextlib.suppress(DamagedError), reading(path) as file:
             attributes = attributes_of(file)
             return StatsResumeState(json.loads(attributes["settings"]), attributes.get("threads"))
@@ -403,6 +437,11 @@ def statistics_begun(root: Path) -> StatsResumeState | None:
 
 
 def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
+    """Check that a file is the final one of a run.
+
+    Raises:
+        StoreError: it holds only a part of the rows.
+    """
     if not root["complete"]:
         raise StoreError(
             f"{path} holds rows {root['start']} to {root['stop']} of a run that goes on; its "

@@ -1,4 +1,4 @@
-"""What job=stats has to compute: rows, layers and parts."""
+"""Run target of job=stats: rows, layers and parts to compute."""
 
 from __future__ import annotations
 
@@ -22,21 +22,28 @@ if TYPE_CHECKING:
     from featx.layers.projection import ChosenLayers
 
 COMMIT_BYTES_PER_S = 40e6
-"""Bytes of a part's matrices that are built, synced and merged in a second, on a busy machine."""
+"""Bytes of a part's matrices that are built, synced and merged per second on a busy machine."""
 
 COMMIT_SHARE = 0.1
-"""Of a part's time that its commit may take."""
+"""Share of the time of a part that its commit may take."""
 
 _RESOLVED = ("precision", "compile", "channels_last", "batch_size")
+"""Recorded settings that a resume uses again."""
 
 
 class StatsTarget:
-    """Statistics in the folder that `out` names, beside a store that may be there.
+    """Run target: statistics in the folder `out`, which may also contain a store.
+
+    Args:
+        config: checked config with job=stats.
+        source: data set object from Python, or None to open that of the config.
 
     Attributes:
-        dtype: values are taken in float32, before any cast to a store's dtype.
-        layers: whose statistics are taken; known after `part_limits`.
-        axes: layer -> the axis of its features, where each position is a row.
+        dtype: dtype of the values, before any cast to the dtype of a store.
+        layers: layers whose statistics are computed; known after `part_limits`.
+        axes: layer -> axis of its features, if each position is an observation.
+        settings: entries of the fingerprint in addition to those of every run.
+        folder: the folder `out`.
     """
 
     dtype = "float32"
@@ -58,18 +65,19 @@ class StatsTarget:
         self._begun = None if config.overwrite else statistics_begun(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
-        """The rows as the data set lists them; a store in the same folder has its own order."""
+        """Return the source and its listing, in the order of the data set even if a store is in the
+        folder."""
         source, listing = list_images(self._config, source=self._source)
-        if listing.marks is not None:  # no row says which image it is of, so all of them do
+        if listing.marks is not None:  # statistics store no tag per row, so the digest covers all
             self.settings["data.marks"] = marks_digest(listing)
         return source, listing
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
-        """All layers: one file holds them together."""
+        """Return all layers, because one file contains them together."""
         return chosen
 
     def begun(self, names: set[str]) -> ResumeState | None:
-        """What was decided before the first part was done."""
+        """Return the resume state: the `auto` values chosen before the first part, or None."""
         if self._begun is None:
             return None
         settings = self._begun.settings
@@ -84,10 +92,18 @@ class StatsTarget:
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
-        """As of a store, longer where writing and merging the matrices would take much of it.
+        """Return the maximum number of rows and of seconds per part.
+
+        As for a store, but longer if writing and merging the matrices would take a large share of
+        the time.
+
+        Args:
+            engine: engine with its captures.
+            specs: descriptions of the captured tensors.
+            work_s: seconds that the model takes for all rows.
 
         Raises:
-            ConfigError: a matrix would be too large.
+            ConfigError: a matrix would be too large, or stats.observation=position has no effect.
             ReduceError: the positions of a layer are unknown.
         """
         self.layers = [self._layer(spec, engine.backbone.preprocess.crop) for spec in specs]
@@ -103,6 +119,7 @@ class StatsTarget:
         return float("inf"), max(seconds, commit_s / COMMIT_SHARE)
 
     def _layer(self, spec: LayerSpec, input_size: tuple[int, int]) -> StatsLayer:
+        """Describe one layer, and record the axis of its features."""
         positions = None
         if self._config.stats.observation == "position" and len(spec.shape) > 1:
             axis = channel_axis(spec.reduce, spec.name, spec.shape, input_size)

@@ -108,7 +108,7 @@ def file_bytes(
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER, userblock_size=_SEAL_BYTES) as file:
         file.attrs.update(root)
-        group = file.create_group("layers", track_order=True)    # in the requested order
+        group = file.create_group("layers", track_order=True)  # in the requested order
         for name, layer in layers.items():
             _write_layer(group.create_group(name), layer, moments[name])
         _write_failures(file.create_group(layout.FAILURES), failures)
@@ -188,7 +188,7 @@ def read_checksums(file: h5py.File, path: Path, root: Mapping[str, Any]) -> npt.
         root: its root attributes.
 
     Returns:
-        (n,) uint64; UNKNOWN_IMAGE if the file has none.
+        (n,) uint64.
 
     Raises:
         DamagedError: they do not match the root attributes.

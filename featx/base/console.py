@@ -44,6 +44,7 @@ class _JsonFormatter(logging.Formatter):
     """Formats the records of other libraries' loggers like featx's own JSON lines."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """One JSON line with the level and the message."""
         return json_line(record.levelname.lower(), message=record.getMessage())
 
 

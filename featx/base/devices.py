@@ -175,6 +175,7 @@ def _cuda_now() -> tuple[str, str, bool, bool]:
 
 
 def _set_cuda(settings: tuple[str, str, bool, bool]) -> None:
+    """Set precision of convolutions and products, determinism and benchmark."""
     cudnn: Any = torch.backends.cudnn
     cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision = settings[:2]
     cudnn.deterministic, cudnn.benchmark = settings[2:]

@@ -32,12 +32,17 @@ MAX_CRASHES = 100
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 """Signals that the parent forwards to the child."""
+
 _ECHO_S = 0.5
 """Seconds within which a second signal of the same kind is taken for an echo of the first."""
+
 _PR_SET_PDEATHSIG = 1
 """Option of prctl: the signal that the kernel sends to a process when its parent dies."""
+
 _BYTES = 2 * mmap.PAGESIZE
+"""Size of the shared memory."""
 _FOUND = struct.Struct("<Q")
+"""Number of images, at the start of the shared memory; the path follows."""
 
 _told: mmap.mmap | None = None
 """Shared memory from child to parent: the number of images on the crash list that the child added,

@@ -41,6 +41,7 @@ first pass, so they are always timed again."""
 
 CPU_BATCH = 32
 """Largest batch size that batch_size=auto chooses on a CPU."""
+
 CUDA_BATCH = 256
 """Batch size that batch_size=auto tries first on CUDA; it is halved until it fits."""
 

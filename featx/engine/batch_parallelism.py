@@ -185,6 +185,7 @@ def _has_room(engine: Engine, batch: torch.Tensor) -> bool:
     torch.cuda.reset_peak_memory_stats(device)
     values = engine.run(batch)
     each = torch.cuda.max_memory_allocated(device) - before
+    # Memory that torch has reserved but not allocated is free for batches as well.
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - before
     if 2 * CUDA_STREAMS * each > free:
         return False

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Value of the option `precision` -> dtype of autocast; float32 means no autocast."""
+
 MIN_COSINE = 0.999
 """Smallest cosine to fp32 that precision=auto and compile=auto accept for any row of any layer."""
 
@@ -566,6 +567,7 @@ class Engine:
         has_convolutions = any(isinstance(m, nn.Conv2d) for m in self._module.modules())
         layouts = [True, False] if has_convolutions else [False]
         folds = [True, False] if fold_batchnorm and self.num_folded else [False]
+        # All combinations but the last one, which is the plain way; both together are tried first.
         tried = [(layout, fold) for layout in layouts for fold in folds][:-1]
         if not tried:
             return Formats(False, False)
@@ -655,6 +657,8 @@ class Engine:
         """
         require(self.replicable, "an engine that cannot be replicated is replicated")
         synchronise(self.device)  # other streams do not wait for copies of weights
+        # From now on several threads call the module. The hooks of each engine see only the pass of
+        # its own thread, and those of this engine see none.
         self._is_shared = True
         self._hooks.thread = _NO_THREAD
         while len(self._streams) < count:  # kept: the allocator keeps memory per stream
@@ -669,6 +673,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _replica(self, stream: OwnStream) -> Iterator[Engine]:
+        """A copy of this engine with its own hooks, which are removed at the end of the block."""
         # A shallow copy shares module, weights and settings. Hooks, collector and seconds must be
         # its own, because replicas run in different threads.
         replica = copy.copy(self)

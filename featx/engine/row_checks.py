@@ -31,6 +31,8 @@ def row_cosines(
         if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             return -1.0
         lengths = a.norm(dim=1) * b.norm(dim=1)
+        # A row of zeros has no direction: its cosine counts as 1 if the other row is zero as well,
+        # else 0.
         cosine = torch.where(lengths > 0, (a * b).sum(1) / lengths, (a == b).all(1).double())
         smallest = min(smallest, float(cosine.min()))
     return smallest

@@ -28,14 +28,18 @@ from featx.storage.s3_path import S3Path
 
 _NOTES = ".decoding-"
 """Beginning of the file names of in-flight journals."""
+
 _REMEMBERED = ".suspects"
 """File name of the crash list, a JSON list of keys."""
 
 _SLOT_BYTES = 1024
 """Bytes of the slot of one thread: the length of a key (0 for none), then the key."""
+
 _NUM_SLOTS = 512
 """Number of threads that have a slot; further threads are not recorded."""
+
 _LENGTH = struct.Struct("<H")
+"""Length of a key, in front of it in its slot."""
 
 
 class InFlightJournal:

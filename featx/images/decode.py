@@ -36,11 +36,13 @@ _SIGNATURE = re.compile(
     re.DOTALL,
 )
 """First bytes of the formats above."""
+
 _HEIF = re.compile(rb"....ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 """First bytes of HEVC in its container. The brands mif1 and msf1 may hold AVIF as well, which
 Pillow tries first."""
 
 _HEIF_NAME = re.compile(rb"\.(heic|heif|hif)", re.IGNORECASE)
+"""File extensions of HEIC in keys."""
 
 _CUT_SHORT = re.compile(r"runcat|nd of file|outside of file bounds|Cannot read full")
 """Parts of the messages of decoders for files that end too early."""
@@ -53,6 +55,7 @@ MAX_CODED_PIXELS = 1 << 22
 """
 
 _ORIENTATION = 0x0112
+"""Number of the EXIF tag."""
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -63,6 +66,7 @@ _TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 """EXIF orientation -> operation that turns the image upright."""
+
 _TURN_BACK = {6: 8, 8: 6}
 """EXIF orientation -> the inverse one, for those that are not their own inverse."""
 
@@ -127,6 +131,7 @@ def _pillow_now() -> tuple[int | None, bool, int]:
 
 
 def _set_pillow(settings: tuple[int | None, bool, int]) -> None:
+    """Set the limit of pixels, truncated files and AVIF threads."""
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = settings[:2]
     AvifImagePlugin.DEFAULT_MAX_THREADS = settings[2]
 

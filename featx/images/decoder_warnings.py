@@ -35,6 +35,7 @@ _logged: set[str] = set()
 """Reasons that this process has logged; a worker opens a decoder for each part, and logs once."""
 
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""Numbers and addresses in a warning."""
 _LENGTH = 160
 """Largest number of characters of a reason."""
 
@@ -117,6 +118,7 @@ _TIFF_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.
 """TIFFErrorHandler of tiffio.h: (module, format, va_list)."""
 
 _MESSAGE_BYTES = 1024
+"""Size of the buffer into which a message of libtiff is formatted."""
 
 
 class _Libtiff:
@@ -184,6 +186,7 @@ class _Redirection:
             self._stack.close()
 
     def _on(self) -> None:
+        """Redirect libtiff, `warnings` and Pillow's loggers."""
         if self._libtiff is None:
             self._libtiff = _Libtiff()
         self._libtiff.replace()

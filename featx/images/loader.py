@@ -164,6 +164,7 @@ class Loader:
             for start in range(part.start, part.stop, self._batch_size)
         )
         for part, start, count in spans:
+            # Batches finish in any order; the queue hands them out in the order of the rows.
             waiting.append((part, self._begin(start, count)))
             if len(waiting) > PREFETCH_BATCHES:
                 part, finished = waiting.popleft()

@@ -27,6 +27,7 @@ from featx.types import ImageFault, Status
 
 _READY = b"!"
 """Byte that the child writes when its imports are done."""
+
 _SPARE_S = 60
 """Seconds after its time limit at which a child ends itself, in case its parent is gone."""
 

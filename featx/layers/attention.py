@@ -25,6 +25,7 @@ HIDDEN = ("matmul", "matmul_1", "softmax")
 """Names of the operations of plain attention that the fused kernel does not call."""
 
 _NEED, _AVERAGE = "need_weights", "average_attn_weights"
+"""Arguments of nn.MultiheadAttention.forward that decide about its weights."""
 _PLACES = {_NEED: 4, _AVERAGE: 6}
 """Argument name of nn.MultiheadAttention.forward -> its position."""
 

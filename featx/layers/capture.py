@@ -111,6 +111,7 @@ class _CaptureHooks(CaptureHooks):
         self._detach()
 
     def _store(self, record: PassRecord, tap: CapturePoint, tensor: torch.Tensor) -> None:
+        """Append a copy of the tensor to those of its capture."""
         assert isinstance(record, _CapturedPass)
         record.tensors.setdefault((tap.name, tap.operation), []).append(tensor.clone())
 

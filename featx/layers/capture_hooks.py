@@ -121,6 +121,7 @@ def check_calls(
 
 
 def _times(count: int) -> str:
+    """A number of calls in words."""
     return {0: "not at all", 1: "once"}.get(count, f"{count} times")
 
 
@@ -334,18 +335,24 @@ class CaptureHooks:
         torch.autograd.grad(total, leaf, allow_unused=True)
 
     def _output_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+        """Hook that captures outputs."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._keep_all(self._present(self._meant(key, taps), output), output)
 
         return hook
 
     def _input_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+        """Hook that captures inputs."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._take(key, taps, [*args, *kwargs.values()])
 
         return hook
 
     def _grad_output_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+        """Hook that captures the gradient of an output."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             for tap in self._present(self._meant(key, taps), output):
                 self._await_gradient(tap, pick(output, tap))

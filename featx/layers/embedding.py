@@ -190,18 +190,23 @@ class _Comparison:
             handle.remove()
 
     def _input_hook(self, name: str) -> Any:
+        """Hook that compares the inputs of a module."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._compare(name, "input", [*args, *kwargs.values()])
 
         return hook
 
     def _output_hook(self, name: str) -> Any:
+        """Hook that compares the outputs of a module."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             self._compare(name, "output", output)
 
         return hook
 
     def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
+        """Compare the result of an operation; a callback of `OperationRecorder`."""
         self._compare(module, "output", result, name)
 
     def _compare(self, module: str, capture: str, value: Any, operation: str = "") -> None:

@@ -28,6 +28,7 @@ from featx.models.base import (
 
 _REPEATS = (1, 2, 2, 3, 3, 4, 1)
 """Number of blocks in each stage."""
+
 _FIRST_BLOCK = {
     "_depthwise_conv": "conv_dw",
     "_project_conv": "conv_pw",
@@ -35,6 +36,7 @@ _FIRST_BLOCK = {
     "_bn2": "bn2",
 }
 """Names in the package -> names in timm, for the first block."""
+
 _OTHER_BLOCKS = {
     "_expand_conv": "conv_pw",
     "_depthwise_conv": "conv_dw",
@@ -44,6 +46,7 @@ _OTHER_BLOCKS = {
     "_bn2": "bn3",
 }
 """Names in the package -> names in timm, for the other blocks."""
+
 _TOP = {
     "_conv_stem": "conv_stem",
     "_bn0": "bn1",
@@ -52,7 +55,9 @@ _TOP = {
     "_fc": "classifier",
 }
 """Names in the package -> names in timm, outside the blocks."""
+
 _MEAN = _STD = (0.5, 0.5, 0.5)
+"""Mean and standard deviation per channel, of values in [0, 1]."""
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

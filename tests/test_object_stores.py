@@ -187,7 +187,12 @@ def test_heat_maps_and_their_pictures(pictures: Path, out: str, devices: int | N
     (pictures / "cat" / "000.png").write_bytes(b"no picture")
     keys = {key: value for key, value in KEYS.items() if key != "layers"}
     keys |= {"data": str(pictures), "max_failures": 5, "devices": devices}
-    method = {"method": ["gradcam", "saliency"], "layer": "deep", "maps": "conv", "per_class": 1}
+    method = {
+        "method": ["gradcam", "saliency"],
+        "layer": "deep",
+        "feature_map_layer": "conv",
+        "per_class": 1,
+    }
     assert run_job("attribute", **keys, attribute=method) == 0
     assert run_job("attribute", **{**keys, "out": out}, attribute=method) == 0
     far = package.open(out)

@@ -44,8 +44,8 @@ class AttributeConfig:
     """Pixels between two squares of occlusion, half the window when not given."""
     per_class: int = 8
     """Rows drawn for each class of the data set, on one sheet below OUT/pictures; 0 draws none."""
-    maps: str | None = None
-    """A layer whose feature maps are drawn as well, for the first picture of each sheet."""
+    feature_map_layer: str | None = None
+    """Layer whose feature maps are drawn as well, for the first image of each sheet."""
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -78,8 +78,10 @@ class AttributeConfig:
             )
         if self.per_class < 0:
             raise ConfigError(f"attribute.per_class={self.per_class}: expected 0 or more.")
-        if self.maps is not None and not self.per_class:
-            raise ConfigError("attribute.maps draws a row of each sheet: attribute.per_class=0.")
+        if self.feature_map_layer is not None and not self.per_class:
+            raise ConfigError(
+                "attribute.feature_map_layer draws a row of each sheet: attribute.per_class=0."
+            )
 
     @property
     def methods(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ def _draw(prepared: RunContext, session: StoreSession) -> None:
             title = name or "pictures without a label"
             sheet = contact_sheet(title, _subtitle(prepared, store), methods, tiles)
             made.append((f"{_file_name(name)}.png", sheet))
-            if config.attribute.maps is not None:
+            if config.attribute.feature_map_layer is not None:
                 made.append(_feature_maps(prepared, loader, name, rows[0], tiles[0]))
             for file_name, image in made:
                 data = io.BytesIO()
@@ -160,8 +160,8 @@ def _subtitle(prepared: RunContext, store: FeatureStore) -> str:
 def _feature_maps(
     prepared: RunContext, loader: Loader, name: str, row: int, tile: Tile
 ) -> tuple[str, Image.Image]:
-    """(file name, grid) of the layer that attribute.maps names, for one row."""
-    layer = prepared.config.attribute.maps
+    """(file name, grid) of the layer that attribute.feature_map_layer names, for one row."""
+    layer = prepared.config.attribute.feature_map_layer
     from featx.analysis.attribution.attributor import Attributor  # which imports torch
 
     assert isinstance(prepared.engine, Attributor)

@@ -453,7 +453,7 @@ def test_a_window_larger_than_the_picture_is_refused() -> None:
         ({"method": "occlusion", "window": 3, "stride": 4}, "never be hidden"),
         ({"method": "occlusion", "baseline": "white"}, "expected one of black, mean, blur"),
         ({"per_class": -1}, "attribute.per_class=-1"),
-        ({"per_class": 0, "maps": "two"}, "attribute.maps draws"),
+        ({"per_class": 0, "feature_map_layer": "two"}, "attribute.feature_map_layer draws"),
     ],
 )
 def test_mistaken_settings_are_refused(settings: dict[str, Any], expected: str) -> None:

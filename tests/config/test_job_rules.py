@@ -49,7 +49,7 @@ CALLS = [
         {
             **{k: v for k, v in RUN.items() if k != "layers"},
             "out": "maps",
-            "attribute": {"layer": "deep", "maps": "conv"},
+            "attribute": {"layer": "deep", "feature_map_layer": "conv"},
         },
     ),
     Call("plan", {**RUN, "out": "new"}),

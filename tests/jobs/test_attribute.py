@@ -170,7 +170,8 @@ def test_labels_are_explained_as_they_are(photos: Path) -> None:
 def test_sheets_show_each_class_and_feature_maps(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(photos, attribute={"method": ALL, "steps": 2, "window": 16, "maps": "conv"}) == 0
+    options = {"method": ALL, "steps": 2, "window": 16, "feature_map_layer": "conv"}
+    assert run(photos, attribute=options) == 0
     names = ["cat.png", "dog.png", "maps-conv-cat.png", "maps-conv-dog.png"]
     assert sorted(os.listdir("store/pictures")) == names
     assert "store/pictures/cat.png" in capsys.readouterr().err
@@ -188,7 +189,11 @@ def test_sheets_show_each_class_and_feature_maps(
 
 @pytest.mark.usefixtures("in_tmp_path")
 def test_a_wrong_layer_is_told_before_anything_is_written(photos: Path) -> None:
-    for options in ({"layer": "depp"}, {"maps": "depp"}, {"maps": "head"}):
+    for options in (
+        {"layer": "depp"},
+        {"feature_map_layer": "depp"},
+        {"feature_map_layer": "head"},
+    ):
         with pytest.raises(LayerError):
             run(photos, attribute=options)
     assert not Path("store").exists()

@@ -14,7 +14,7 @@ JOBS = ("stats", "attribute")
 
 _ATTRIBUTE: dict[str, Any] = {key: value for key, value in KEYS.items() if key != "layers"}
 _ATTRIBUTE["attribute"] = {
-    "method": ["gradcam", "saliency"], "layer": "deep", "maps": "conv", "per_class": 1,
+    "method": ["gradcam", "saliency"], "layer": "deep", "feature_map_layer": "conv", "per_class": 1,
 }  # fmt: skip
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 OVERRIDES = {
     "stats": ("job=stats", "layers=[conv,deep]", "stats.observation=position"),
     "attribute": ("job=attribute", "attribute.method=[gradcam,saliency]", "attribute.layer=deep",
-                  "attribute.maps=conv", "attribute.per_class=1"),
+                  "attribute.feature_map_layer=conv", "attribute.per_class=1"),
 }  # fmt: skip
 """The same for the command, beside tiny_model.COMMAND without its layers."""
 

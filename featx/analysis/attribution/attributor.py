@@ -114,15 +114,17 @@ class Attributor(Engine):
         """Select one capture per method and one per number, named like their datasets.
 
         Raises:
-            LayerError: attribute.layer or attribute.maps names no module, or the model has no
-                stages.
+            LayerError: attribute.layer or attribute.feature_map_layer names no module, or the model
+                has no stages.
         """
         methods = self._options.methods
         if set(OF_A_LAYER) & set(methods):
             layer = self._options.layer or self._last_stage(traced)
             self._layer = _module_tap("attribute.layer", layer, traced)
-        if self._options.maps is not None:
-            self._maps = _module_tap("attribute.maps", self._options.maps, traced)
+        if self._options.feature_map_layer is not None:
+            self._maps = _module_tap(
+                "attribute.feature_map_layer", self._options.feature_map_layer, traced
+            )
         taps = [self._tap(method) for method in methods]
         if "integrated_gradients" in methods:
             integrated = self._tap("integrated_gradients")
@@ -382,7 +384,7 @@ class Attributor(Engine):
         return baseline(self._options.baseline or "mean", x, self.backbone.preprocess.normalise)
 
     def feature_maps(self, images: torch.Tensor) -> torch.Tensor:
-        """Compute the output of the layer attribute.maps for some images.
+        """Compute the output of the layer attribute.feature_map_layer for some images.
 
         Args:
             images: (B, 3, H, W), uint8 in [0, 255] or normalised float32.

@@ -23,7 +23,7 @@ class ProbeConfig:
     split: str = "holdout"
     """Which rows are tested: holdout (a share of each class), kfold (each row once), or column (as
     probe.split_column or probe.split_file says)."""
-    test: float | None = None
+    test_share: float | None = None
     """Share of each class that holdout tests, 0.2 when not given."""
     folds: int | None = None
     """Folds of kfold, 5 when not given."""
@@ -40,7 +40,7 @@ class ProbeConfig:
     test_store: str | None = None
     """Another store whose rows are tested, classes matched by name; all labelled rows of this one
     are then for training."""
-    validation: float = 0.2
+    validation_share: float = 0.2
     """Share of each class of the training rows on which strengths and k are chosen."""
     l2: float | None = None
     """Strength of linear's and ridge's penalty, of the mean loss; swept when not given."""
@@ -68,7 +68,7 @@ class ProbeConfig:
             raise ConfigError(f"probe.method={self.method}: expected some of {', '.join(PROBES)}.")
         check_choice("probe.split", self.split, SPLITS)
         self._check_owners()
-        for key in ("test", "validation"):
+        for key in ("test_share", "validation_share"):
             value = getattr(self, key)
             if value is not None and not 0 < value < 1:
                 raise ConfigError(f"probe.{key}={value}: expected a share between 0 and 1.")
@@ -97,7 +97,7 @@ class ProbeConfig:
                 f"{self.split}; give one."
             )
         for key, owner in (
-            ("test", "holdout"),
+            ("test_share", "holdout"),
             ("folds", "kfold"),
             ("split_file", "column"),
             ("split_column", "column"),

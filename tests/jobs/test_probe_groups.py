@@ -62,7 +62,9 @@ FRAMES = [frame_key(b"%03d.mp4" % group, place % ROWS) for place, group in enume
 PATIENTS = {"patient": np.array([b"p%03d" % group for group in GROUP_OF])}
 
 
-@pytest.mark.parametrize("split", [{}, {"split": "kfold"}, {"test": 0.4, "validation": 0.4}])
+@pytest.mark.parametrize(
+    "split", [{}, {"split": "kfold"}, {"test_share": 0.4, "validation_share": 0.4}]
+)
 @pytest.mark.parametrize(
     ("keys", "columns", "options", "by"),
     [

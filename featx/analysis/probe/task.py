@@ -65,7 +65,10 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
     grouped = row_groups(training, column)
     # Groups of a single row each have no effect on splits.
     groups = None if grouped is None or grouped.num_groups == len(y) else grouped.of_row
-    about: dict[str, Any] = {"kind": options.split, "validation": options.validation}
+    about: dict[str, Any] = {
+        "kind": options.split,
+        "validation_share": options.validation_share,
+    }
     if options.label_column is not None:
         about |= {"label_column": options.label_column}
     if options.test_store is not None:
@@ -76,7 +79,7 @@ def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Tas
         y = np.concatenate([y, testing.y])
         groups = _with_groups_of(testing, column, groups, len(every))
         none, test = np.empty(0, np.int64), np.arange(len(every), len(y))
-        found = [splits.given(y, every, none, test, options.validation, seed, groups)]
+        found = [splits.given(y, every, none, test, options.validation_share, seed, groups)]
         about |= {"kind": "test_store", "test_store": str(testing.store.root)}
     else:
         found, settings = _splits_of_one_store(config, training, groups, notes)
@@ -127,10 +130,11 @@ def _splits_of_one_store(
         return [_column_split(config, training, groups, notes)], named
     if options.split == "kfold":
         folds = options.folds or 5
-        found = splits.kfold(training.y, folds, options.validation, seed, groups)
+        found = splits.kfold(training.y, folds, options.validation_share, seed, groups)
         return found, {"folds": folds}
-    share = options.test or 0.2
-    return [splits.holdout(training.y, share, options.validation, seed, groups)], {"test": share}
+    share = options.test_share or 0.2
+    found = [splits.holdout(training.y, share, options.validation_share, seed, groups)]
+    return found, {"test_share": share}
 
 
 def _with_groups_of(
@@ -270,7 +274,7 @@ def _column_split(
         sides["train"],
         sides["validation"],
         sides["test"],
-        config.probe.validation,
+        config.probe.validation_share,
         config.seed,
         groups,
     )

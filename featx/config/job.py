@@ -96,12 +96,12 @@ class VerifyConfig:
 class BenchConfig:
     """What job=bench measures."""
 
-    images: int = 512
-    """Pictures of each run: photographs made for it, or the first ones of data=folder."""
+    num_images: int = 512
+    """Number of images of each run: photographs made for it, or the first ones of data=folder."""
     runs: int = 3
-    """Rounds; in each every contender runs once, in turn."""
+    """Number of rounds; in each, every contender runs once, in turn."""
 
     def __post_init__(self) -> None:
-        for key in ("images", "runs"):
+        for key in ("num_images", "runs"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"bench.{key}={getattr(self, key)}: expected at least 1.")

@@ -113,7 +113,7 @@ _WITHOUT_EFFECT = {
     "layers": (_OF_A_RUN, "it lists every layer there is, and stores nothing"),
     "bench": (
         ("grow", "overwrite", "out", "data.limit"),
-        "every run begins a store of its own, of bench.images pictures",
+        "every run begins a store of its own, of bench.num_images images",
     ),
 }
 """Jobs that compute -> options that they do not read, and why."""

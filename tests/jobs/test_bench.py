@@ -63,7 +63,7 @@ def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) 
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / contenders.FEATURES, np.array(rows))
     # The folder has fewer pictures than were asked for.
-    config = Config(job=JobConfig("bench"), bench=BenchConfig(images=100, runs=3))
+    config = Config(job=JobConfig("bench"), bench=BenchConfig(num_images=100, runs=3))
     seconds = {"copy": 1.0, "write": 0.0}
     result = bench._result(
         config,
@@ -113,7 +113,7 @@ def test_the_command(featx: Any, photos: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
     done = featx(
         "job=bench", "job.json=true", *COMMAND, "data=folder", f"data.root={photos}",
-        "bench.images=6", "bench.runs=1",
+        "bench.num_images=6", "bench.runs=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -51,9 +51,9 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
         )
     if config.data.name != "folder":
         photos = folder / "photos"
-        make_photos(photos, config.bench.images)
+        make_photos(photos, config.bench.num_images)
         config = replace(config, data=DataConfig(name="folder", root=str(photos)))
-    return replace(config, data=replace(config.data, limit=config.bench.images))
+    return replace(config, data=replace(config.data, limit=config.bench.num_images))
 
 
 def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:

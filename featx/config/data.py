@@ -38,7 +38,7 @@ _OF_DATA = {
     "extensions": ("folder", "webdataset", "video"),
     "depth": ("folder",),
     "classes": ("folder",),
-    "images": ("table",),
+    "image_root": ("table",),
     "path_column": ("table", "huggingface"),
     "label_column": ("table", "huggingface"),
     "columns": ("table",),
@@ -68,7 +68,7 @@ class DataConfig:
     data.root itself, 1 also those in class folders; null takes every depth."""
     classes: str | None = None
     """A JSON or CSV file, folder name -> class name or number, for data=folder."""
-    images: str | None = None
+    image_root: str | None = None
     """The folder that paths of data=table start from; null is the folder of the table, of several
     the one that data.root names or its pattern begins with."""
     path_column: str | None = None

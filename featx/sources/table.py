@@ -66,7 +66,9 @@ class TableSource:
         self._label_column = config.label_column
         self._column_names = sorted(config.columns or ())
         self._follow_links = config.follow_links
-        self._root = Path(config.images).expanduser() if config.images else _folder_of(self._where)
+        self._root = (
+            Path(config.image_root).expanduser() if config.image_root else _folder_of(self._where)
+        )
         self._folder = FolderSource(self._root, config.follow_links)
         self._images: ImageColumn | None = None
         self._listed = False
@@ -204,7 +206,7 @@ class TableSource:
         inside = os.path.abspath(self._root)  # noqa: PTH100
         if not self._follow_links and os.path.commonpath((whole, inside)) != inside:
             raise DataError(
-                f"{file}: {path!r} leads out of {self._root}. data.images=DIR says where "
+                f"{file}: {path!r} leads out of {self._root}. data.image_root=DIR says where "
                 "paths start from; data.follow_links=true allows any place."
             )
 

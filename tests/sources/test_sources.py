@@ -55,7 +55,7 @@ def csv(pictures: dict[str, bytes]) -> dict[str, Any]:
         path.write_bytes(data)
     rows = "".join(f"{key},{key[:3]}\n" for key in pictures)
     Path("t.csv").write_text(f"path,label\n{rows}")
-    return {"name": "table", "root": "t.csv", "images": "loose"}
+    return {"name": "table", "root": "t.csv", "image_root": "loose"}
 
 
 def parquet(pictures: dict[str, bytes]) -> dict[str, Any]:

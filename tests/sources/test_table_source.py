@@ -93,7 +93,7 @@ def test_numbers_stay_numbers(tmp_path: Path) -> None:
 def test_columns_and_the_folder_of_the_paths_can_be_named(tmp_path: Path) -> None:
     files(tmp_path / "pictures", "007.jpg", "1.5")
     text = "path\tlabel\tfile\tkind\nx\t1\t007.jpg\tcat\ny\t2\t1.5\tdog\n"
-    keys = {"path_column": "file", "images": str(tmp_path / "pictures")}
+    keys = {"path_column": "file", "image_root": str(tmp_path / "pictures")}
     source = table(write(tmp_path / "t.tsv", text), label_column="kind", **keys)
     assert labels_of(source.listing()) == {"007.jpg": "cat", "1.5": "dog"}
     assert source.read(b"007.jpg") == b"007.jpg"

@@ -163,7 +163,7 @@ def test_jobs_that_read_a_store(
     assert kept["accuracy"] == result["accuracy"]
     assert kept["store"] == out
     assert kept["head"]["file"] == "probe/conv.safetensors"
-    trusted = {key: KEYS["model"][key] for key in ("name", "library", "target")}
+    trusted = {key: KEYS["model"][key] for key in ("name", "library", "factory")}
     sure = {"model": trusted, "data": str(pictures), "out": "predicted"}
     assert run_job("predict", store=out, **sure) == 0
     assert Path("predicted/predictions.csv").read_text().count("\n") == 22

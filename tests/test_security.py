@@ -110,13 +110,15 @@ def test_arguments_of_a_users_model_are_plain_values(tmp_path: Path) -> None:
 
 def test_what_a_store_keeps_of_arguments_holds_no_secret() -> None:
     args = {"api_token": "hunter2", "url": "https://host/x?sig=hunter2", "scale": 2.0, "on": None}
-    kept = _args_of_values(ModelConfig(library="custom", target="test_security:factory", args=args))
+    kept = _args_of_values(
+        ModelConfig(library="custom", factory="test_security:factory", args=args)
+    )
     assert "hunter2" not in str(kept)
     assert (kept["scale"], kept["on"]) == (2.0, None)
     assert "api_token" not in kept
     other = {**args, "url": "https://host/y?sig=hunter2"}
     again = _args_of_values(
-        ModelConfig(library="custom", target="test_security:factory", args=other)
+        ModelConfig(library="custom", factory="test_security:factory", args=other)
     )
     assert again["url"] != kept["url"]
 

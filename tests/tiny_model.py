@@ -19,7 +19,7 @@ from featx.config.schema import from_keywords, from_omegaconf
 MODEL = {
     "name": "tiny",
     "library": "custom",
-    "target": "tiny_model:Tiny",
+    "factory": "tiny_model:Tiny",
     "weights": None,
     "transform": {"resize": 32, "crop": 32},
 }
@@ -37,7 +37,7 @@ KEYS = {
 
 COMMAND = (
     "model=custom",
-    "model.target=tiny_model:Tiny",
+    "model.factory=tiny_model:Tiny",
     "model.weights=null",
     "model.transform.resize=32",
     "model.transform.crop=32",
@@ -121,7 +121,7 @@ def run_job(job: str, *, json: bool = False, **keys: Any) -> int:
     """The exit code of a job as the command runs it; its errors come through."""
     if job == "verify":
         # Code is imported only where the command names it.
-        keys = {"model": {key: MODEL[key] for key in ("name", "library", "target")}, **keys}
+        keys = {"model": {key: MODEL[key] for key in ("name", "library", "factory")}, **keys}
     node = from_keywords(keys)
     node.job.name, node.job.json = job, json
     code: int = importlib.import_module(f"featx.jobs.{job}").run(

@@ -87,7 +87,7 @@ def predict(
     head: str | os.PathLike[str],
     images: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     device: str = "auto",
-    model_target: str | None = None,
+    model_factory: str | None = None,
 ) -> Predictions:
     """Classify images with a head of job=probe.
 
@@ -95,8 +95,8 @@ def predict(
         head: .safetensors file that job=probe wrote.
         images: a folder, or a list of image files.
         device: as the option `device`.
-        model_target: for a head on model=custom, the 'package.module:factory' of its model. It must
-            be given because featx imports no code that only a file names.
+        model_factory: for a head on model=custom, the 'package.module:factory' of its model. It
+            must be given because featx imports no code that only a file names.
 
     Returns:
         One row per image, in the given order; for a folder, in the order of its keys. An image that
@@ -110,8 +110,8 @@ def predict(
     root = str(images) if single else "/"
     config = Config(
         model=ModelConfig()
-        if model_target is None
-        else ModelConfig(name="custom", library="custom", target=model_target),
+        if model_factory is None
+        else ModelConfig(name="custom", library="custom", factory=model_factory),
         data=DataConfig(name="folder", root=root),
         device=device,
     )

@@ -205,12 +205,12 @@ def refuse_unnamed_code(config: Config, before: Config, what: str) -> None:
     Raises:
         ConfigError: it names other code.
     """
-    target = before.model.target
-    if target is not None and config.model.target != target:
+    factory = before.model.factory
+    if factory is not None and config.model.factory != factory:
         raise ConfigError(
-            f"{what} was made with model=custom model.target={target}. featx imports no code "
+            f"{what} was made with model=custom model.factory={factory}. featx imports no code "
             "because a file names it: if you trust it, add model=custom "
-            f"model.target={target} (featx.predict: model_target)."
+            f"model.factory={factory} (featx.predict: model_factory)."
         )
 
 

@@ -118,7 +118,7 @@ _WITHOUT_EFFECT = {
 }
 """Jobs that compute -> options that they do not read, and why."""
 
-_OF_CUSTOM_CODE = ("model.name", "model.library", "model.target")
+_OF_CUSTOM_CODE = ("model.name", "model.library", "model.factory")
 """Options that let a job import the code that a store names; see docs/security.md."""
 
 

@@ -54,8 +54,9 @@ class ModelConfig:
     init: str = "loaded"
     """loaded keeps these weights; reset puts the model's own random ones in their place, of `seed`:
     the untrained baseline, the same in all else."""
-    target: str | None = None
-    """package.module:factory, for model=custom."""
+    factory: str | None = None
+    """Import path of a function that returns the torch.nn.Module, such as package.module:function,
+    for model=custom."""
     args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, for model=custom. A resume refuses others, but for those
     that the factory names in an attribute `args_without_effect`."""
@@ -72,13 +73,13 @@ class ModelConfig:
                 "model.init=reset has no effect with model.weights=null, whose weights are random."
             )
         custom = self.library == "custom"
-        if custom and not self.target:
+        if custom and not self.factory:
             raise ConfigError(
-                "model=custom needs model.target=package.module:factory, a function that returns "
+                "model=custom needs model.factory=package.module:factory, a function that returns "
                 "your torch.nn.Module."
             )
         if not custom:
-            for key, value in (("target", self.target), ("args", self.args)):
+            for key, value in (("factory", self.factory), ("args", self.args)):
                 if value:
                     raise ConfigError(f"model.{key} has an effect with model=custom only.")
             if self.transform != TransformConfig():

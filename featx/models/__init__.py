@@ -56,7 +56,7 @@ def resolve_library(config: ModelConfig) -> str:
     everything = sorted({n for names in asked.values() for n in names})
     raise ModelError(
         f"unknown model {name!r} (looked in {', '.join(asked)}).{nearest(name, everything)} "
-        "For your own module: model=custom model.target=package.module:factory."
+        "For your own module: model=custom model.factory=package.module:factory."
     )
 
 

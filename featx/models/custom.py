@@ -1,4 +1,4 @@
-"""Backbones from the user's code: model=custom model.target=package.module:factory."""
+"""Backbones from the user's code: model=custom model.factory=package.module:factory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     """Call the factory, check the module that it returns, and load weights if a file is given.
 
     Args:
-        config: `target`, `args`, `weights` and `transform` of the model options.
+        config: `factory`, `args`, `weights` and `transform` of the model options.
         seed: seed during the call of the factory.
 
     Raises:
@@ -46,7 +46,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
         load_weights(module, read_weights(Path(weights)), weights)
     return Backbone(
         module=module,
-        name=f"custom/{config.target}",
+        name=f"custom/{config.factory}",
         weights=weights,
         preprocess=preprocess_of(config.transform),
         num_prefix_tokens=int(getattr(module, "num_prefix_tokens", 0)),
@@ -90,7 +90,7 @@ def untrained(config: ModelConfig, seed: int) -> nn.Module:
     if module is other or fixed:
         values = f"{', '.join(fixed[:5])}{', ...' if fixed[5:] else ''} with the same values"
         raise ModelError(
-            f"model.init=reset: model.target={config.target} gives "
+            f"model.init=reset: model.factory={config.factory} gives "
             f"{'one module' if module is other else values} whatever the seed. It has to make an "
             "untrained model: the weights go into model.weights=FILE, constants into buffers."
         )
@@ -99,19 +99,19 @@ def untrained(config: ModelConfig, seed: int) -> nn.Module:
 
 def _made(config: ModelConfig, seed: int) -> nn.Module:
     """The module that the factory returns with this seed."""
-    assert config.target is not None
-    factory = import_target(config.target)
+    assert config.factory is not None
+    factory = import_factory(config.factory)
     with seeded(seed):
         try:
             module = factory(**config.args)
         except TypeError as error:
             raise ModelError(
-                f"model.target={config.target} cannot be called with model.args={config.args}: "
+                f"model.factory={config.factory} cannot be called with model.args={config.args}: "
                 f"{error}."
             ) from error
     if not isinstance(module, nn.Module):
         raise ModelError(
-            f"model.target={config.target} returned a {type(module).__name__}, "
+            f"model.factory={config.factory} returned a {type(module).__name__}, "
             "expected a torch.nn.Module."
         )
     return module
@@ -121,12 +121,12 @@ def _args_of_values(config: ModelConfig) -> dict[str, Any]:
     """The entries of `model.args` that are part of the fingerprint.
 
     A scale or a threshold changes values and no weight; a pause or the path of a file does not. The
-    target names the latter in its attribute `args_without_effect`. The store keeps the result, so
+    factory names the latter in its attribute `args_without_effect`. The store keeps the result, so
     secrets are left out, and texts and other objects, which may come from the environment, are
     hashed.
     """
-    assert config.target is not None
-    without = getattr(import_target(config.target), "args_without_effect", ())
+    assert config.factory is not None
+    without = getattr(import_factory(config.factory), "args_without_effect", ())
     return {
         name: value if value is None or isinstance(value, bool | int | float) else _hash(value)
         for name, value in config.args.items()
@@ -140,18 +140,18 @@ def _hash(value: Any) -> str:
     return "sha256 " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def import_target(target: str) -> Callable[..., Any]:
+def import_factory(path: str) -> Callable[..., Any]:
     """Import a factory; modules in the current folder are found as well.
 
     Args:
-        target: 'package.module:factory'.
+        path: 'package.module:factory'.
 
     Raises:
         ModelError: there is no such module, or no such callable in it.
     """
-    module_name, _, attribute = target.partition(":")
+    module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise ModelError(f"model.target={target}: expected package.module:factory.")
+        raise ModelError(f"model.factory={path}: expected package.module:factory.")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
@@ -159,13 +159,13 @@ def import_target(target: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except (ImportError, SyntaxError, TypeError, ValueError) as error:
         raise ModelError(
-            f"model.target={target}: {error}. Run the command where {module_name} can be "
+            f"model.factory={path}: {error}. Run the command where {module_name} can be "
             "imported: its folder, or a folder on PYTHONPATH."
         ) from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
         raise ModelError(
-            f"model.target={target}: {module_name} has no callable {attribute!r}."
+            f"model.factory={path}: {module_name} has no callable {attribute!r}."
             f"{nearest(attribute, dir(module))}"
         )
     return factory  # type: ignore[no-any-return]  # callable() was checked

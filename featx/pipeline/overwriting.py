@@ -94,15 +94,15 @@ def _digest(config: Config) -> bytes:
         max_failures=0.01,
         pack="auto",
     )
-    target = config.model.target
-    parts = {"config": asdict(asked), "code": None if target is None else _source_of(target)}
+    factory = config.model.factory
+    parts = {"config": asdict(asked), "code": None if factory is None else _source_of(factory)}
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest().encode()
 
 
-def _source_of(target: str) -> str | None:
+def _source_of(factory: str) -> str | None:
     """SHA-256 of the file behind package.module:factory, which may change between two commands."""
-    name = target.partition(":")[0].replace(".", os.sep)
+    name = factory.partition(":")[0].replace(".", os.sep)
     for folder in (*sys.path, ""):
         for ending in (".py", f"{os.sep}__init__.py"):
             path = Path(folder, name + ending)

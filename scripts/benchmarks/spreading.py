@@ -30,7 +30,7 @@ def parts(arguments: argparse.Namespace) -> None:
         with h5py.File(folder / "images.h5", "w") as file:
             file["x"] = pixels
         keys = [
-            "model=custom", "model.target=featx.jobs.bench.null_model:Nothing",
+            "model=custom", "model.factory=featx.jobs.bench.null_model:Nothing",
             "model.weights=null", "model.transform.resize=8", "model.transform.crop=8",
             "layers=[mean]", "precision=fp32", "compile=false", "batch_size=1",
             "part_rows=1", "pack=false", "data=hdf5",

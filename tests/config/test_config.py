@@ -126,7 +126,7 @@ def test_the_readme_has_every_key_with_its_default() -> None:
 def test_the_saved_config_keeps_the_environment_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpolations that read the environment stay as they are; secrets are left out."""
     monkeypatch.setenv("HUB_SECRET", "hunter2")
-    node = from_keywords({"model": {"library": "custom", "target": "a:b"}})
+    node = from_keywords({"model": {"library": "custom", "factory": "a:b"}})
     node.model.args = OmegaConf.create(
         {"api_token": "hunter2", "home": "${oc.env:HUB_SECRET}", "depth": 20}
     )

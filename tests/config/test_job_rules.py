@@ -27,7 +27,7 @@ from featx.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
 
-TRUSTED = {name: MODEL[name] for name in ("name", "library", "target")}
+TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
 RUN = {**KEYS, "data": "photos"}
 MAPS = {key: value for key, value in RUN.items() if key != "layers"}
 
@@ -208,7 +208,7 @@ def test_what_is_given_and_not_read_is_refused_also_with_its_default(
     job: str, keys: dict[str, Any], refused: str
 ) -> None:
     if "args" in str(keys):
-        keys["model"] = {"name": "custom", "library": "custom", "target": "a:b", **keys["model"]}
+        keys["model"] = {"name": "custom", "library": "custom", "factory": "a:b", **keys["model"]}
     node = from_keywords(keys)
     node.job.name = job
     with pytest.raises(ConfigError, match=refused):

@@ -261,7 +261,7 @@ def test_a_call_that_is_asked_for_by_its_number_counts_the_others() -> None:
 def test_a_run_says_why_a_model_that_follows_its_data_is_not_folded(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {**KEYS["model"], "target": "test_batch_independence:OwnLoop"}
+    model = {**KEYS["model"], "factory": "test_batch_independence:OwnLoop"}
     extract(photos, model=model, layers=["head"])
     assert "fold_batchnorm  false (what the model does may follow" in capsys.readouterr().err
 
@@ -351,7 +351,7 @@ def test_a_run_is_refused_before_anything_is_written(
     for path in photos.rglob("*.png"):  # bright ones
         pixels = np.asarray(Image.open(path))
         Image.fromarray(200 + pixels // 8).save(path)
-    model = {**KEYS["model"], "target": f"test_batch_independence:{name}"}
+    model = {**KEYS["model"], "factory": f"test_batch_independence:{name}"}
     with pytest.raises(error):
         extract(photos, model=model, layers=[layer])
     assert not Path("store").exists()
@@ -362,7 +362,7 @@ def test_the_rows_of_a_branch_that_noise_does_not_take_are_right(tmp_path: Path)
     root = write_pictures(tmp_path / "bright", 8)
     for path in root.rglob("*.png"):
         Image.fromarray(220 + np.asarray(Image.open(path)) // 8).save(path)
-    model = {**KEYS["model"], "target": "test_batch_independence:Masked"}
+    model = {**KEYS["model"], "factory": "test_batch_independence:Masked"}
     store = extract(root, model=model, layers=["block"], dtype="float32")
     plain = extract(
         root, model=model, layers=["block"], dtype="float32", fold_batchnorm=False, out="plain"

@@ -178,7 +178,7 @@ def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos:
     module = Hooked(name).train()
     LIVING[:] = [module]
     before = facts(module)
-    model = {**KEYS["model"], "target": "test_batchnorm_folding:living", "weights": "default"}
+    model = {**KEYS["model"], "factory": "test_batchnorm_folding:living", "weights": "default"}
     keys = {**KEYS, "model": model, "layers": ["last"], "dtype": "float32"}
     store = extract(photos, **keys)
     assert facts(module) == before
@@ -267,7 +267,7 @@ def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_las
 
 OWN = {
     **KEYS,
-    "model": {**KEYS["model"], "target": "test_batchnorm_folding:Classifier"},
+    "model": {**KEYS["model"], "factory": "test_batchnorm_folding:Classifier"},
     "layers": ["relu"],
 }
 
@@ -310,7 +310,7 @@ class Twice(nn.Module):
 def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
     keys = {
         **OWN,
-        "model": {**OWN["model"], "target": "test_batchnorm_folding:Twice"},
+        "model": {**OWN["model"], "factory": "test_batchnorm_folding:Twice"},
         "dtype": "float32",
     }
     extract(photos, **{**keys, "layers": ["first.relu"]})

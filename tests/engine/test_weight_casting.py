@@ -435,12 +435,12 @@ OWN = nn.Sequential(nn.Conv2d(3, 8, 8, stride=8), nn.Flatten(), nn.Linear(128, 4
 def test_a_run_says_why_weights_are_cast_in_each_pass(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {**MODEL, "target": "test_weight_casting:ReadsDtype", "weights": None}
+    model = {**MODEL, "factory": "test_weight_casting:ReadsDtype", "weights": None}
     extract(photos, model=model, layers=["seen", "conv"], precision="bf16")
     told = capsys.readouterr().err
     assert "weights     cast to bf16 in each pass; cast once, seen changes: float32 becomes" in told
     before = state_sha256(OWN)
-    own_model = {**MODEL, "target": "test_weight_casting:own", "weights": "default"}
+    own_model = {**MODEL, "factory": "test_weight_casting:own", "weights": "default"}
     store = extract(photos, model=own_model, layers=["2"], precision="bf16", out="own")
     assert store["2"].attrs["compute_dtype"] == "bfloat16"
     assert "in each pass" not in capsys.readouterr().err

@@ -286,7 +286,7 @@ def test_a_file_where_the_events_should_go_is_a_warning(
 def test_a_model_that_cannot_be_traced_has_no_graph(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = {**MODEL, "target": "test_tensorboard:Untraceable"}
+    model = {**MODEL, "factory": "test_tensorboard:Untraceable"}
     assert extract(photos, model=model, tensorboard=True).complete
     lines = [line for line in capfd.readouterr().err.splitlines() if "no graph" in line]
     assert len(lines) == 1

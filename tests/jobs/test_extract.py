@@ -59,7 +59,7 @@ class Fickle(Tiny):
 CUSTOM = {
     "name": "tiny",
     "library": "custom",
-    "target": "featx_test_models:Tiny",
+    "factory": "featx_test_models:Tiny",
     "weights": None,
     "transform": {"resize": 64, "crop": 64},
 }
@@ -253,7 +253,7 @@ def test_a_second_writer_is_refused(photo_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_changes_its_mind_is_stopped(photo_folder: Path) -> None:
-    model = {**CUSTOM, "target": "featx_test_models:Fickle"}
+    model = {**CUSTOM, "factory": "featx_test_models:Fickle"}
     with pytest.raises(RunError, match=r"pool.* did not fire"):
         extract(photo_folder, model=model, batch_size=1)
 

@@ -57,7 +57,7 @@ class Swap(nn.Module):
         return x.transpose(0, 1)
 
 
-ODD = {**MODEL, "name": "odd", "target": "test_layers:odd"}
+ODD = {**MODEL, "name": "odd", "factory": "test_layers:odd"}
 
 Layers = Callable[..., str]
 

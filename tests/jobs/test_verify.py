@@ -116,7 +116,7 @@ def test_the_command_prints_json_alone_also_with_repair(
     refused = featx(*command)
     assert refused.returncode == 2
     assert "featx imports no code because a file names it" in refused.stderr
-    done = featx(*command, "model=custom", "model.target=tiny_model:Tiny")
+    done = featx(*command, "model=custom", "model.factory=tiny_model:Tiny")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["complete"] is True

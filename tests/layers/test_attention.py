@@ -302,7 +302,7 @@ def tiny_model() -> nn.Module:
 def test_weights_go_into_the_store_and_the_run_says_so(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {**KEYS["model"], "target": "test_attention:tiny_model"}
+    model = {**KEYS["model"], "factory": "test_attention:tiny_model"}
     model["transform"] = {"resize": SIDE, "crop": SIDE}
     keys = {"model": model, "layers": ["blocks.*.attn"], "capture": "attention"}
     store = extract(photos, **keys, dtype="float32", out=tmp_path / "store")

@@ -105,9 +105,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def build(target: str, weights: str | None = "default", seed: int = 0, **keys: Any) -> Backbone:
+def build(factory: str, weights: str | None = "default", seed: int = 0, **keys: Any) -> Backbone:
     return build_backbone(
-        ModelConfig(library="custom", target=target, weights=weights, **keys), seed
+        ModelConfig(library="custom", factory=factory, weights=weights, **keys), seed
     )
 
 
@@ -128,22 +128,22 @@ def test_a_class_is_a_factory_too(here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
+    ("factory", "message"),
     [
         ("my_tiny_net", "expected package.module:factory"),
         ("my_tiny_net:", "expected package.module:factory"),
         (":make", "expected package.module:factory"),
         ("my_tiny_nett:make", "No module named 'my_tiny_nett'.*PYTHONPATH"),
         ("my_tiny_net.deeper:make", "No module named 'my_tiny_net.deeper'"),
-        (".my_tiny_net:make", "model.target=.my_tiny_net:make"),
+        (".my_tiny_net:make", "model.factory=.my_tiny_net:make"),
         ("my_tiny_net:maek", "no callable 'maek'.*Nearest: make"),
         ("my_tiny_net:number", "no callable 'number'"),
         ("my_tiny_net:make_nothing", "returned a dict, expected a torch.nn.Module"),
     ],
 )
-def test_wrong_targets(here: Path, target: str, message: str) -> None:
+def test_wrong_factories(here: Path, factory: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        build(target)
+        build(factory)
 
 
 def test_wrong_arguments_name_the_target(here: Path) -> None:
@@ -153,7 +153,7 @@ def test_wrong_arguments_name_the_target(here: Path) -> None:
 
 def test_a_module_that_does_not_compile_is_told_as_such(here: Path) -> None:
     (here / "my_broken.py").write_text("def make(:\n")
-    with pytest.raises(ModelError, match=r"model\.target=my_broken:make.*invalid syntax"):
+    with pytest.raises(ModelError, match=r"model\.factory=my_broken:make.*invalid syntax"):
         build("my_broken:make")
 
 
@@ -207,7 +207,7 @@ def test_resnet20_keeps_its_accuracy_on_cifar10(here: Path, shared_data: Path) -
         model={
             "library": "custom",
             "name": "resnet20",
-            "target": "my_resnet20:ResNet20",
+            "factory": "my_resnet20:ResNet20",
             "weights": str(root / "resnet20-12fca82f.th"),
             "transform": {"resize": 32, "crop": 32},
         },

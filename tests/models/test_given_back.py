@@ -49,7 +49,7 @@ def own() -> nn.Module:
 
 
 KEYS: dict[str, Any] = {
-    "model": {**MODEL, "target": "test_given_back:own", "weights": "default"},
+    "model": {**MODEL, "factory": "test_given_back:own", "weights": "default"},
     "layers": ["conv", "bn", "frozen", "head"],
 }
 

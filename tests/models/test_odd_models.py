@@ -47,7 +47,7 @@ class Net(nn.Module):
 def rows_of(module: nn.Module, photos: Path, layer: str = "head", **keys: Any) -> Any:
     """(21, ...) of a layer."""
     LIVING[:] = [module]
-    model = {**KEYS["model"], "target": "test_odd_models:living", "weights": "default"}
+    model = {**KEYS["model"], "factory": "test_odd_models:living", "weights": "default"}
     keys = {**KEYS, "model": model, "layers": [layer], "dtype": "float32", **keys}
     return np.asarray(extract(photos, **keys)[layer])
 
@@ -339,7 +339,7 @@ def test_a_module_is_given_back_whatever_fails_before_the_first_pass(photos: Pat
     module = Net().train()
     LIVING[:] = [module]
     before = state_sha256(module)
-    model = {**KEYS["model"], "target": "test_odd_models:living", "weights": "default"}
+    model = {**KEYS["model"], "factory": "test_odd_models:living", "weights": "default"}
     keys = {**KEYS, "model": model, "data": str(photos), "layers": "embedding"}
     with pytest.raises(ConfigError, match="window=99"):
         run_job("attribute", **keys, attribute={"method": "occlusion", "window": 99})

@@ -48,7 +48,7 @@ def test_who_knows_a_name(name: str, library: str, expected: str) -> None:
 
 
 def test_custom_needs_no_name() -> None:
-    config = ModelConfig(name="anything", library="custom", target="a:b")
+    config = ModelConfig(name="anything", library="custom", factory="a:b")
     assert resolve_library(config) == "custom"
 
 

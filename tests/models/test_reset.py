@@ -110,7 +110,7 @@ def one() -> nn.Module:
     return ONE
 
 
-CUSTOM = {"library": "custom", "target": "test_reset:Trained"}
+CUSTOM = {"library": "custom", "factory": "test_reset:Trained"}
 
 
 def test_a_custom_model_is_made_anew_by_its_factory(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_factory_that_loads_weights_itself_is_refused() -> None:
     with pytest.raises(ModelError, match=r"Trained gives conv\.weight with the same values"):
         build(**CUSTOM, args={"how": "loaded"}, init="reset")
     with pytest.raises(ModelError, match="test_reset:one gives one module whatever the seed"):
-        build(library="custom", target="test_reset:one", init="reset")
+        build(library="custom", factory="test_reset:one", init="reset")
 
 
 def test_where_it_has_no_effect_it_is_refused(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["extract", "stats"])
 def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path, job: str) -> None:
-    keys = {**KEYS, "model": {**MODEL, "target": "test_devices_of_workers:Raising"}, "devices": 2}
+    keys = {**KEYS, "model": {**MODEL, "factory": "test_devices_of_workers:Raising"}, "devices": 2}
     Image.new("RGB", (40, 40), (255, 255, 255)).save(
         photos / "cat" / "013.png"
     )  # row 3, of no trial

@@ -101,7 +101,7 @@ def test_a_model_whose_file_was_edited_is_begun_anew(
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_model.py"
     module.write_text("from tiny_model import Tiny\n")
-    model = {**MODEL, "target": "edited_model:Tiny"}
+    model = {**MODEL, "factory": "edited_model:Tiny"}
     stopped_after(2, monkeypatch, photos, model=model, overwrite=True)
     module.write_text("from tiny_model import Tiny  # edited\n")
     del computed[:]

@@ -102,7 +102,7 @@ def compiled(self: Any, eager: Any) -> None:
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "model": ({"model": {**MODEL, "target": "test_resume:Other"}}, "'custom/test_resume:Other'"),
+    "model": ({"model": {**MODEL, "factory": "test_resume:Other"}}, "'custom/test_resume:Other'"),
     "weights": ({"seed": 1}, r"'random \(seed 1\)'"),
     "weights_sha256": ({"seed": 1}, "'[0-9a-f]{64}'"),
     "layer.conv": ({"reduce": "avg"}, "'avg'"),

@@ -1,26 +1,26 @@
-"""Everything featx raises on purpose.
+"""Exceptions that featx raises on purpose.
 
     FeatxError
-    ├── ConfigError (ValueError)        a key, a value, or two keys that do not go together
-    ├── ModelError (ValueError)         no such model, or one that featx cannot feed
+    ├── ConfigError (ValueError)        invalid option or value, or options that contradict
+    ├── ModelError (ValueError)         unknown model, or one that featx cannot feed
     │   └── WeightsError                weights that are missing, unreadable or of another model
-    ├── LayerError (LookupError)        a layer that is not there, does not fire, or is ambiguous
+    ├── LayerError (LookupError)        a layer that does not exist, does not run, or is ambiguous
     ├── ReduceError (ValueError)        a reduction that does not fit the tensor
-    ├── DataError (ValueError)          no data set where the config says
+    ├── DataError (ValueError)          no data set at the configured location
     ├── MissingExtraError (ImportError) an optional package; the message names the pip extra
-    ├── StoreError (OSError)            a store that cannot be read or gone on with
-    │   ├── StoreMismatchError          what is asked differs from what the store was begun with
-    │   ├── StoreLockedError            another process is writing this store
-    │   └── ObjectStoreError            an object store refuses a request, or is not to be reached
-    └── RunError (RuntimeError)         the run failed on its way; the store stays resumable
+    ├── StoreError (OSError)            a store that cannot be read or resumed
+    │   ├── StoreMismatchError          a request that does not fit the existing store
+    │   ├── StoreLockedError            another process writes this store
+    │   └── ObjectStoreError            an object store refuses a request or cannot be reached
+    └── RunError (RuntimeError)         the run failed; the store stays resumable
         ├── StorageError                a disk is full or fails, an object store does not answer
         ├── NonFiniteError              a feature is NaN, infinite, or over the dtype's range
-        ├── TooManyFailuresError        more images fail than max_failures, and much is left to do
+        ├── TooManyFailuresError        more images fail than max_failures, with much left to do
         └── GradientAlarm               gradients explode, vanish, or are not finite (gradients)
-    InternalError (AssertionError)      a mistake in featx itself
+    InternalError (AssertionError)      a bug in featx
 
-Errors up to StoreError are the user's to mend and end the command with exit code 2;
-RunError ends it with exit code 1.
+Errors up to StoreError can be fixed by the user and end the command with exit code 2; RunError
+ends it with exit code 1.
 """
 
 from __future__ import annotations
@@ -32,23 +32,27 @@ import traceback
 from collections.abc import Iterable
 
 EXIT_TOO_MANY_FAILURES = 3
-"""No error: the run is done, but more images failed than max_failures."""
+"""Exit code of a completed run in which more images failed than max_failures allows."""
 
 
 class FeatxError(Exception):
-    """Base of all errors raised on purpose; its message says what to do."""
+    """Base class of all exceptions raised on purpose; the message says what to do.
+
+    Attributes:
+        exit_code: Exit code of the command.
+    """
 
     exit_code = 2
 
     def __str__(self) -> str:
-        # OSError and LookupError format their arguments in ways of their own.
+        # OSError and LookupError format their arguments differently.
         return str(self.args[0]) if self.args else ""
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython and Jupyter show: the message, then where the user's code is.
+        """Lines that IPython and Jupyter show: the message, then the position in the user's code.
 
-        IPython asks any exception for this method. A script has the usual traceback, and so has a
-        notebook with FEATX_DEBUG=1.
+        IPython calls this method of any exception that has it. Scripts show the usual traceback,
+        and so do notebooks with FEATX_DEBUG=1.
         """
         message = f"{type(self).__name__}: {self}"
         frames = traceback.extract_tb(self.__traceback__)
@@ -62,11 +66,11 @@ class FeatxError(Exception):
 
 
 class ConfigError(FeatxError, ValueError):
-    """A key is unknown, a value is out of range, or two keys contradict each other."""
+    """An option is unknown, a value is out of range, or two options contradict each other."""
 
 
 class ModelError(FeatxError, ValueError):
-    """The model does not exist or cannot be fed with a batch of images."""
+    """The model does not exist or cannot process a batch of images."""
 
 
 class WeightsError(ModelError):
@@ -74,15 +78,15 @@ class WeightsError(ModelError):
 
 
 class LayerError(FeatxError, LookupError):
-    """A requested layer does not exist, never fires, fires several times, or is ambiguous."""
+    """A requested layer does not exist, never runs, runs several times, or is ambiguous."""
 
 
 class ReduceError(FeatxError, ValueError):
-    """The reduction does not fit the tensor that the layer gives."""
+    """The reduction does not fit the tensor that the layer returns."""
 
 
 class DataError(FeatxError, ValueError):
-    """The data set is not where the config says, or holds no image."""
+    """The data set does not exist at the configured location, or contains no image."""
 
 
 class MissingExtraError(FeatxError, ImportError):
@@ -90,11 +94,11 @@ class MissingExtraError(FeatxError, ImportError):
 
 
 class StoreError(FeatxError, OSError):
-    """The store cannot be opened, read, or gone on with."""
+    """The store cannot be opened, read or resumed."""
 
 
 class StoreMismatchError(StoreError):
-    """The store was begun with other settings than those asked for now."""
+    """The store was started with other settings than those requested now."""
 
 
 class StoreLockedError(StoreError):
@@ -102,10 +106,12 @@ class StoreLockedError(StoreError):
 
 
 class ObjectStoreError(StoreError):
-    """An object store refuses a request, or is not to be reached; errno says which.
+    """An object store refuses a request, or cannot be reached; errno tells which.
 
     Args:
-        errno, strerror, filename: as of any OSError.
+        errno: Error number, as for any OSError.
+        strerror: Error message.
+        filename: URL of the object.
     """
 
     def __str__(self) -> str:
@@ -113,33 +119,36 @@ class ObjectStoreError(StoreError):
 
 
 class RunError(FeatxError, RuntimeError):
-    """The run failed on its way; what was committed stays, the same command goes on."""
+    """The run failed; committed parts are kept, and the same command resumes."""
 
     exit_code = 1
 
 
 class StorageError(RunError):
-    """A disk is full or fails, or an object store does not answer; the command prints itself."""
+    """A disk is full or fails, or an object store does not answer.
+
+    The command prints after the message how to resume.
+    """
 
 
 class TooManyFailuresError(RunError):
-    """More images failed than max_failures allows, long before the end."""
+    """More images failed than max_failures allows, long before the end of the run."""
 
 
 class NonFiniteError(RunError):
-    """A feature is NaN or infinite, or too large for the store's dtype."""
+    """A feature is NaN or infinite, or too large for the dtype of the store."""
 
 
 class InternalError(AssertionError):
-    """featx has broken one of its own rules; the traceback belongs into a bug report."""
+    """featx has violated one of its own rules; the traceback belongs in a bug report."""
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise InternalError unless a condition holds; `assert` is left out under python -O.
+    """Raise InternalError unless a condition holds; unlike `assert`, also under python -O.
 
     Args:
-        condition: what the code that follows relies on.
-        message: what is wrong otherwise.
+        condition: What the following code relies on.
+        message: What is wrong if it does not hold.
     """
     if not condition:
         raise InternalError(message)
@@ -158,26 +167,27 @@ _ALSO_CALLED = {
     "float": ("float32", "fp32"),
     "float32": ("fp32",),
 }
-"""What other programs call a thing -> what it is called here."""
+"""Name in other programs -> names of the same thing in featx."""
 
 
 def counted(count: int, one: str, many: str | None = None) -> str:
-    """A number with its noun: '1 row', '2 rows'.
+    """Number with its noun: '1 row', '2 rows'.
 
     Args:
-        count: the number.
-        one, many: the words behind it; many is one with an s where it is not given.
+        count: The number.
+        one: Noun in the singular.
+        many: Noun in the plural; by default the singular with an s.
     """
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
-    """The clause that ends an 'unknown name' message: the nearest known names, or nothing.
+    """Clause with similar known names, to end a message about an unknown name; may be empty.
 
     Args:
-        name: what was asked for.
-        known: the names there are.
-        count: how many to offer at the most.
+        name: Unknown name.
+        known: Known names.
+        count: Largest number of names in the clause.
     """
     known = list(known)
     if also := [word for word in _ALSO_CALLED.get(name.lower(), ()) if word in known]:

@@ -1,12 +1,12 @@
-"""The things that travel through featx, from the listing to the store: the design on one page.
+"""Types that travel through featx, from the listing of a data set to the store.
 
     Source.listing() -> Listing                       which images, in which order
-    Loader           -> Batch                         (B, 3, H, W) and the faults of its rows
-    Engine.run(Batch.images) -> {layer: (B, ...)}     reduced, in the store's dtype
+    Loader           -> Batch                         (B, 3, H, W) images and the failures of rows
+    Engine.run(Batch.images) -> {layer: (B, ...)}     reduced features in the store's dtype
     PartBuilder      -> one committed Part            rows [start, stop) of the listing
     FeatureStore     -> rows, by position or by key
 
-Nothing flows back. This module imports numpy only.
+Data flows in this direction only. This module imports numpy only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Status(IntEnum):
-    """What became of a row; the numbers are part of the store format."""
+    """Status of a row; the numbers are part of the store format."""
 
     OK = 0
     MISSING = 1
@@ -42,24 +42,24 @@ class Status(IntEnum):
 
     @property
     def label(self) -> str:
-        """The name as people read it: 'decode error'."""
+        """Name for people: 'decode error'."""
         return self.name.lower().replace("_", " ")
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The images of a data set in their fixed order; row i of the store belongs to entry i.
+    """Images of a data set in fixed order; row i of the store belongs to entry i.
 
     Attributes:
         keys: (N,) fixed-length bytes, unique, in bytewise order.
-        labels: (N,) int64, the index into classes, -1 where there is none.
-        classes: C names.
-        skipped: what was seen and left out, reason -> count.
-        marks: (N,) int64, a number for each row that is another one where its image is, as far as
-            the source knows without reading it (its size, ...); None where it knows nothing.
-        columns: name -> (N,) what else is known of each row, in bytewise order of the names: int64,
-            float64 (NaN where a value is missing), bool, or fixed-length UTF-8 bytes (empty where
-            a value is missing).
+        labels: (N,) int64, indices into `classes`, -1 for rows without a label.
+        classes: Names of the C classes.
+        skipped: Reason -> number of files that were found and left out.
+        marks: (N,) int64 content tags: numbers that change when the image behind a key changes, as
+            far as the source knows without reading it (size, ...); None if it knows nothing.
+        columns: Name -> (N,) further values of each row, in bytewise order of the names: int64,
+            float64 (NaN for missing values), bool, or fixed-length UTF-8 bytes (empty for missing
+            values).
     """
 
     keys: npt.NDArray[np.bytes_]
@@ -73,7 +73,7 @@ class Listing:
         return len(self.keys)
 
     def head(self, count: int) -> Listing:
-        """The first rows only; classes keep their numbers."""
+        """Listing of the first `count` rows; classes keep their indices."""
         return replace(
             self,
             keys=self.keys[:count],
@@ -84,49 +84,58 @@ class Listing:
 
 
 IMAGE_STATE = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("tag", "<i8")])
-"""What a source can tell of an image without reading it: bytes, time of change in ns since 1970,
-and a number for whatever else changes with it (ctime, ETag, offset); -1 where it does not know."""
+"""State of an image that a source knows without reading it: size in bytes, modification time in
+nanoseconds since 1970, and a number for anything else that changes with the image (ctime, ETag,
+offset). -1 stands for an unknown value.
+"""
 
 UNTOLD = np.array((-1, -1, -1), IMAGE_STATE)
-"""The state where nothing is known."""
+"""State with no known value."""
 
 NO_STATE = np.array((-2, -2, -2), IMAGE_STATE)
-"""The state of no image: none is equal to it."""
+"""State of an image that does not exist; equal to the state of no image."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """A kind of data set: it lists and reads, nothing else."""
+    """Data set: lists its images and reads them."""
 
     def listing(self) -> Listing:
-        """All images, in order. Raises DataError where there are none."""
+        """List all images, in order; raises DataError if there are none."""
 
     def read(self, key: bytes) -> bytes:
-        """The encoded bytes of one image.
+        """Read the encoded bytes of one image.
 
         Raises:
-            ImageFault: this image cannot be had (missing, empty).
-            OSError: the environment fails (mount gone, I/O error); says nothing of the image.
+            ImageFault: This image cannot be read (missing, empty).
+            OSError: The environment fails (unmounted disk, I/O error), which says nothing about the
+                image.
         """
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A Source that can tell without reading them whether images may have changed."""
+    """Source that knows, without reading images, whether they may have changed."""
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """(n,) IMAGE_STATE of the images of some keys, which `listing` gave, as they are now.
+        """Current states of some images.
 
-        An image whose state is what it was is taken to be the same; of others the bytes are
-        compared. An image that is not there has NO_STATE. None where nothing can be told.
+        An image with an unchanged state counts as unchanged; the bytes of others are compared.
+
+        Args:
+            keys: (n,) keys that `listing` returned.
+
+        Returns:
+            (n,) IMAGE_STATE, with NO_STATE for images that do not exist; None if states are
+            unknown.
 
         Raises:
-            OSError: the environment fails.
+            OSError: The environment fails.
         """
 
 
 class Box(NamedTuple):
-    """A region of an upright picture, in pixels; x and y are its corner at the top left."""
+    """Rectangle in an upright image, in pixels; x and y are its top left corner."""
 
     x: int
     y: int
@@ -136,21 +145,26 @@ class Box(NamedTuple):
 
 @runtime_checkable
 class RegionSource(Protocol):
-    """A Source whose rows are regions of pictures; `read` gives the whole picture."""
+    """Source whose rows are boxes of images; `read` returns the bytes of the whole image."""
 
     def picture(self, key: bytes) -> bytes:
-        """The key of the picture that a row is cut from."""
+        """Key of the image that contains a row."""
 
     def box(self, key: bytes) -> Box:
-        """The region that is a row."""
+        """Box of a row."""
 
 
 class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an error
-    """One image cannot become a row; caught at the loader's boundary and recorded.
+    """Raised if an image cannot become a row; the loader records it as a failure.
+
+    Args:
+        status: Reason.
+        message: What happened.
+        error: Name of the original exception.
 
     Attributes:
-        status: the reason, as stored.
-        error: name of the exception behind it.
+        status: Reason, as stored.
+        error: Name of the original exception.
     """
 
     def __init__(self, status: Status, message: str, error: str = "ImageFault") -> None:
@@ -160,14 +174,17 @@ class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an 
 
 
 UNKNOWN_IMAGE, NO_IMAGE = 0, 1
-"""In place of a checksum: nothing was recorded; the data set gave no bytes (missing, empty)."""
+"""Values in place of an image checksum: UNKNOWN_IMAGE if none was recorded, NO_IMAGE if the data
+set
+returned no bytes (missing, empty).
+"""
 
 
 def image_checksum(data: bytes) -> int:
-    """The first 64 bits of BLAKE2b of an encoded image, never one of the two numbers above.
+    """First 64 bits of the BLAKE2b hash of an encoded image; never UNKNOWN_IMAGE or NO_IMAGE.
 
-    32 bits would overlook one changed image in 4 * 10^9, which is not never; BLAKE2b is as fast as
-    memory on machines without instructions for SHA, and hashlib lets other threads run.
+    32 bits would miss one changed image in 4 * 10^9. BLAKE2b is as fast as memory on machines
+    without instructions for SHA, and hashlib releases the GIL.
     """
     number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
     return number if number > NO_IMAGE else number + NO_IMAGE + 1
@@ -175,7 +192,15 @@ def image_checksum(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """One failed row, as it stands in failures.csv."""
+    """Failed row, as recorded in failures.csv.
+
+    Attributes:
+        row: Row of the listing.
+        key: Key of the row.
+        status: Reason.
+        error: Name of the exception.
+        message: What happened.
+    """
 
     row: int
     key: bytes
@@ -186,7 +211,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [start, stop) of the listing: the unit of work, of commit and of resume."""
+    """Rows [start, stop) of the listing, which are computed, committed and resumed as a whole.
+
+    Attributes:
+        index: Number of the part in the store.
+        start: First row of the listing.
+        stop: Row after the last one.
+    """
 
     index: int
     start: int
@@ -198,15 +229,15 @@ class Part:
 
 @dataclass
 class Batch:
-    """Consecutive rows on their way to the device; the shape never changes within a run.
+    """Consecutive rows on their way to the device; the shape is constant within a run.
 
     Attributes:
-        images: (B, 3, H, W), normalised float32 for decode=reference, else uint8 in [0, 255]; rows
-            past count and failed rows are zero. For decode=gpu they are on that device.
-        start: the first row of the listing in this batch.
-        count: how many rows of the listing it holds, at most B.
-        failures: the failed ones among them.
-        checksums: (count,) uint64, `image_checksum` of the bytes that each row was made from.
+        images: (B, 3, H, W), normalised float32 with decode=reference, otherwise uint8 in [0, 255].
+            Padding and failed rows are zero. With decode=gpu the tensor is on that device.
+        start: First row of the listing in this batch.
+        count: Number of rows of the listing, at most B; the rest is padding.
+        failures: Failed rows among them.
+        checksums: (count,) uint64, `image_checksum` of the bytes of each row's image, or None.
     """
 
     images: torch.Tensor
@@ -217,22 +248,23 @@ class Batch:
 
 
 ITEM_BYTES = {"float16": 2, "float32": 4, "bfloat16": 2}
-"""The number types of a store, and the bytes of one number."""
+"""Number types of a store and their size in bytes."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One dataset of the store: what is captured where, and what a row of it looks like.
+    """Dataset of the store: what is captured where, and the form of its rows.
 
     Attributes:
-        name: the dataset's name below /features.
-        layer: the module's dotted name.
-        capture: 'output' or 'input' of that module, or a gradient there; of job=attribute a
+        name: Name of the dataset in /features.
+        layer: Dotted name of the module.
+        capture: 'output' or 'input' of the module, or a gradient there; for job=attribute a
             description of the method.
-        reduce: the reduction's name; reduce_args its parameters.
-        shape: of one row, without the batch dimension.
-        dtype: of the store, 'float16', 'float32' or 'bfloat16'.
-        compute_dtype: in which the layer gave it, e.g. 'bfloat16'.
+        reduce: Name of the reduction.
+        reduce_args: Parameters of the reduction.
+        shape: Shape of a row, without the batch dimension.
+        dtype: Number type of the store: 'float16', 'float32' or 'bfloat16'.
+        compute_dtype: Dtype of the layer's values before the conversion, such as 'bfloat16'.
     """
 
     name: str
@@ -246,20 +278,22 @@ class LayerSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes one row takes in the store."""
+        """Bytes of one row in the store, uncompressed."""
         return int(np.prod(self.shape, dtype=np.int64)) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What every file of one run says of itself: the root attributes of the format.
+    """Header that every file of a run carries as root attributes.
 
     Attributes:
-        fingerprint: every setting that changes values, name -> value (JSON types only).
-        config: the configuration as the user gave it, YAML.
-        model, weights, weights_sha256: the backbone and the identity of its parameters.
-        transform: the preprocessing, as one readable line.
-        versions: library -> version.
+        fingerprint: Name -> value (JSON types) of every setting that changes values.
+        config: Config as the user wrote it, YAML.
+        model: Name of the backbone.
+        weights: Name of its weights.
+        weights_sha256: SHA-256 of its parameters.
+        transform: Preprocessing, as one readable line.
+        versions: Library -> version.
     """
 
     fingerprint: Mapping[str, Any]
@@ -273,12 +307,12 @@ class StoreHeader:
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What was decided when a store or statistics were begun; a resume decides nothing anew.
+    """Choices with which an existing store or statistics were started; a resume keeps them.
 
     Attributes:
-        resolved: every `auto`, name -> value.
-        part_rows: of the layers that are gone on with, None for layers that are new.
-        what: was begun, for messages.
+        resolved: Name -> value of every `auto`.
+        part_rows: Rows per part of the layers that are resumed, or None for new layers.
+        what: Subject and verb for messages, such as 'the store was'.
     """
 
     resolved: Mapping[str, Any]

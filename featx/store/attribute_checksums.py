@@ -1,7 +1,7 @@
-"""Checksums for the texts of attributes: HDF5 keeps them in heaps that have none.
+"""Checksums for texts in attributes, which HDF5 keeps in global heaps without checksums.
 
-All other metadata of the format's version has a checksum of HDF5's own. A heap has not, and one
-flipped bit in it can keep HDF5 busy for ever, so nobody reads a text before its heap was compared.
+All other metadata of this version of HDF5 files has checksums. One flipped bit in a heap can send
+HDF5 into an endless loop, so heaps are compared before any text is read.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from featx.errors import StoreError
 from featx.store import layout
 
 _SIGNATURE = b"GCOL\x01\0\0\0"
-"""What a heap begins with; its length in bytes follows, 8 of them, little-endian."""
+"""First bytes of a heap; its length in bytes follows, 8 bytes little-endian."""
 
 
 def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
-    """Note where the heaps lie and what they sum to.
+    """Record the addresses and checksums of the heaps in an attribute.
 
     Args:
-        file: open for writing, with all of its texts, and no rows yet.
-        raw: the very same file, as bytes.
+        file: File open for writing, with all of its texts and without rows.
+        raw: Bytes of the same file.
     """
     file.flush()
     raw.seek(0)
@@ -44,11 +44,11 @@ def check_texts(file: h5py.File, read: Callable[[int, int], bytes]) -> None:
     """Compare the heaps of a file with their checksums.
 
     Args:
-        file: open for reading.
-        read: (size, address) -> the bytes of the very same file.
+        file: File open for reading.
+        read: (size, address) -> bytes of the same file.
 
     Raises:
-        StoreError: one of them is damaged.
+        StoreError: A heap is damaged.
     """
     # samples.h5 has no attributes with texts, so it has no heaps and no checksums of heaps.
     heaps = np.reshape(file.attrs.get(layout.TEXT_CHECKSUMS, ()), (-1, 3))

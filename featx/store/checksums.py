@@ -1,4 +1,4 @@
-"""The chunks of a file against the checksums that stand beside them."""
+"""Compares the chunks of a file with the checksums in the same file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from featx.store.hdf5_files import check_plain
 
 
 def row_datasets(file: h5py.File) -> list[str]:
-    """Every dataset with one entry per row: those of the listing, then the features."""
+    """Paths of all datasets with one entry per row: those of the listing, then the features."""
     features = [f"{layout.FEATURES}/{name}" for name in file[layout.FEATURES]]
     columns = [f"{layout.COLUMNS}/{name}" for name in file.get(layout.COLUMNS, ())]
     return [
@@ -32,15 +32,15 @@ def row_datasets(file: h5py.File) -> list[str]:
 def chunks_with_verdict(
     file: h5py.File, path: str, first_row: int = 0
 ) -> Iterator[tuple[int, npt.NDArray[Any], bool]]:
-    """The rows of a dataset, chunk by chunk, and whether they agree with their checksum.
+    """Read a dataset chunk by chunk and compare each chunk with its checksum.
 
     Args:
-        file: a part or a packed file.
-        path: of the dataset.
-        first_row: where to begin, the first row of a chunk.
+        file: Part or features.h5.
+        path: Path of the dataset.
+        first_row: Row to start at, the first row of a chunk.
 
     Yields:
-        the first row of a chunk, its rows as they are stored (bfloat16 as uint16), the verdict.
+        first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
     """
     dataset, sums = file[path], check_plain(file, f"{layout.CHECKSUMS}/{path}")[:]
     step = dataset.chunks[0]
@@ -52,7 +52,7 @@ def chunks_with_verdict(
         except OSError as error:
             if not layout.is_damage(error):
                 raise
-            # A chunk that its filter cannot decode; the rows stand in for what is lost.
+            # The filter cannot decode this chunk; zeros stand for the lost rows.
             shape = (min(step, len(dataset) - start), *dataset.shape[1:])
             yield start, np.zeros(shape, dataset.dtype), False
             continue
@@ -62,7 +62,11 @@ def chunks_with_verdict(
 def good_chunks(
     file: h5py.File, path: str, first_row: int = 0
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """The rows of a dataset, chunk by chunk. Raises StoreError at the first that is damaged."""
+    """Read a dataset chunk by chunk; raises StoreError at the first damaged chunk.
+
+    Yields:
+        first row of the chunk, and its rows as stored.
+    """
     for start, rows, good in chunks_with_verdict(file, path, first_row):
         if not good:
             raise StoreError(f"/{path} differs from its checksum at row {start}.")
@@ -85,7 +89,7 @@ def classes_agree(file: h5py.File) -> bool:
 
 
 def check_chunks(file: h5py.File) -> None:
-    """Compare all chunks with their checksums. Raises StoreError at the first that is damaged."""
+    """Compare all chunks with their checksums; raises StoreError at the first damaged chunk."""
     if not failures_agree(file):
         raise StoreError(f"/{layout.FAILURES} differs from its checksum.")
     for path in row_datasets(file):

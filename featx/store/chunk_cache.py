@@ -1,4 +1,4 @@
-"""What all datasets of one process share: the threads that decode chunks, and decoded chunks."""
+"""Decoded chunks and the threads that decode them, shared by all datasets of a process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy.typing as npt
 T = TypeVar("T")
 
 CACHE_BYTES = 64 << 20
-"""Decoded chunks that one process keeps, of all its datasets together."""
+"""Size of the decoded chunks that a process keeps, over all datasets."""
 
 
 class DecodedChunks:
-    """Decoded chunks by their dataset's token; the least recently used go first.
+    """Least recently used cache of decoded chunks, by the token of their dataset.
 
-    A token is an object of its own: its identity is never another dataset's, not even later.
+    A token is an object that only one dataset uses; unlike an id, it is never reused.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DecodedChunks:
         self._bytes = 0
 
     def get(self, token: object, number: int) -> npt.NDArray[np.uint8] | None:
-        """Chunk `number` of a dataset, if it is here."""
+        """Chunk `number` of a dataset, or None if it is not cached."""
         with self._lock:
             found = self._chunks.get((token, number))
             if found is not None:
@@ -38,7 +38,7 @@ class DecodedChunks:
             return found
 
     def put(self, token: object, number: int, chunk: npt.NDArray[np.uint8]) -> None:
-        """Keep a chunk, and let others go for it."""
+        """Add a chunk; the least recently used chunks are dropped to make room."""
         with self._lock:
             if (token, number) in self._chunks or len(chunk) > CACHE_BYTES:
                 return
@@ -48,14 +48,19 @@ class DecodedChunks:
                 self._bytes -= len(self._chunks.popitem(last=False)[1])
 
     def drop(self, token: object) -> None:
-        """Forget all chunks of a dataset."""
+        """Drop all chunks of a dataset."""
         with self._lock:
             for key in [key for key in self._chunks if key[0] is token]:
                 self._bytes -= len(self._chunks.pop(key))
 
 
 class Process:
-    """The threads and the decoded chunks; `process()` gives the one there is."""
+    """Thread pool and cache of one process; use `process()` to get them.
+
+    Attributes:
+        pid: Process id.
+        cache: Decoded chunks.
+    """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -64,7 +69,9 @@ class Process:
         self._pool = ThreadPoolExecutor(self._threads, "featx-decode")
 
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """work(item) for all items, in the threads; the first error is raised when all ended."""
+        """Call work(item) for all items in the threads; raise the first error after all have
+        ended.
+        """
         if len(items) == 1 or self._threads == 1:
             for item in items:
                 work(item)
@@ -86,7 +93,10 @@ _shared: Process | None = None
 
 
 def process() -> Process:
-    """This process's own: threads and locks do not survive a fork."""
+    """Thread pool and cache of this process, created again after a fork.
+
+    Threads do not survive a fork, and locks may be held by threads that are gone.
+    """
     global _shared
     if _shared is None or _shared.pid != os.getpid():
         _shared = Process()
@@ -94,6 +104,7 @@ def process() -> Process:
 
 
 def _num_cpus() -> int:
+    """Number of CPUs that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS

@@ -1,8 +1,8 @@
-"""The chunk table: where the rows of a file lie, told a second time and without HDF5.
+"""Chunk table: a second record of where the rows of a file lie, readable without HDF5.
 
-HDF5 refuses a dataset, or a whole file, for one flipped bit in what it keeps of it. The table is
-found by its first bytes alone and gives the place and the checksum of every chunk, so that all
-chunks that are right can still be read. Where the table is damaged, HDF5 is asked.
+HDF5 refuses a dataset, or a whole file, if one bit of its metadata is flipped. The table is found
+by its first bytes alone and gives the address and checksum of every chunk, so that all intact
+chunks can still be read. If the table is damaged, HDF5 is used.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from featx.store.hdf5_files import WatchedFile, open_metadata, open_raw
 from featx.store.manifest import num_runs_of
 
 MAGIC = b"featx chunk table 1\n"
-"""What the table begins with; the length of the rest and its crc32 follow, 8 bytes each."""
+"""First bytes of the table; the length of the rest and its crc32 follow, 8 bytes each."""
 
 _CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("crc", "<u4")])
+"""Entry of a chunk: address and size in the file, filter mask, and `layout.checksum` of its
+rows.
+"""
 _WINDOW = 64 << 20
-"""The file is searched for the table from its end, in pieces of this size."""
+"""Size of the pieces in which a file is searched for the table, from its end."""
 
 LOST_TEXT = b"lost with a damaged file"
-"""Stands for the exception or the message of a failure that is not known any more."""
+"""Placeholder for an unknown exception or message of a failure."""
 
 _LZF = h5py.h5z.FILTER_LZF
 
 
 def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int) -> None:
-    """Write /chunk_table, after everything else in the file.
+    """Write /chunk_table as the last dataset of a file.
 
     Args:
-        file: open for writing, with all its rows and their checksums.
-        identity: the fingerprint that it carries.
-        num_runs: of the store that it holds; 1 for a part.
-        start: the row of the store that it begins with.
+        file: File open for writing, with all rows and their checksums.
+        identity: Digest that the file carries as its fingerprint.
+        num_runs: Number of runs that the file holds; 1 for a part.
+        start: First row of the file in the store.
     """
     file.flush()
     failures = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
@@ -83,7 +86,7 @@ def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int)
 
 
 def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
-    """Where the chunks lie, in order; a dataset without chunks is one."""
+    """Addresses of the chunks in order; a dataset without chunks counts as one chunk."""
     if dataset.chunks is None:
         if not len(dataset):
             return np.zeros(0, _CHUNK)
@@ -99,7 +102,15 @@ def _chunks_of(dataset: h5py.Dataset) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One dataset as the table describes it."""
+    """Description of a dataset in the table.
+
+    Attributes:
+        shape: Shape of the dataset.
+        dtype: Name of a number type of stores, or a numpy dtype string.
+        chunk_rows: Rows per chunk.
+        filters: Number and parameters of each filter.
+        table: (chunks,) entries of dtype _CHUNK.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -109,6 +120,7 @@ class _Rows:
 
     @property
     def raw_dtype(self) -> np.dtype[Any]:
+        """numpy dtype of the stored values."""
         return raw_dtype(self.dtype) if self.dtype in NAMES else np.dtype(self.dtype)
 
 
@@ -117,15 +129,16 @@ class FoundRows:
     """Rows of one dataset of a damaged file.
 
     Attributes:
-        values: (n, ...) as they are stored.
-        good: (n,) which of them agree with the checksum of their chunk; the others say nothing.
+        values: (n, ...) stored values.
+        good: (n,) bool, whether the row agrees with the checksum of its chunk; the values of other
+            rows are meaningless.
     """
 
     values: npt.NDArray[Any]
     good: npt.NDArray[np.bool_]
 
     def completed(self, other: FoundRows | None) -> FoundRows:
-        """The same rows, those that are not right taken from where they were read otherwise."""
+        """The same rows, with bad rows replaced by those of another way of reading."""
         if other is None or (other.values.shape, other.values.dtype) != (
             self.values.shape,
             self.values.dtype,
@@ -137,12 +150,16 @@ class FoundRows:
 
 
 class DamagedFile:
-    """A part or a features.h5, of which every chunk that is right can be read.
+    """Part or features.h5 from which every intact chunk can be read.
+
+    Args:
+        raw: File object for bytes.
+        file: h5py file, or None if HDF5 refuses the file.
 
     Attributes:
-        identity: the fingerprint that it carries, None where nothing says so any more.
-        num_runs: of the store that it holds.
-        start: the row of the store that it begins with.
+        identity: Digest that the file carries as its fingerprint, or None if unknown.
+        num_runs: Number of runs that it holds.
+        start: First row of the file in the store.
     """
 
     def __init__(self, raw: S3File | WatchedFile, file: h5py.File | None) -> None:
@@ -159,10 +176,10 @@ class DamagedFile:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path) -> Iterator[DamagedFile]:
-        """The file, whatever of it can be read.
+        """Open a file as far as it is readable.
 
         Raises:
-            OSError: with errno, where the system cannot read it now.
+            OSError: With errno, if the file cannot be read now.
         """
         with contextlib.ExitStack() as stack:
             file = None
@@ -182,14 +199,18 @@ class DamagedFile:
             yield found
 
     def rows(self, name: str, start: int, stop: int) -> FoundRows | None:
-        """Rows [start, stop) of a dataset, None where nothing says where they lie.
+        """Read rows [start, stop) of a dataset.
 
         Args:
-            name: path of the dataset.
-            start, stop: counted in the file.
+            name: Path of the dataset.
+            start: First row, counted in the file.
+            stop: Row after the last one.
+
+        Returns:
+            The rows, or None if their addresses are unknown.
 
         Raises:
-            OSError: with errno, where the system cannot read them now.
+            OSError: With errno, if the file cannot be read now.
         """
         found = None
         for read in (self._by_table, self._by_hdf5):
@@ -201,12 +222,12 @@ class DamagedFile:
         return found
 
     def failures(self) -> dict[int, tuple[bytes, bytes]] | None:
-        """Row -> exception and message, of all failed rows; None where the rows are not known."""
+        """Row -> exception and message of all failed rows, or None if the rows are unknown."""
         names = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
         with _damage_passed_over():
             count = self._tables[names[0]].shape[0]
             rows, errors, messages = (self._all_by_table(name, count) for name in names)
-            if rows is None:  # they are those that have failed by their status
+            if rows is None:  # the status column tells the same rows
                 [num_rows] = self._tables[layout.STATUS].shape
                 status = self._all_by_table(layout.STATUS, num_rows)
                 rows = None if status is None else np.flatnonzero(status) + self.start
@@ -223,11 +244,12 @@ class DamagedFile:
         return None
 
     def _all_by_table(self, name: str, count: int) -> npt.NDArray[Any] | None:
-        """The first rows of a dataset, None where one of them is not right."""
+        """First `count` rows of a dataset by the table, or None unless all of them are good."""
         found = self._by_table(name, 0, count)
         return found.values if found is not None and found.good.all() else None
 
     def _by_table(self, name: str, start: int, stop: int) -> FoundRows | None:
+        """Read rows by the chunk table."""
         rows = self._tables.get(name)
         if rows is None or stop > rows.shape[0]:
             return None
@@ -245,7 +267,7 @@ class DamagedFile:
         return FoundRows(values, good)
 
     def _chunk(self, rows: _Rows, chunk: int) -> npt.NDArray[Any] | None:
-        """The rows of a chunk by the table, None where they differ from their checksum."""
+        """Rows of a chunk by the table, or None if they differ from their checksum."""
         entry = rows.table[chunk]
         stored = self._raw.pread(int(entry["size"]), int(entry["address"]))
         data = _decoded(rows, stored, int(entry["mask"]))
@@ -257,6 +279,7 @@ class DamagedFile:
         return values.reshape(count, *rows.shape[1:])
 
     def _by_hdf5(self, name: str, start: int, stop: int) -> FoundRows | None:
+        """Read rows by HDF5."""
         if self._file is None or stop > len(self._file[name]):
             return None
         step = self._file[name].chunks[0]
@@ -271,7 +294,7 @@ class DamagedFile:
 
 @contextlib.contextmanager
 def _damage_passed_over() -> Iterator[None]:
-    """Suppress what reading a damaged file raises, but not that the system cannot read it now."""
+    """Suppress errors of damaged data, but not errors of access to the file."""
     try:
         yield
     except (StoreError, *layout.UNREADABLE) as error:
@@ -280,9 +303,9 @@ def _damage_passed_over() -> Iterator[None]:
 
 
 def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
-    """The bytes of a chunk; raises what reading damaged bytes does."""
+    """Decode a chunk; raises any error of reading damaged data."""
     shape = (rows.chunk_rows, *rows.shape[1:])
-    if mask == (1 << len(rows.filters)) - 1:  # no filter, or none that made this chunk smaller
+    if mask == (1 << len(rows.filters)) - 1:  # no filters, or all were skipped for this chunk
         return stored
     if rows.filters[-1][0] > _LZF:
         codecs.load_plugin()
@@ -290,7 +313,7 @@ def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
     pipeline = Pipeline(rows.filters, chunk_bytes)
     if pipeline.supported:
         return pipeline.decode(stored, mask).tobytes()
-    # A filter that only HDF5 knows: it decodes a file in memory with this one chunk.
+    # Only HDF5 knows this filter, so it reads a file in memory that holds this one chunk.
     with h5py.File(io.BytesIO(), "w", libver=layout.LIBVER) as file:
         properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         properties.set_chunk(shape)
@@ -304,7 +327,7 @@ def _decoded(rows: _Rows, stored: bytes, mask: int) -> bytes:
 
 
 def _find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, _Rows]] | None:
-    """The header and the datasets of the last whole table in a file."""
+    """Header and datasets of the last complete table in a file, or None."""
     for at in _places_of_magic(raw):
         with contextlib.suppress(ValueError, LookupError, TypeError):
             head = raw.pread(len(MAGIC) + 16, at)
@@ -329,7 +352,7 @@ def _find_table(raw: S3File | WatchedFile) -> tuple[dict[str, Any], dict[str, _R
 
 
 def _places_of_magic(raw: S3File | WatchedFile) -> Iterator[int]:
-    """Where a table may begin, from the end of the file on."""
+    """Addresses at which a table may start, from the end of the file."""
     stop = raw.seek(0, io.SEEK_END)
     while stop > 0:
         start = max(0, stop - _WINDOW)
@@ -342,6 +365,6 @@ def _places_of_magic(raw: S3File | WatchedFile) -> Iterator[int]:
 
 
 def has_chunk_table(path: Path) -> bool:
-    """Whether a whole chunk table is found in a file."""
+    """Whether a file contains a complete chunk table."""
     with contextlib.closing(open_raw(path)) as raw:
         return _find_table(raw) is not None

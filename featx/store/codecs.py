@@ -1,4 +1,4 @@
-"""The HDF5 filters behind the key `codec`."""
+"""HDF5 filters of the option `codec`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from featx.errors import MissingExtraError
 def filters(codec: str) -> dict[str, Any]:
     """Keyword arguments of h5py's create_dataset for a codec.
 
-    Shuffle goes with gzip only: sparse feature maps compress worse with it.
+    Only gzip is combined with shuffle: sparse feature maps compress worse with it.
     """
     if codec == "none":
         return {}
@@ -25,7 +25,11 @@ def filters(codec: str) -> dict[str, Any]:
 
 
 def load_plugin() -> Any:
-    """hdf5plugin, which registers its filters with h5py when it is imported."""
+    """Import hdf5plugin, which registers its filters with h5py.
+
+    Raises:
+        MissingExtraError: hdf5plugin is not installed.
+    """
     try:
         import hdf5plugin
     except ImportError as error:

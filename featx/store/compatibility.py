@@ -1,4 +1,4 @@
-"""What is asked for now against what a store was begun with: the same, more of it, or refused."""
+"""Compares a request with an existing store: the same, an addition to it, or an error."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from featx.store import layout
 from featx.store.manifest import Manifest, Run
 
 _OF_THE_ROWS = ("listing",)
-"""What a fingerprint says of the rows; a run that adds rows has another one."""
+"""Entries of a fingerprint that describe the rows; a run that adds rows has other values."""
 
 _OF_ONE_RUN = ("layers", "part_rows", "codec", "dtype", *_OF_THE_ROWS)
-"""Settings that may differ between the runs of a store, beside the lines layer.<name>."""
+"""Entries that may differ between the runs of a store, besides those named layer.<name>."""
 
 
 def merge_manifest(
     root: Path, before: Manifest, asked: Run, unfinished: Sequence[Run], grow: bool
 ) -> Manifest:
-    """The runs of a store once what is asked for has joined them.
+    """Add a request to the runs of a store.
 
     Args:
-        root: of the store, for messages.
-        before: its runs.
-        asked: all rows and the layers that are asked for, as if they were a run of their own.
-        unfinished: those of its runs that lack parts.
-        grow: whether rows that the store does not know yet may be added to it.
+        root: Folder of the store, for messages.
+        before: Manifest of the store.
+        asked: All rows and the requested layers, as a run of their own.
+        unfinished: Runs of the store that lack parts.
+        grow: Whether new rows may be added to the store.
 
     Returns:
-        `before` itself where nothing is new, else with one more run.
+        `before` if nothing is new, otherwise a manifest with one more run.
 
     Raises:
-        StoreMismatchError: it does not go together with what the store was begun with.
+        StoreMismatchError: The request does not fit the store.
     """
     new_rows = asked.grid.num_rows - before.num_rows
     _refuse_other_settings(root, before, asked, new_rows > 0)
@@ -68,9 +68,11 @@ def merge_manifest(
 
 
 def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool) -> None:
+    """Raise StoreMismatchError if settings differ that the runs of the store must share."""
     known = sorted(asked.names & set(before.layers))
     of_layers = _of_layers(asked, known)
-    # The very layers of some runs: nothing of one of them may differ but the rows it grew by.
+    # If some runs have exactly these layers, the request must equal one of them, apart from rows
+    # that were added since.
     alike = [run for run in before.runs if run.names == asked.names]
     if alike and not grows:
         latest = before.runs[-1].header.fingerprint
@@ -95,6 +97,7 @@ def _refuse_other_settings(root: Path, before: Manifest, asked: Run, grows: bool
 
 
 def _all_of(run: Run) -> dict[str, Any]:
+    """All settings of a run."""
     settings = run.header.fingerprint
     return {
         **settings,
@@ -106,11 +109,12 @@ def _all_of(run: Run) -> dict[str, Any]:
 
 
 def _of_layers(run: Run, names: Iterable[str]) -> dict[str, Any]:
+    """Settings of some layers of a run."""
     return {f"layer {name}": _of_layer(run, name) for name in names}
 
 
 def _common(run: Run, also: Sequence[str]) -> dict[str, Any]:
-    """The settings that all runs of a store share, and some others."""
+    """Settings that all runs of a store share, and the entries named in `also`."""
     settings = run.header.fingerprint
     return {
         **{key: settings.get(key) for key in also},
@@ -123,17 +127,18 @@ def _common(run: Run, also: Sequence[str]) -> dict[str, Any]:
 
 
 def _of_layer(run: Run, name: str) -> dict[str, Any]:
-    """Everything that changes the values of one layer only."""
+    """Settings that change the values of one layer only."""
     spec = next(spec for spec in run.layers if spec.name == name)
     return {**asdict(spec), "as": run.header.fingerprint.get(f"layer.{name}")}
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Names as a sorted list for messages."""
     return f"[{','.join(sorted(names))}]"
 
 
 def growth_refused(root: Path, new_rows: int) -> str:
-    """The message for a data set that has grown since the store was begun."""
+    """Message for a data set that has grown since the store was started."""
     return (
         f"the data set has {new_rows} new images that {root} does not know. grow=true adds them "
         "after the rows that are there, which keep their places; out=DIR makes a new store."
@@ -141,7 +146,7 @@ def growth_refused(root: Path, new_rows: int) -> str:
 
 
 def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise StoreMismatchError where two mappings differ, naming the keys and both values."""
+    """Raise StoreMismatchError if two mappings differ; the message names keys and both values."""
     changed = differences(before, now)
     if not changed:
         return

@@ -1,7 +1,7 @@
-"""The number types of a store: what HDF5 holds, what a reader gets, and the bits between them.
+"""Number types of a store: in HDF5, in memory, and the conversion of their bits.
 
 bfloat16 is an HDF5 float of 16 bits (sign 1, exponent 8, mantissa 7, bias 127, little-endian).
-numpy has no such type: h5py gives its values as float32, which holds every one of them.
+numpy has no such type; h5py returns float32, which represents all of its values exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MEMORY: Final = {"float16": "<f2", "float32": "<f4", "bfloat16": "<f4"}
 
 
 def hdf5_type(name: str) -> h5py.h5t.TypeID:
-    """The HDF5 type of a store's numbers; a new one, as HDF5 1.10 knows it."""
+    """New HDF5 type for a number type, readable by HDF5 1.10."""
     if name == "bfloat16":
         kind = h5py.h5t.IEEE_F16LE.copy()
         kind.set_fields(15, 7, 8, 0, 7)  # sign, exponent and its bits, mantissa and its bits
@@ -31,22 +31,22 @@ def hdf5_type(name: str) -> h5py.h5t.TypeID:
 
 
 def memory_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type that a reader gets: float32 for bfloat16."""
+    """numpy dtype that a reader gets; float32 for bfloat16."""
     return np.dtype(_MEMORY[name])
 
 
 def raw_dtype(name: str) -> np.dtype[Any]:
-    """The numpy type of the stored bits: uint16 for bfloat16."""
+    """numpy dtype of the stored bits; uint16 for bfloat16."""
     return np.dtype(_RAW[name])
 
 
 def name_of(dataset: h5py.Dataset) -> str:
-    """The name of a dataset's number type.
+    """Name of the number type of a dataset.
 
-    h5py shows a bfloat16 as float32, so the HDF5 type itself is compared.
+    h5py reports bfloat16 as float32, so the HDF5 types are compared.
 
     Raises:
-        StoreError: it is none of a store's types.
+        StoreError: It is no number type of stores.
     """
     kind = dataset.id.get_type()
     for name in NAMES:
@@ -59,13 +59,15 @@ def name_of(dataset: h5py.Dataset) -> str:
 
 
 def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """Stored bits as the values a reader gets, exactly; NaN keeps its bits.
+    """Convert stored bits to the values that a reader gets; exact, NaN keeps its bits.
 
     Args:
-        array: of `raw_dtype(name)`.
+        array: Array of dtype `raw_dtype(name)`.
+        name: Name of the number type.
 
     Returns:
-        the same shape in `memory_dtype(name)`; for bfloat16 a copy, else the array itself.
+        Array of the same shape and dtype `memory_dtype(name)`: a copy for bfloat16, otherwise
+        `array`.
     """
     require(array.dtype == raw_dtype(name), f"{array.dtype} are no raw bits of {name}")
     if name != "bfloat16":
@@ -76,7 +78,7 @@ def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
 
 
 def nan(name: str) -> np.generic:
-    """A quiet NaN as a scalar of `raw_dtype(name)`."""
+    """Quiet NaN as a scalar of `raw_dtype(name)`."""
     if name == "bfloat16":
         return np.uint16(0x7FC0)
     value: np.generic = raw_dtype(name).type(np.nan)
@@ -84,9 +86,9 @@ def nan(name: str) -> np.generic:
 
 
 def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
-    """Rows [start, stop) of a dataset as they are stored, bfloat16 as uint16.
+    """Read rows [start, stop) of a dataset as stored, bfloat16 as uint16.
 
-    Columns of other types than a store's numbers, keys for one, are read as h5py gives them.
+    Datasets with other types, such as keys, are read as h5py returns them.
     """
     if dataset.dtype != memory_dtype("bfloat16") or name_of(dataset) != "bfloat16":
         rows: npt.NDArray[Any] = dataset[start:stop]
@@ -101,7 +103,7 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
 
 
 def write_raw(dataset: h5py.Dataset, start: int, rows: npt.NDArray[Any]) -> None:
-    """Put rows, as `read_raw` gives them, into a dataset from row `start` on."""
+    """Write rows, as `read_raw` returns them, into a dataset from row `start` on."""
     if rows.dtype != raw_dtype("bfloat16"):
         dataset[start : start + len(rows)] = rows
         return

@@ -1,4 +1,4 @@
-"""The failed rows of a store: /failures in its HDF5 files, and failures.csv beside them."""
+"""Failed rows of a store: /failures in its HDF5 files, and failures.csv."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from featx.types import Failure, Status
 
 
 def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
-    """/failures: the failed rows' position, exception name and message, in order; a checksum."""
+    """Write /failures: row, exception name and message of each failed row, with a checksum."""
     ordered = sorted(failures, key=lambda failure: failure.row)
     printable = [f.message.encode("utf-8", "backslashreplace").decode() for f in ordered]
     columns = (
@@ -31,7 +31,7 @@ def write_failures(file: h5py.File, failures: Iterable[Failure]) -> None:
 
 
 def read_failures(file: h5py.File) -> list[Failure]:
-    """What `write_failures` wrote, joined with the keys and statuses of the same file."""
+    """Read /failures, joined with the keys and statuses of the same file."""
     if not file.attrs.get("num_failures", 1):
         return []
     group = file[layout.FAILURES]
@@ -52,13 +52,13 @@ def read_failures(file: h5py.File) -> list[Failure]:
 
 
 def failures_csv(failures: Sequence[Failure]) -> bytes:
-    """A whole failures.csv."""
+    """Content of failures.csv."""
     text = "row,key,status,error,message\r\n" + csv_rows(failures)
     return text.encode("utf-8", "surrogateescape")
 
 
 def csv_rows(failures: Sequence[Failure]) -> str:
-    """Lines of failures.csv: row, key, status name, error type, message."""
+    """Lines of failures.csv: row, key, status name, exception name, message."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     for failure in failures:

@@ -1,8 +1,8 @@
-"""The filters of one dataset, applied by us: many threads compress and decompress at once.
+"""Filters of a dataset, applied without HDF5 so that several threads compress and decompress.
 
-h5py holds one lock around every call of HDF5, its filters included. The filters are the same code
-here, gzip in zlib and the others in hdf5plugin's own shared libraries, but called without the lock;
-the bytes are then written or read as raw chunks. What is not known here is left to h5py.
+h5py holds one lock during every call of HDF5, including its filters. The filters here are the same
+code, gzip in zlib and the others in the shared libraries of hdf5plugin, but called without the
+lock; chunks are then written or read as raw bytes. Unknown filters are left to h5py.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ _SHUFFLE = 2
 
 
 class _Stage(Protocol):
+    """One filter."""
+
     def encode(self, data: Bytes) -> Bytes: ...
 
     def decode(self, data: Bytes, size: int) -> Bytes: ...
 
 
 class Pipeline:
-    """The filters of one dataset, in the order in which they are applied when writing.
+    """Filters of a dataset, in the order in which they are applied when writing.
+
+    Args:
+        filters: Number and parameters of each filter.
+        chunk_bytes: Size of a decoded chunk; edge chunks have the same size.
 
     Attributes:
-        chunk_bytes: of a whole chunk when decoded; edge chunks are as large as the others.
-        supported: whether all filters are known here; else the dataset is a case for h5py.
+        chunk_bytes: As above.
+        supported: Whether all filters are known here; otherwise h5py must be used.
     """
 
     def __init__(self, filters: list[tuple[int, tuple[int, ...]]], chunk_bytes: int) -> None:
@@ -44,7 +50,7 @@ class Pipeline:
         self.supported = True
         for position, (number, values) in enumerate(filters):
             stage = _stage(number, values, chunk_bytes)
-            # A compressor must come last: only then is the size of what it decodes known.
+            # The decoded size of a compressor is known only if it is the last filter.
             if stage is None or (number != _SHUFFLE and position + 1 < len(filters)):
                 self.supported = False
                 return
@@ -52,7 +58,7 @@ class Pipeline:
 
     @classmethod
     def of(cls, dataset: h5py.Dataset) -> Pipeline:
-        """The filters of a chunked dataset, with the parameters that HDF5 stored for them."""
+        """Filters of a chunked dataset, with the parameters that its file records."""
         properties = dataset.id.get_create_plist()
         filters = []
         for i in range(properties.get_nfilters()):
@@ -67,10 +73,10 @@ class Pipeline:
         return len(self._stages)
 
     def encode(self, chunk: Any) -> bytes:
-        """A whole chunk, C order, as the bytes for write_direct_chunk (filter mask 0).
+        """Encode a whole chunk for write_direct_chunk with filter mask 0.
 
         Args:
-            chunk: anything with chunk_bytes contiguous bytes.
+            chunk: Object with chunk_bytes contiguous bytes, in C order.
         """
         require(self.supported, "this pipeline is a case for h5py")
         data = _flat(chunk)
@@ -80,14 +86,17 @@ class Pipeline:
         return data.tobytes()
 
     def decode(self, stored: Any, filter_mask: int = 0) -> Bytes:
-        """The bytes of a whole chunk, (chunk_bytes,) uint8, from what the file holds of it.
+        """Decode a chunk.
 
         Args:
-            stored: the chunk's bytes, anything contiguous.
-            filter_mask: bit i is set where filter i was left out when this chunk was written.
+            stored: Bytes of the chunk in the file.
+            filter_mask: Bit i is set if filter i was skipped when the chunk was written.
+
+        Returns:
+            (chunk_bytes,) uint8.
 
         Raises:
-            StoreError: the bytes are damaged; no more than a chunk is ever made of them.
+            StoreError: The bytes are damaged; never more than a chunk is decoded.
         """
         require(self.supported, "this pipeline is a case for h5py")
         data = _flat(stored)
@@ -102,7 +111,7 @@ class Pipeline:
 
 
 def _stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | None:
-    """The filter of that number, or None where it is not known here."""
+    """Filter for an HDF5 filter number and parameters, or None if it is not known here."""
     if number == _DEFLATE and len(values) == 1 and values[0] <= 9:
         return _Deflate(values[0])
     if number == _SHUFFLE and len(values) == 1 and values[0] > 0:
@@ -111,12 +120,14 @@ def _stage(number: int, values: tuple[int, ...], chunk_bytes: int) -> _Stage | N
     if number == Zstd.number and len(values) <= 1:
         called = load(Zstd)
     elif number == Blosc2.number and len(values) >= 7 and values[3] == chunk_bytes:
-        # For a chunk of several dimensions, their number and its shape follow.
+        # For chunks of several dimensions, their number and the chunk shape follow.
         called = load(Blosc2) if len(values) in (7, 8 + (*values, 0)[7]) else None
     return None if called is None else _Plugged(called, values)
 
 
 class _Deflate:
+    """HDF5 filter 1, gzip."""
+
     def __init__(self, level: int) -> None:
         self._level = level
 
@@ -126,7 +137,7 @@ class _Deflate:
     def decode(self, data: Bytes, size: int) -> Bytes:
         stream = zlib.decompressobj()
         try:
-            # One byte more than fits: an exact stream comes to its end, a longer one shows.
+            # With room for one more byte, an exact stream reaches its end and a longer one shows.
             decoded = stream.decompress(data.data, size + 1)
         except zlib.error as error:
             raise StoreError(f"the gzip stream is damaged ({error})") from error
@@ -138,7 +149,7 @@ class _Deflate:
 
 
 class _Shuffle:
-    """HDF5's shuffle: first the lowest byte of every number, then the next one, and so on."""
+    """HDF5 filter 2: the lowest bytes of all numbers first, then the next ones, and so on."""
 
     def __init__(self, itemsize: int) -> None:
         self._itemsize = itemsize
@@ -154,13 +165,13 @@ class _Shuffle:
         return np.concatenate([np.ascontiguousarray(planes).reshape(-1), rest])
 
     def _split(self, data: Bytes) -> tuple[Bytes, Bytes]:
-        """Whole numbers, and the bytes behind the last one, which stay where they are."""
+        """Whole numbers, and the bytes after the last one, which stay in place."""
         whole = len(data) - len(data) % self._itemsize
         return data[:whole], data[whole:]
 
 
 class _Plugged:
-    """A filter of hdf5plugin, called as HDF5 calls it."""
+    """Filter of hdf5plugin, called as HDF5 calls it."""
 
     def __init__(self, called: PluginFilter, values: tuple[int, ...]) -> None:
         self._called = called
@@ -174,7 +185,7 @@ class _Plugged:
 
 
 def _flat(data: Any) -> Bytes:
-    """Anything with contiguous bytes as (n,) uint8, without a copy."""
+    """View contiguous bytes as (n,) uint8, without a copy."""
     if isinstance(data, np.ndarray):
         require(data.flags.c_contiguous, "a chunk must be contiguous")
         return data.reshape(-1).view(np.uint8)

@@ -1,7 +1,7 @@
-"""The filters of hdf5plugin, called without HDF5's lock.
+"""Filters of hdf5plugin, called without the lock of HDF5.
 
-A filter plugin is a shared library that describes one function (HDF5's H5PLextern.h and
-H5Zdevelop.h); ctypes lets other threads run while it works.
+A filter plugin is a shared library that describes one function (H5PLextern.h and H5Zdevelop.h of
+HDF5); ctypes releases the GIL while the function runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from featx.errors import StoreError
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _MAX_OVERHEAD = 1 << 16
-"""Bytes that a compressor may add to what it cannot compress."""
+"""Bytes that a compressor may add to data that it cannot compress."""
 
 _BLOSC2_MAGIC = b"\x9e\xa8b2frame\0"
 _BLOSC2_HEADER = 62
@@ -32,7 +32,7 @@ _BLOSC2_MAX_PADDING = 16
 
 
 class _PluginClass(ctypes.Structure):
-    """H5Z_class2_t of HDF5's H5Zdevelop.h: how a filter describes itself."""
+    """H5Z_class2_t of H5Zdevelop.h: description of a filter."""
 
     _fields_ = [
         ("version", ctypes.c_int),
@@ -58,11 +58,15 @@ _FILTER_TYPE = ctypes.CFUNCTYPE(
 
 
 class PluginFilter(abc.ABC):
-    """One filter: encoded by the plugin's own function, decoded by the library behind it.
+    """Filter: encodes with the function of the plugin, decodes with the library behind it.
 
-    The plugin's function is not used for decoding. Where a chunk is damaged, zstd's returns an
-    error code as if it were a size, and blosc2's takes the whole library down under the threads
-    that are working in it. The decoders proper write into our memory, at most a chunk.
+    The function of the plugin is not used to decode. For a damaged chunk, that of zstd returns an
+    error code as if it were a size, and that of blosc2 shuts the library down while other threads
+    use it. The decoders of the libraries write into our memory, at most one chunk.
+
+    Attributes:
+        name: Name of the filter.
+        number: HDF5 filter number.
     """
 
     name: str
@@ -75,14 +79,20 @@ class PluginFilter(abc.ABC):
             raise OSError(f"{library} is not the filter {self.number}")
         self._filter = _FILTER_TYPE(described.filter)
         self._library = library
-        # The filter frees the buffer that it is given, and we the one that it returns: malloc's.
+        # The filter frees the buffer that it gets, and the caller the one that it returns, so both
+        # must come from malloc.
         self._c = ctypes.CDLL(None)
         self._c.malloc.restype = ctypes.c_void_p
         self._c.malloc.argtypes = [ctypes.c_size_t]
         self._c.free.argtypes = [ctypes.c_void_p]
 
     def encode(self, values: tuple[int, ...], data: Bytes) -> Bytes:
-        """What HDF5 would store of a chunk; `values` are the filter's parameters in the file."""
+        """Encode a chunk as HDF5 would store it.
+
+        Args:
+            values: Parameters of the filter in the file.
+            data: (n,) uint8 bytes of the chunk.
+        """
         buffer = ctypes.c_void_p(self._c.malloc(max(1, len(data))))
         if not buffer:
             raise MemoryError(f"no {len(data)} bytes for the {self.name} filter")
@@ -103,11 +113,11 @@ class PluginFilter(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
-        """The `size` bytes of a chunk. Raises StoreError where the frame is damaged."""
+        """Decode a chunk of `size` bytes; raises StoreError if the frame is damaged."""
 
 
 class Zstd(PluginFilter):
-    """zstd as the HDF5 filter 32015; its plugin uses nothing of HDF5."""
+    """zstd, HDF5 filter 32015; its plugin does not call HDF5."""
 
     name = "zstd"
     number = 32015
@@ -132,11 +142,11 @@ class Zstd(PluginFilter):
 
 
 class Blosc2(PluginFilter):
-    """blosc2 as the HDF5 filter 32026, from a copy of its library that knows nothing of HDF5.
+    """blosc2, HDF5 filter 32026, from a copy of its library that is not connected to HDF5.
 
-    hdf5plugin ties the library to HDF5, and its failures are then reported to HDF5's error stack,
-    which only one thread at a time may touch. A second copy that was never tied stays silent. The
-    loader knows a library by its inode, so the copy must be a file of its own.
+    hdf5plugin connects the library to HDF5, so its errors go to the error stack of HDF5, which only
+    one thread at a time may use. A second copy stays silent. The dynamic loader identifies a
+    library by its inode, so the copy must be a file of its own.
     """
 
     name = "blosc2"
@@ -159,20 +169,21 @@ class Blosc2(PluginFilter):
         library.blosc2_schunk_from_buffer.restype = pointer
         library.blosc2_schunk_decompress_chunk.argtypes = [pointer, size, pointer, ctypes.c_int32]
         library.blosc2_schunk_free.argtypes = [pointer]
-        library.blosc2_init()  # before there are threads: it does not lock
+        library.blosc2_init()  # not thread-safe, so it is called before the library is used
 
     def decode(self, values: tuple[int, ...], frame: Bytes, size: int) -> Bytes:
         wrong = _blosc2_fault(frame, size) or _array_fault(frame, values[8:])
         if wrong:
             raise StoreError(f"the blosc2 frame {wrong}; the chunk has {size} bytes")
         decoded = np.empty(size, np.uint8)
-        # The plugin writes an n-dimensional array where the chunk has several dimensions.
+        # The plugin writes chunks of several dimensions as n-dimensional arrays (b2nd).
         fill = self._fill_plain if len(values) == 7 else self._fill_array
         if not fill(frame, decoded):
             raise StoreError(f"the blosc2 frame is damaged, or not of {size} bytes")
         return decoded
 
     def _fill_array(self, frame: Bytes, decoded: Bytes) -> bool:
+        """Decode a b2nd array; return whether it succeeded."""
         array = ctypes.c_void_p()
         opened = self._library.b2nd_from_cframe(
             frame.ctypes.data, len(frame), False, ctypes.byref(array)
@@ -186,6 +197,7 @@ class Blosc2(PluginFilter):
             self._library.b2nd_free(array)
 
     def _fill_plain(self, frame: Bytes, decoded: Bytes) -> bool:
+        """Decode a plain frame; return whether it succeeded."""
         opened = self._library.blosc2_schunk_from_buffer(frame.ctypes.data, len(frame), False)
         if not opened:
             return False
@@ -202,13 +214,14 @@ _loading = threading.Lock()
 
 
 def load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
-    """The filter, or None where it cannot be called: no hdf5plugin, or another one, or no Linux."""
+    """Filter object, or None if it cannot be used: another system than Linux, or no hdf5plugin."""
     with _loading:
         return _load(kind)
 
 
 @functools.cache
 def _load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
+    """Filter object, cached; see `load`."""
     try:
         return kind()
     except (ImportError, OSError, AttributeError):
@@ -216,6 +229,7 @@ def _load(kind: type[Zstd] | type[Blosc2]) -> PluginFilter | None:
 
 
 def _plugin_path(name: str) -> Path:
+    """Path of a plugin of hdf5plugin."""
     import hdf5plugin
 
     if sys.platform != "linux":
@@ -224,10 +238,13 @@ def _plugin_path(name: str) -> Path:
 
 
 def _blosc2_fault(frame: Bytes, size: int) -> str:
-    """What is wrong with a frame's header: blosc2 divides by its sizes, and allocates them.
+    """Check the header of a frame, as blosc2 divides by sizes in it and allocates them.
 
-    The layout is that of C-Blosc2's README_CFRAME_FORMAT. A frame holds one blosc2 chunk; in more
-    than one dimension its blocks may stick out, and so make it larger than the HDF5 chunk.
+    The layout is described in README_CFRAME_FORMAT of C-Blosc2. A frame holds one blosc2 chunk;
+    with several dimensions its blocks may extend beyond the HDF5 chunk and make it larger.
+
+    Returns:
+        What is wrong, or an empty text.
     """
     header = frame[:_BLOSC2_HEADER].tobytes()
     if len(header) < _BLOSC2_HEADER or not header.startswith(_BLOSC2_MAGIC):
@@ -244,10 +261,13 @@ def _blosc2_fault(frame: Bytes, size: int) -> str:
 
 
 def _array_fault(frame: Bytes, shape: tuple[int, ...]) -> str:
-    """What is wrong with the description of an n-dimensional array: it must be the chunk's own.
+    """Check the description of a b2nd array, whose shape must be that of the chunk.
 
     The description is msgpack: a list of version, number of dimensions, shape, chunk shape, block
-    shape and more, each shape a list of big-endian numbers. blosc2 would loop over any shape.
+    shape and more, with shapes as lists of big-endian numbers. blosc2 would loop over any shape.
+
+    Returns:
+        What is wrong, or an empty text.
     """
     if not shape:
         return ""

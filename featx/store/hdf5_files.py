@@ -1,4 +1,6 @@
-"""HDF5 files open for reading: found to be harmless, few at a time, never carried across a fork."""
+"""HDF5 files open for reading: checked to be harmless, limited in number, never shared across a
+fork.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +29,33 @@ from featx.store.chunk_reader import ChunkRows
 
 _MAX_OPEN_FILES = 128
 _SHARE_OF_LIMIT = 8
-"""A store keeps at most this many files open in one process, and this part of what is allowed."""
+"""Largest number of files that a store keeps open per process: _MAX_OPEN_FILES, or
+1/_SHARE_OF_LIMIT
+of the limit of the process if that is less.
+"""
 
 _LZF = h5py.h5z.FILTER_LZF
-"""The last filter that h5py brings itself; those with higher numbers come with hdf5plugin."""
+"""Highest number of the filters that are part of h5py; others come with hdf5plugin."""
 
 _MAX_COMPRESSION = 1 << 20
-"""A filtered dataset that claims to expand more than this is refused before memory is taken.
+"""Largest compression ratio that a dataset may claim, so that a damaged file cannot exhaust memory.
 
-Zeros and NaN shrink far: 32,768 times with zstd, a whole row to 32 bytes with blosc2.
+Zeros and NaN compress well: 32,768 times with zstd, and a whole row to 32 bytes with blosc2.
 """
 
 
 class OpenFile:
-    """A file open for reading, with those of its datasets that were found to be plain.
+    """File open for reading, with those of its datasets that were checked.
+
+    Args:
+        path: Path of the file.
+        verify: Which chunks are compared with their checksums.
 
     Attributes:
-        path: of the file.
-        file: as h5py has it open.
-        known: whether it was checked to be of the store's own run.
-        users: threads that are reading from it now.
+        path: Path of the file.
+        file: h5py file.
+        known: Whether the file was checked to belong to the run of the store.
+        users: Number of threads that are reading from it.
     """
 
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
@@ -60,18 +69,18 @@ class OpenFile:
         self._rows: dict[str, ChunkRows] = {}
 
     def names(self) -> list[str]:
-        """Names of the datasets below /features."""
+        """Names of the datasets in /features."""
         return list(self.file[layout.FEATURES])
 
     def column_names(self) -> tuple[str, ...]:
-        """Names of the datasets below /columns, which not every store has."""
+        """Names of the datasets in /columns, which only some stores have."""
         if layout.COLUMNS not in self.file:
             return ()
         check_hard(self.file, layout.COLUMNS)
         return tuple(self.file[layout.COLUMNS])
 
     def dataset(self, path: str) -> h5py.Dataset:
-        """The dataset at `path`. Raises StoreError where it is no plain one."""
+        """Dataset at `path`; raises StoreError unless it is a plain one."""
         if path not in self._datasets:
             dataset = check_plain(self.file, path)
             filters = dataset.id.get_create_plist()
@@ -81,15 +90,15 @@ class OpenFile:
         return self._datasets[path]
 
     def texts(self, path: str) -> tuple[str, ...]:
-        """A dataset of UTF-8 bytes as strings."""
+        """Dataset of UTF-8 bytes as strings."""
         values = self._compared(path).tolist()
         return tuple(value.decode("utf-8", "surrogateescape") for value in values)
 
     def _compared(self, path: str) -> npt.NDArray[Any]:
-        """All of a dataset that fits in memory, compared with its checksums where it has any.
+        """Read a whole dataset and compare it with its checksums.
 
         Raises:
-            StoreError: it differs from one of them.
+            StoreError: A checksum differs.
         """
         dataset = self.dataset(path)
         values: npt.NDArray[Any] = dataset[:]
@@ -104,7 +113,7 @@ class OpenFile:
         return values
 
     def _checksums(self, path: str) -> npt.NDArray[Any] | None:
-        """The checksums of a dataset; None if `verify` is False."""
+        """Checksums of a dataset, or None if `verify` is False."""
         name = f"{layout.CHECKSUMS}/{path}"
         if self._verify is False:
             return None
@@ -112,10 +121,10 @@ class OpenFile:
         return sums
 
     def failures(self) -> list[npt.NDArray[Any]]:
-        """The rows, errors and messages of /failures.
+        """Read the rows, exception names and messages of /failures.
 
         Raises:
-            StoreError: they differ from their checksum.
+            StoreError: They differ from their checksum.
         """
         columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
         sums = self._checksums(layout.FAILURES)
@@ -127,15 +136,15 @@ class OpenFile:
         return columns
 
     def column(self, path: str, num_rows: int, kind: str) -> npt.NDArray[Any]:
-        """The first rows of a dataset with one entry per row.
+        """Read the first rows of a dataset with one entry per row.
 
         Args:
-            path: of the dataset.
-            num_rows: how many; a listing that is about to grow may have more.
-            kind: numpy's, such as 'S', 'i' or 'u', or several that it may have.
+            path: Path of the dataset.
+            num_rows: Number of rows; a listing that is about to grow may have more.
+            kind: Permitted kinds of numpy dtypes, such as 'S' or 'iu'.
 
         Raises:
-            StoreError: it is shorter, or of another kind.
+            StoreError: The dataset has fewer rows or another kind.
         """
         dataset = self.dataset(path)
         if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
@@ -148,15 +157,16 @@ class OpenFile:
     def rows(
         self, path: str, shape: tuple[int, ...], dtype: np.dtype[Any], first_row: int = 0
     ) -> ChunkRows:
-        """The rows of a dataset, read past HDF5 where that can be.
+        """Reader for the rows of a dataset, which bypasses HDF5 where possible.
 
         Args:
-            path: of the dataset.
-            shape, dtype: as expected of it.
-            first_row: the row of the store that the file begins with, for messages.
+            path: Path of the dataset.
+            shape: Expected shape.
+            dtype: Expected dtype.
+            first_row: First row of the file in the store, for messages.
 
         Raises:
-            StoreError: it has another shape or type.
+            StoreError: The dataset has another shape or dtype.
         """
         if path not in self._rows:
             dataset = self.dataset(path)
@@ -177,6 +187,7 @@ class OpenFile:
         return self._rows[path]
 
     def close(self) -> None:
+        """Close the file and all of its readers."""
         for rows in self._rows.values():
             rows.close()
         self._rows.clear()
@@ -185,10 +196,10 @@ class OpenFile:
 
 
 class Handles:
-    """Open files of this process, the least recently used closed first.
+    """Open files of this process; the least recently used ones are closed first.
 
     Args:
-        verify: which chunks are compared with their checksums when they are read.
+        verify: Which chunks are compared with their checksums when they are read.
     """
 
     def __init__(self, verify: Verify = "chunks") -> None:
@@ -196,6 +207,7 @@ class Handles:
         self._reset()
 
     def _reset(self) -> None:
+        """Start without open files, in a new process or after unpickling."""
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._files: OrderedDict[Path, OpenFile] = OrderedDict()
@@ -211,7 +223,13 @@ class Handles:
 
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
-        """An open file; never one that a parent process opened before a fork."""
+        """Open file for the time of the block; never one that a parent process opened before a
+        fork.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            StoreError: The file is damaged or cannot be read now.
+        """
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
@@ -230,22 +248,24 @@ class Handles:
                 file.users -= 1
 
     def close(self) -> None:
-        """Close all files that no thread is reading; they are opened again when they are used."""
+        """Close all files that no thread is reading; they are opened again when needed."""
         with self._lock:
             self._close_idle(0)
 
     def _close_idle(self, most: int) -> None:
-        """Close the files that were not used for longest, but none that a thread is reading."""
+        """Close the least recently used files beyond `most`, except those that a thread is
+        reading.
+        """
         idle = [path for path, file in self._files.items() if not file.users]
         for path in idle[: max(0, len(self._files) - most)]:
             self._files.pop(path).close()
 
 
 def open_hdf5(path: Path, **options: Any) -> h5py.File:
-    """A file opened for reading with plain h5py, the texts of its attributes checked.
+    """Open a file for reading with plain h5py; the texts of its attributes are checked.
 
-    HDF5 refuses a file that this process holds open with another locking flag already, be it by
-    the user's own h5py.File, so both flags are tried.
+    HDF5 refuses a file that this process has open with another locking flag, for example by an
+    h5py.File of the user, so both flags are tried.
     """
     if isinstance(path, S3Path):
         return _open_far(S3File(path), **options)
@@ -262,10 +282,10 @@ def open_hdf5(path: Path, **options: Any) -> h5py.File:
 
 
 def _open_far(raw: S3File, **options: Any) -> h5py.File:
-    """The same of an object; h5py keeps hold of it.
+    """Open an object for reading with h5py, which keeps a reference to it.
 
     Raises:
-        OSError: with errno, where it cannot be read now; without, where it is damaged.
+        OSError: With errno if it cannot be read now, without errno if it is damaged.
     """
     try:
         file = h5py.File(raw, "r", **options)
@@ -280,12 +300,16 @@ def _open_far(raw: S3File, **options: Any) -> h5py.File:
 
 
 class WatchedFile(io.FileIO):
-    """A file that remembers when the system could not read it: HDF5 forgets the reason."""
+    """File object that keeps the error of a failed read, as HDF5 loses the reason.
+
+    Attributes:
+        error: Error of the last failed read, or None.
+    """
 
     error: OSError | None = None
 
     def pread(self, size: int, address: int) -> bytes:
-        """The bytes from an address on."""
+        """Read bytes at an address without moving the position."""
         return os.pread(self.fileno(), size, address)
 
     def readinto(self, buffer: Any) -> int | None:
@@ -297,20 +321,20 @@ class WatchedFile(io.FileIO):
 
 
 def open_raw(path: Path) -> S3File | WatchedFile:
-    """A file as bytes, on a disk or in an object store."""
+    """Open a file for reading bytes, on a disk or in an object store."""
     return S3File(path) if isinstance(path, S3Path) else WatchedFile(path)
 
 
 @contextlib.contextmanager
 def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Iterator[h5py.File]:
-    """A file read through Python, for its metadata: HDF5 holds no handle on the real file.
+    """Open a file through Python, for its metadata; HDF5 gets no handle of the real file.
 
     Args:
-        path: of the file.
-        opened: gives the object where it was opened before; None opens the path.
+        path: Path of the file.
+        opened: Returns the object if it was opened before; None opens the path.
 
     Raises:
-        OSError: with errno, where the system cannot read it; without, where it is damaged.
+        OSError: With errno if the file cannot be read now, without errno if it is damaged.
     """
     with opened() if opened is not None else open_raw(path) as raw:
         try:
@@ -318,16 +342,16 @@ def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Ite
                 check_texts(file, raw.pread)
                 yield file
         except layout.UNREADABLE as error:
-            # Kept on the file it would be part of a cycle through HDF5, which crashes at exit.
+            # A reference kept in `raw` would close a cycle through HDF5, which crashes at exit.
             failed, raw.error = raw.error, None
             raise failed or error from error
 
 
 def damage_text(path: Path, error: Exception) -> str:
-    """What is wrong with a damaged file.
+    """Describe an error that shows damage of a file.
 
     Raises:
-        StoreError: it is not the file: the system could not read it now.
+        StoreError: The error is no damage: the file cannot be read now.
     """
     if not layout.is_damage(error):
         raise StoreError(
@@ -337,14 +361,15 @@ def damage_text(path: Path, error: Exception) -> str:
 
 
 def _open_checked(path: Path, far: S3File | None) -> h5py.File:
+    """Open a file of a store; raise StoreError if it is no valid HDF5 file."""
     if far is None:
-        with path.open("rb"):  # says FileNotFoundError and PermissionError by themselves
+        with path.open("rb"):  # raises FileNotFoundError or PermissionError, unlike h5py
             pass
     try:
         if far is not None:
             return _open_far(far, rdcc_nbytes=0)
         return open_hdf5(path, rdcc_nbytes=0)
-    except FileNotFoundError as error:  # packed away between the two looks
+    except FileNotFoundError as error:  # the part was packed and deleted in between
         error.filename = error.filename or str(path)
         raise
     except layout.UNREADABLE as error:
@@ -356,10 +381,10 @@ def _open_checked(path: Path, far: S3File | None) -> h5py.File:
 
 
 def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
-    """The dataset at `path`, if it lies in this very file and is as large as it claims.
+    """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
     Raises:
-        StoreError: it is a link, virtual, external, missing, or larger than the file could hold.
+        StoreError: It is missing, a link, virtual, external, or impossibly large.
     """
     check_hard(file, path)
     dataset = file[path]
@@ -376,7 +401,7 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
 
 
 def has_link(file: h5py.File, path: str) -> bool:
-    """Whether there is something at `path`, found without following a link out of the file."""
+    """Whether something exists at `path`; links out of the file are not followed."""
     where = ""
     for name in path.split("/"):
         where = f"{where}/{name}".lstrip("/")
@@ -387,7 +412,9 @@ def has_link(file: h5py.File, path: str) -> bool:
 
 
 def check_hard(file: h5py.File, path: str) -> None:
-    """Raise StoreError unless every step of `path` is a hard link: it stays in this very file."""
+    """Raise StoreError unless every step of `path` is a hard link, so that it stays in this
+    file.
+    """
     where = ""
     for name in path.split("/"):
         where = f"{where}/{name}".lstrip("/")

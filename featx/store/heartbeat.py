@@ -1,7 +1,8 @@
-"""workers/: what each process that writes a store is doing, for job=status; nothing else reads it.
+"""Heartbeats in workers/: what each process that writes a store is doing.
 
-A process writes its file anew every BEAT_S, and deletes it when it ends by itself. One that was
-killed leaves its file, whose time no longer moves on.
+A process rewrites its file every BEAT_S seconds and deletes it when it ends. A killed process
+leaves its file, whose modification time no longer changes. job=status shows the files; a run reads
+them to detect writers that hold no lock.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ from featx.store import layout
 from featx.types import Part
 
 BEAT_S = 10.0
+"""Seconds between two writes of the file."""
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""PROC_PID_INIT_INO of the kernel's proc_ns.h."""
+"""Inode of the first pid namespace, PROC_PID_INIT_INO in the kernel's proc_ns.h."""
 
 SILENT_S = 45.0
-"""A process that has not written its file for so long is told as silent. It leaves room for clocks
-that differ by half a minute, and for file systems that show a change late."""
+"""Seconds without a write after which a process counts as silent; allows for clocks that differ by
+half a minute, and for file systems that show changes late.
+"""
 
 
 class Heartbeat:
-    """The file of this process; a context manager that owns the thread that writes it.
+    """Heartbeat file of this process; a context manager with a thread that writes the file.
 
     Args:
-        disk: of the store.
-        what: the process does, such as 'driver' or 'cuda:0'.
-        driver: the `sign_name` of the process that it works for; None where it does for itself.
-        outlives: it goes on when its driver dies, so nobody else may write before it ends.
+        disk: Writes to the store.
+        what: Role of the process, such as 'driver' or 'worker on cuda:0'.
+        driver: `sign_name` of the driver of this worker, or None for a process without driver.
+        outlives: Whether the process continues when its driver dies, so that no other run may write
+            before it ends.
     """
 
     def __init__(
@@ -74,12 +78,12 @@ class Heartbeat:
         self._disk.forget(self._path)
 
     def begin(self, part: Part) -> None:
-        """This part is being computed now."""
+        """Record that this part is being computed."""
         rows = [part.start, part.stop]
         self._values |= {"part": part.index, "part_rows": rows, "part_since": time.time()}
 
     def committed(self, part: Part) -> None:
-        """This part is durable."""
+        """Record that this part is committed."""
         self._values["parts"] += 1
         self._values["rows"] += len(part)
         self._values["last_commit"] = time.time()
@@ -87,22 +91,24 @@ class Heartbeat:
             self._values |= {"part": None, "part_since": None}
 
     def _beat(self) -> None:
+        """Write the file every BEAT_S seconds, in a thread."""
         while not self._ended.wait(BEAT_S):
             self._write()
 
     def _write(self) -> None:
+        """Write the file; errors are ignored, so a full disk does not end the run."""
         self._disk.write_best_effort(self._path, json.dumps({**self._values, "beat": time.time()}))
 
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """What a process last wrote of itself.
+    """Content of a heartbeat file.
 
     Attributes:
-        path: of its file.
-        values: as it wrote them.
-        age_s: since it wrote them, by the file's time and this machine's clock.
-        alive: it wrote lately and, where it runs on this machine, is still there.
+        path: Path of the file.
+        values: Content, as `Heartbeat` wrote it.
+        age_s: Seconds since the last write, by the time of the file and the clock of this machine.
+        alive: Whether the process wrote recently and, on this machine, still exists.
     """
 
     path: Path
@@ -112,15 +118,15 @@ class HeartbeatRecord:
 
     @property
     def name(self) -> str:
-        """What it is and where: 'worker on cuda:0 (pid 12 on node7)'."""
+        """Role and location of the process: 'worker on cuda:0 (pid 12 on node7)'."""
         return f"{self.values['what']} (pid {self.values['pid']} on {self.values['host']})"
 
 
 def signs_of_life(root: Path) -> Sequence[HeartbeatRecord]:
-    """Every process that wrote to a store of late, as far as its file is still there."""
+    """Read the heartbeats of all processes whose files exist."""
     found = []
     for path in sorted((root / layout.WORKERS).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError):  # it ended just now
+        with contextlib.suppress(OSError, ValueError):  # the process has just deleted its file
             values = {"pids": None, **json.loads(path.read_bytes())}
             age_s = time.time() - path.stat().st_mtime
             here = (values["host"], values["pids"]) == (socket.gethostname(), pid_namespace())
@@ -130,12 +136,11 @@ def signs_of_life(root: Path) -> Sequence[HeartbeatRecord]:
 
 
 def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
-    """Delete the files of all processes before; only who holds the store may.
+    """Delete the heartbeat files of other processes; only the holder of the store may do this.
 
-    Also of those that wrote a moment ago: drivers and their workers hold the lock while they live,
-    on whatever machine, and whoever goes on without it was looked for by `refuse_other_writers`.
-    Where there are no locks, those that are alive keep theirs, but for the workers of `driver`,
-    which it has just ended.
+    Recent files are deleted, too: drivers and their workers hold the lock while they live, on any
+    machine, and `refuse_other_writers` has looked for others. Without locks, files of living
+    processes are kept, except those of the workers of `driver`, which has just ended them.
     """
     for sign in signs_of_life(disk.root):
         ours = driver is not None and sign.values.get("driver") == driver
@@ -144,10 +149,13 @@ def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
 
 
 def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
-    """Those who write to a store beside the one who holds it.
+    """Find other processes that write to a store, besides its holder.
+
+    Returns:
+        Heartbeats of living processes.
 
     Raises:
-        StoreLockedError: workers are at it that need no driver; theirs may be gone.
+        StoreLockedError: A worker is alive that continues without its driver.
     """
     alive = [sign for sign in signs_of_life(root) if sign.alive]
     for sign in alive:
@@ -161,21 +169,21 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
 
 
 def clear_sign(disk: AtomicFolder, name: str) -> None:
-    """Delete the file of a process that has ended, by its `sign_name`."""
+    """Delete the heartbeat file of a process that has ended, by its `sign_name`."""
     disk.forget(disk.root / layout.WORKERS / name)
 
 
 def sign_name(pid: int) -> str:
-    """The file of a process of this machine or, inside a container, of this container."""
+    """Name of the heartbeat file of a process on this machine, or in this container."""
     space = pid_namespace()
     return f"{socket.gethostname()}-{pid}{f'-{space}' if space else ''}.json"
 
 
 def pid_namespace() -> int | None:
-    """Within which a number means a process: containers may share a host's name, not its pids.
+    """Namespace in which a pid is unique; containers may share a host name, but not their pids.
 
     Returns:
-        None in the first one of a machine, and where there are none.
+        Inode of the namespace; None for the first one of a machine, and without namespaces.
     """
     try:
         space = int(os.readlink("/proc/self/ns/pid").strip("pid:[]"))  # noqa: PTH115 - no path
@@ -185,10 +193,11 @@ def pid_namespace() -> int | None:
 
 
 def _is_gone(pid: int) -> bool:
+    """Whether no process with this pid exists on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
     except OSError:
-        return False  # it is somebody else's
+        return False  # it exists and belongs to another user
     return False

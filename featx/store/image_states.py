@@ -1,7 +1,7 @@
-"""Which images the rows of a store were computed from: their checksums, and images.h5.
+"""Record of the images that rows were computed from: their checksums, and images.h5.
 
-images.h5 is a cache: it says in which state (size, time of change, ...) an image was when it was
-last known to be the one that its row was computed from. Without it all bytes are compared.
+images.h5 is a cache of states (size, modification time, ...) in which images were last known to be
+those of their rows. Without it, the bytes of all images are compared.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from featx.store.pieces import Pieces, piece_path
 from featx.types import IMAGE_STATE, UNKNOWN_IMAGE, Part
 
 UNSETTLED = np.array((-3, -3, -3), IMAGE_STATE)
-"""In images.h5, of a row whose image has to be compared: no image is in this state."""
+"""State in images.h5 of a row whose image must be compared; no image has it."""
 
 
 def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
-    """images.h5 as bytes: /size, /mtime_ns and /tag, (N,) int64 each."""
+    """Content of images.h5: /size, /mtime_ns and /tag, (N,) int64 each."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
         file.attrs["featx_format"] = layout.FORMAT_PLAIN
@@ -41,17 +41,20 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
 
 
 def keep_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
-    """Write the file anew, where it would change."""
+    """Write images.h5 if its content changes."""
     if not np.array_equal(read_image_states(path, len(states)), states):
         disk.replace(path, image_states_file(states))
 
 
 def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
-    """(N,) IMAGE_STATE as images.h5 has them; UNSETTLED where it says nothing.
+    """Read images.h5; unknown states are UNSETTLED.
 
     Args:
-        path: of the file, which may be missing.
-        num_rows: of the listing; the file may have fewer, from before the data set grew.
+        path: Path of the file, which may be missing.
+        num_rows: Number of rows of the listing; the file has fewer if the data set has grown.
+
+    Returns:
+        (N,) IMAGE_STATE.
     """
     states = np.full(num_rows, UNSETTLED, dtype=IMAGE_STATE)
     try:
@@ -61,16 +64,17 @@ def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
         for name, values in found.items():
             states[name][:size] = values[:size]
     except layout.UNREADABLE:
-        states[:] = UNSETTLED  # it is a cache, and what it would have spared is done again
+        states[:] = UNSETTLED  # the file is a cache; without it the bytes are compared
     return states
 
 
 def image_checksums_in(
     file: h5py.File, start: int = 0, stop: int | None = None
 ) -> npt.NDArray[np.uint64]:
-    """/image_checksum of rows [start, stop) of a file, all when not given.
+    """Read the image checksums of rows [start, stop) of a file, by default of all.
 
-    UNKNOWN_IMAGE stands for what is not known: in chunks that differ from their checksum.
+    Returns:
+        (n,) uint64; UNKNOWN_IMAGE in chunks that differ from their own checksum.
     """
     stop = len(file[layout.KEY]) if stop is None else stop
     found = np.full(stop - start, UNKNOWN_IMAGE, dtype=np.uint64)
@@ -89,17 +93,18 @@ def image_checksums_in(
 def stored_image_checksums(
     root: Path, manifest: Manifest
 ) -> list[tuple[npt.NDArray[np.uint64], npt.NDArray[np.bool_]]]:
-    """For each run of a store, the checksums of its rows' images and whether the rows are there.
+    """Read the image checksums of each run of a store.
 
     Args:
-        root: of the store, a folder.
-        manifest: its runs.
+        root: Folder of the store.
+        manifest: Manifest of the store.
 
     Returns:
-        two arrays over the rows of the run; UNKNOWN_IMAGE where nothing is known.
+        For each run, (n,) uint64 checksums of its rows (UNKNOWN_IMAGE if unknown), and (n,) bool
+        whether the rows are there.
 
     Raises:
-        StoreError: the system cannot read it now.
+        StoreError: A file cannot be read now.
     """
     sizes = [run.grid.num_rows for run in manifest.runs]
     found = [(np.full(n, UNKNOWN_IMAGE, np.uint64), np.zeros(n, np.bool_)) for n in sizes]

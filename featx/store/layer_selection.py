@@ -1,4 +1,4 @@
-"""The key `layer`: which layers of a store a job takes."""
+"""Option `layer` of jobs that read a store: which layers they use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from featx.store.reader import FeatureStore
 
 
 def matching_layers(store: FeatureStore, asked: Any) -> tuple[str, ...]:
-    """The layers that names and globs mean, each once, in the order they were asked for.
+    """Layers that match names and globs, each once, in the requested order.
 
     Args:
-        store: open for reading.
-        asked: a name, a glob, a list of these, or None for all.
+        store: Open store.
+        asked: Name, glob, list of these, or None for all layers.
 
     Raises:
-        ConfigError: it is none of these.
-        LayerError: the store has no such layer, or none at all.
+        ConfigError: `asked` has another type or is an empty list.
+        LayerError: The store has no matching layer, or no layers at all.
     """
     if not store.layers:
         raise LayerError(f"{store.root} has no layers yet.")

@@ -66,8 +66,8 @@ LIBVER = ("v110", "v110")
 CHUNK_BYTES = 1 << 20
 """Target size of a chunk without filters."""
 CHUNK_BYTES_COMPRESSED = 1 << 18
-"""Target size of a compressed chunk before compression; smaller, as single rows decode all of
-it.
+"""Target size of a compressed chunk before compression; to read one row, a whole chunk is
+decoded.
 """
 PART_BYTES = 256 << 20
 """Largest size of a part with part_rows=auto, as a part is built in memory."""

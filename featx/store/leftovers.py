@@ -1,5 +1,4 @@
-"""Temporary files of processes that were killed: no reader looks at them, and the next run deletes
-them."""
+"""Temporary files of killed processes: readers ignore them, and the next run deletes them."""
 
 from __future__ import annotations
 
@@ -20,23 +19,25 @@ _FOLDERS = (
     f"{layout.TENSORBOARD}/*",
     ".hydra",
 )
+"""Folders of a store, as globs, in which such files may lie."""
 
 
 def clear_leftovers(disk: AtomicFolder) -> None:
-    """Delete the temporary files of a store; only who holds it may."""
+    """Delete the temporary files of a store; only the holder of the store may do this."""
     for path in _leftovers(disk.root):
         disk.remove(path)
 
 
 def leftover_bytes(root: Path) -> int:
-    """Bytes on the disk that the next run into a store frees by deleting temporary files."""
+    """Bytes on disk that the next run into a store frees by deleting temporary files."""
     found = 0
     for path in _leftovers(root):
-        with contextlib.suppress(OSError):  # it has its final name by now
+        with contextlib.suppress(OSError):  # it has got its final name meanwhile
             found += path.stat().st_blocks * 512
     return found
 
 
 def _leftovers(root: Path) -> Iterator[Path]:
+    """Paths of temporary files."""
     for folder in _FOLDERS:
         yield from root.glob(f"{folder}/{TEMPORARY}*" if folder else f"{TEMPORARY}*")

@@ -1,4 +1,4 @@
-"""samples.h5: the listing of a store, and how a data set that has grown is joined to it."""
+"""Listing of a store (samples.h5), and how a data set that has grown is merged into it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from featx.store.hdf5_files import damage_text, open_metadata
 from featx.types import Listing
 
 _COMPARED_ROWS = 1 << 18
-"""Rows read at a time: a listing of 10^8 rows is compared without a second copy of it."""
+"""Rows that are compared at a time, so that 10^8 rows need no second copy in memory."""
 
 
 def listing_digest(listing: Listing) -> str:
-    """sha256 over keys, labels, classes and columns: the identity of the rows and their order."""
+    """SHA-256 over keys, labels, classes and columns; identifies the rows and their order."""
     sha = hashlib.sha256(f"{listing.keys.dtype.itemsize} {len(listing)}".encode())
     sha.update(np.ascontiguousarray(listing.keys).data)
     sha.update(np.ascontiguousarray(listing.labels.astype("<i8", copy=False)).data)
@@ -36,12 +36,12 @@ def listing_digest(listing: Listing) -> str:
 
 
 def listing_identity(listing: Listing) -> str:
-    """The listing as it stands in a fingerprint."""
+    """Number of rows and digest of the listing, as the fingerprint records them."""
     return f"{len(listing)} rows, sha256 {listing_digest(listing)}"
 
 
 def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
-    """sha256 over the marks of the first rows, all when not given; None where there are none."""
+    """SHA-256 over the content tags of the first rows, or of all; None if there are no tags."""
     if listing.marks is None:
         return None
     marks = np.ascontiguousarray(listing.marks[:num_rows].astype("<i8", copy=False))
@@ -49,20 +49,20 @@ def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
 
 
 def row_values(listing: Listing) -> dict[str, npt.NDArray[Any]]:
-    """What the listing says of each row: path of the dataset -> (N,)."""
+    """Values of the listing for each row; dataset path -> (N,) array."""
     columns = {f"{layout.COLUMNS}/{name}": values for name, values in listing.columns.items()}
     return {layout.KEY: listing.keys, layout.LABEL: listing.labels, **columns}
 
 
 def same_values(some: npt.NDArray[Any], others: npt.NDArray[Any]) -> bool:
-    """Whether two arrays of `row_values` agree; a missing number is as good as another."""
+    """Whether two arrays of `row_values` are equal; NaN equals NaN."""
     if some.dtype.kind == others.dtype.kind == "f":
         return np.array_equal(some, others, equal_nan=True)
     return some.dtype.kind == others.dtype.kind and np.array_equal(some, others)
 
 
 def listing_file(listing: Listing) -> memoryview:
-    """samples.h5 as bytes: /key, /label, /classes and /columns of all rows, each with its crc32."""
+    """Content of samples.h5: /key, /label, /classes and /columns of all rows, with checksums."""
     buffer = io.BytesIO()
     with h5py.File(buffer, "w", libver=layout.LIBVER) as file:
         file.attrs["featx_format"] = layout.FORMAT_PLAIN
@@ -75,7 +75,9 @@ def listing_file(listing: Listing) -> memoryview:
 
 
 def make_groups(file: h5py.File, listing: Listing) -> None:
-    """The groups of a file with a listing; those HDF5 makes by itself carry the time of day."""
+    """Create the groups for a listing; groups that HDF5 creates implicitly store the time of
+    day.
+    """
     names = [layout.CHECKSUMS]
     if listing.columns:
         names += [layout.COLUMNS, f"{layout.CHECKSUMS}/{layout.COLUMNS}"]
@@ -84,7 +86,7 @@ def make_groups(file: h5py.File, listing: Listing) -> None:
 
 
 def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
-    """/classes, (C,) fixed-length UTF-8 bytes, and its checksum."""
+    """Write /classes, (C,) fixed-length UTF-8 bytes, and its checksum."""
     values = layout.text_array(classes)
     file[layout.CLASSES] = values
     file[f"{layout.CHECKSUMS}/{layout.CLASSES}"] = layout.chunk_checksums(
@@ -93,10 +95,13 @@ def write_classes(file: h5py.File, classes: Sequence[str]) -> None:
 
 
 def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
-    """How many rows samples.h5 has, and why it is not the listing's beginning, or None.
+    """Compare samples.h5 with a listing.
+
+    Returns:
+        Number of rows in samples.h5, and the reason why the common rows differ, or None.
 
     Raises:
-        StoreError: the system cannot read it now.
+        StoreError: The file cannot be read now.
     """
     try:
         with open_metadata(path) as file:
@@ -112,7 +117,7 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
                 for name, values in expected.items():
                     if not same_values(file[name][rows], values[rows]):
                         return num_rows, f"its dataset /{name} is not that of this store"
-            # One of them may know the classes of rows that the other does not have yet.
+            # Either of them may have further classes, of rows that the other does not have.
             pairs = zip(_classes_in(file), listing.classes, strict=False)
             if any(found != known for found, known in pairs):
                 return num_rows, f"its dataset /{layout.CLASSES} is not that of this store"
@@ -137,19 +142,19 @@ def _agrees(file: h5py.File, name: str) -> bool:
 
 
 def read_listing(root: Path, num_rows: int, identity: str | None = None) -> Listing | None:
-    """The first rows of a store's listing: from samples.h5, features.h5, or the parts.
+    """Read the first rows of the listing of a store from samples.h5, features.h5, or the parts.
 
     Args:
-        root: the store's folder.
-        num_rows: how many.
-        identity: as in the fingerprint; the first of them that has it is taken, and only where
-            none has it, the first that has so many rows.
+        root: Folder of the store.
+        num_rows: Number of rows.
+        identity: Digest in the fingerprint. The first of these sources that matches it is used, or
+            else the first one with enough rows.
 
     Returns:
-        None where none of them has so many rows.
+        The listing, or None if no source has enough rows.
 
     Raises:
-        StoreError: the system cannot read it now.
+        StoreError: A file cannot be read now.
     """
     second_best = None
     for read in (_from_samples, _from_packed, _from_parts):
@@ -161,10 +166,10 @@ def read_listing(root: Path, num_rows: int, identity: str | None = None) -> List
 
 
 def listing_in(path: Path, num_rows: int) -> Listing | None:
-    """The first rows of the listing in a file, None where it is damaged or has fewer.
+    """Read the first rows of the listing in a file; None if it is damaged or has fewer rows.
 
     Raises:
-        StoreError: the system cannot read it now.
+        StoreError: The file cannot be read now.
     """
     try:
         with open_metadata(path) as file:
@@ -186,7 +191,7 @@ def listing_in(path: Path, num_rows: int) -> Listing | None:
 
 
 def is_column_type(dtype: np.dtype[Any]) -> bool:
-    """Whether a column of the listing may have this type: bytes, bool, int64 or float64."""
+    """Whether a column of the listing may have this dtype: bytes, bool, int64 or float64."""
     return dtype.kind in "Sb" or dtype.str in ("<i8", "<f8")
 
 
@@ -196,15 +201,17 @@ def column_names(file: h5py.File) -> tuple[str, ...]:
 
 
 def _from_samples(root: Path, num_rows: int) -> Listing | None:
+    """Read the listing from samples.h5."""
     return listing_in(root / layout.LISTING, num_rows)
 
 
 def _from_packed(root: Path, num_rows: int) -> Listing | None:
+    """Read the listing from features.h5."""
     return listing_in(root / layout.PACKED, num_rows)
 
 
 def _from_parts(root: Path, num_rows: int) -> Listing | None:
-    """Put together from the rows that every part has of it; parts of several runs overlap."""
+    """Concatenate the rows of the listing in all parts; parts of several runs overlap."""
     pieces: list[tuple[int, Listing]] = []
     for path in sorted((root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)):
         try:
@@ -231,23 +238,24 @@ def _from_parts(root: Path, num_rows: int) -> Listing | None:
 
 
 def _classes_in(file: h5py.File) -> tuple[str, ...]:
+    """Names of the classes in a file."""
     names: list[bytes] = file[layout.CLASSES][:].tolist()
     return tuple(name.decode("utf-8", "surrogateescape") for name in names)
 
 
 def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
-    """A listing as found now, in the order of the store: its rows first, new ones behind.
+    """Reorder a listing: rows of the store first, in its order, then new rows.
 
-    Rows that the store has keep their places, labels and columns; new rows follow in bytewise order
-    of their keys, and new classes follow the known ones.
+    Rows of the store keep their position, label and columns. New rows follow in bytewise order of
+    their keys, and new classes follow the known ones.
 
     Args:
-        root: of the store, for messages.
-        stored: the store's rows in their order.
-        found: the data set now, in bytewise order.
+        root: Folder of the store, for messages.
+        stored: Listing of the store.
+        found: Current listing of the data set, in bytewise order.
 
     Raises:
-        StoreMismatchError: rows of the store are gone, have another label, or other columns.
+        StoreMismatchError: Rows of the store are missing, or have another label or other columns.
     """
     _refuse_other_columns(root, stored, found)
     before, now = row_values(stored), row_values(found)
@@ -295,7 +303,7 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
 
 
 def _refuse_other_columns(root: Path, stored: Listing, found: Listing) -> None:
-    """Raise StoreMismatchError where the columns have other names or other types of values."""
+    """Raise StoreMismatchError if the columns have other names or types."""
     before, now = (
         {name: _type_of(values) for name, values in listing.columns.items()}
         for listing in (stored, found)
@@ -312,6 +320,7 @@ def _refuse_other_columns(root: Path, stored: Listing, found: Listing) -> None:
 
 
 def _type_of(values: npt.NDArray[Any]) -> str:
+    """Type of a column in words."""
     return {"S": "text", "b": "booleans", "i": "whole numbers", "f": "numbers"}[values.dtype.kind]
 
 
@@ -322,7 +331,7 @@ def _refuse_changed_column(
     before: npt.NDArray[Any],
     now: npt.NDArray[Any],
 ) -> None:
-    """Raise StoreMismatchError where a row has another value in a column."""
+    """Raise StoreMismatchError if a row has another value in a column."""
     if same_values(before, now):
         return
     row = int(np.flatnonzero((before != now) & ~((before != before) & (now != now)))[0])
@@ -337,7 +346,7 @@ def _refuse_changed_column(
 
 
 def _renumbered(found: Listing, classes: tuple[str, ...]) -> npt.NDArray[np.int64]:
-    """The labels of a listing as indices into other classes."""
+    """Labels of a listing as indices into other classes."""
     number = {name: i for i, name in enumerate(classes)}
     table = np.array([*(number[name] for name in found.classes), -1], dtype=np.int64)
     labels: npt.NDArray[np.int64] = table[found.labels]  # -1 picks the last entry

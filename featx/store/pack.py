@@ -1,9 +1,9 @@
-"""The parts of a finished store -> one plain features.h5, copied chunk by chunk.
+"""Packs the parts of a finished store into one plain features.h5, chunk by chunk.
 
-It runs in a process of its own (`python -m featx.store.pack FOLDER`): HDF5 can take a process down
-with it when a disk fails, and the run must survive that. What is packed is only read; parts go when
-the packed file is whole, checked and durable. Where features.h5 holds earlier runs already, it is
-one more thing to copy from, and the new file takes its place.
+Packing runs in a process of its own (`python -m featx.store.pack FOLDER`): HDF5 can crash its
+process when a disk fails, and the run must survive that. Sources are only read; parts are deleted
+once the packed file is complete, checked and synced. If features.h5 already holds earlier runs, it
+is one more source, and the new file replaces it.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from featx.store.session import remove_parts
 from featx.types import UNKNOWN_IMAGE, Failure, LayerSpec, Listing, Part, Status
 
 HEADROOM_BYTES = 16 << 20
-"""Beyond the parts' own size: HDF5's metadata, and room for others."""
+"""Bytes to reserve beyond the size of the parts, for HDF5 metadata and other writers."""
 
 
 def packed_size_bound(stored_bytes: int) -> int:
-    """Bytes to reserve for the packed file; it is never larger than what it is made from."""
+    """Bytes to reserve for the packed file; it is never larger than its sources."""
     return stored_bytes + stored_bytes // 50 + HEADROOM_BYTES
 
 
 def pack_in_child(root: Path, lock: int) -> None:
-    """Pack the store in a child process.
+    """Pack a store in a child process.
 
     Args:
-        root: of the store.
-        lock: the descriptor that holds it. The child inherits it, so that nobody else can begin to
-            write while it works, even if this process is killed.
+        root: Folder of the store.
+        lock: File descriptor that holds the lock. The child inherits it, so no other run can start
+            to write while it works, even if this process is killed.
 
     Raises:
-        RunError: packing failed; the parts are kept, those found damaged in quarantine/.
+        RunError: Packing failed. The parts are kept; damaged ones are in quarantine/.
     """
-    # -P keeps the user's folder off the child's path: a types.py there would be imported.
+    # -P keeps the current folder off sys.path, where a types.py would shadow the library's.
     command = [sys.executable, "-P", "-m", "featx.store.pack", str(root)]
     home = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -87,21 +87,21 @@ def pack_in_child(root: Path, lock: int) -> None:
 
 
 def pack_store(root: Path) -> bool:
-    """Pack a finished store that was kept in parts; the parts are deleted then.
+    """Pack a finished store that was kept in parts, and delete the parts.
 
     Returns:
-        False where there was nothing to pack.
+        Whether there was anything to pack.
 
     Raises:
-        StoreError: there is no store, or rows are missing.
-        RunError: there is no room, or the disk fails; the parts are kept.
+        StoreError: There is no store, or rows are missing.
+        RunError: The disk is full or fails; the parts are kept.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR} in it.")
     disk = AtomicFolder(root)
     with exclusive_lock(root / layout.LOCK) as lock:
-        # Workers of a cluster write without this lock; what they are writing now stays.
+        # Slurm tasks without a driver write without this lock.
         refuse_other_writers(root)
         clear_leftovers(disk)
         pieces = _pieces(root, manifest)
@@ -120,7 +120,15 @@ def pack_store(root: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A file with rows [start, stop) of the layers of some runs."""
+    """Source file with rows [start, stop) of the layers of some runs.
+
+    Attributes:
+        path: Path of the file.
+        start: First row in the store.
+        stop: Row after the last one.
+        identity: Digest that the file must carry as its fingerprint.
+        part: Part that the file holds, or None for features.h5.
+    """
 
     path: Path
     start: int
@@ -130,11 +138,11 @@ class _Piece:
 
 
 def pack(root: Path) -> None:
-    """Make features.h5 from what lies below `root` and check every chunk of it.
+    """Create features.h5 from the files of a store and check every chunk of it.
 
     Raises:
-        StoreError: a part is missing or does not fit the others.
-        RunError: the disk is full or fails; nothing is left behind.
+        StoreError: A part is missing or does not fit the others.
+        RunError: The disk is full or fails; nothing is left behind.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
@@ -168,12 +176,12 @@ def pack(root: Path) -> None:
         except layout.UNREADABLE as error:
             damaged = _set_damaged_aside(disk, pieces, manifest, listing)
             if isinstance(error, OSError) and not isinstance(error, StoreError) and not damaged:
-                raise  # the disk's failure, not a part's
+                raise  # the disk failed; no source is damaged
             raise StoreError(f"{error}{damaged}") from error
 
 
 def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
-    """What there is to pack: an earlier features.h5, then the parts that it does not hold."""
+    """Source files: an existing features.h5, then the parts that it does not hold."""
     pieces, num_packed = [], 0
     packed = root / layout.PACKED
     if packed.exists():
@@ -207,9 +215,10 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
 def _set_damaged_aside(
     disk: AtomicFolder, pieces: list[_Piece], manifest: Manifest, listing: Listing
 ) -> str:
-    """Move the files that differ from their checksums to quarantine/, and say so.
+    """Move sources that differ from their checksums to quarantine, and keep their good rows.
 
-    Every row whose chunks are right is kept.
+    Returns:
+        Sentences on what was done, empty if no source is damaged.
     """
     text = ""
     for piece in pieces:
@@ -230,7 +239,13 @@ def _set_damaged_aside(
 
 
 class _Packing:
-    """A packed file while its rows are put together."""
+    """Packed file that is being filled.
+
+    Args:
+        manifest: Manifest of the store.
+        listing: All rows.
+        packed: features.h5 open for writing.
+    """
 
     def __init__(self, manifest: Manifest, listing: Listing, packed: h5py.File) -> None:
         self._manifest = manifest
@@ -249,7 +264,7 @@ class _Packing:
         self._failures: dict[int, Failure] = {}
 
     def create(self) -> None:
-        """Attributes, and datasets without rows."""
+        """Write attributes and datasets without rows."""
         packed, first = self._packed, self._manifest.runs[0]
         packed.attrs.update(
             layout.root_attributes(first.header, self._manifest.digest, complete=False)
@@ -264,7 +279,7 @@ class _Packing:
             self._create_layer(spec)
 
     def copy(self, pieces: list[_Piece]) -> None:
-        """All rows, the mark `complete` last."""
+        """Copy all rows; the attribute `complete` is set last."""
         packed = self._packed
         for piece in pieces:
             with open_hdf5(piece.path) as source:
@@ -280,7 +295,7 @@ class _Packing:
         write_chunk_table(packed, self._manifest.digest, len(self._manifest.runs), 0)
 
     def _create_layer(self, spec: LayerSpec) -> None:
-        """An empty dataset, chunked for the rows of the whole store."""
+        """Create an empty dataset with chunks for the rows of the whole store."""
         run = self._manifest.holder(spec.name)
         grid = layout.Grid(self._num_rows, run.grid.part_rows)
         chunk_rows = grid.chunk_rows(spec.row_bytes, run.codec != "none")
@@ -290,7 +305,7 @@ class _Packing:
         self._sums[f"{layout.FEATURES}/{spec.name}"] = np.zeros(num_chunks, dtype=np.uint32)
 
     def _take(self, source: h5py.File, piece: _Piece) -> None:
-        """The rows of one file, each at its place."""
+        """Copy the rows of one file to their positions."""
         if source.attrs["fingerprint"] != piece.identity:
             raise StoreError(f"{piece.path} is of another run.")
         rows = slice(piece.start, piece.stop)
@@ -312,7 +327,7 @@ class _Packing:
             self._failures.setdefault(failure.row, failure)
 
     def _take_image_checksums(self, source: h5py.File, piece: _Piece) -> None:
-        """Those of one file, which have to be those of other layers of the same rows."""
+        """Copy image checksums; they must agree with those of other layers of the same rows."""
         images = self._images[piece.start : piece.stop]
         found = image_checksums_in(source)
         both = (images != UNKNOWN_IMAGE) & (found != UNKNOWN_IMAGE)
@@ -327,14 +342,16 @@ class _Packing:
         images[:] = np.where(found == UNKNOWN_IMAGE, images, found)
 
     def _copy_rows(self, source: h5py.File, path: str, first_row: int) -> None:
-        """A dataset's rows: whole chunks as they are stored, others decoded and checked."""
+        """Copy the rows of a dataset: aligned whole chunks as stored, others decoded and
+        checked.
+        """
         rows, target, sums = source[path], self._packed[path], self._sums[path]
         step = target.chunks[0]
         num_rows = len(rows)
         alike = rows.chunks == target.chunks and _filters(rows) == _filters(target)
         if alike and first_row % step == 0:
             stored = source[f"{layout.CHECKSUMS}/{path}"][:]
-            # A short last chunk is as it should be only where nothing follows it.
+            # A short last chunk may be copied as it is only if no rows follow it in the store.
             last = first_row + num_rows == self._num_rows
             whole = -(-num_rows // step) if last else num_rows // step
             copy_chunks(rows, target, first_row, whole)
@@ -346,9 +363,10 @@ class _Packing:
             self._put(path, first_row + start, values)
 
     def _put(self, path: str, first_row: int, values: npt.NDArray[Any]) -> None:
-        """Rows that do not fill chunks of their own; they come in order.
+        """Write rows that do not fill whole chunks; they arrive in ascending order.
 
-        The bytes of a chunk are kept until its last row is there, since the checksum is of all.
+        The bytes of a chunk are collected until its last row has arrived, as its checksum covers
+        all rows.
         """
         target, sums = self._packed[path], self._sums[path]
         write_raw(target, first_row, values)
@@ -364,6 +382,7 @@ class _Packing:
 
 
 def _filters(dataset: h5py.Dataset) -> list[Any]:
+    """Filters of a dataset with their parameters."""
     properties = dataset.id.get_create_plist()
     return [properties.get_filter(i) for i in range(properties.get_nfilters())]
 
@@ -371,7 +390,14 @@ def _filters(dataset: h5py.Dataset) -> list[Any]:
 def copy_chunks(
     source: h5py.Dataset, target: h5py.Dataset, first_row: int, num_chunks: int
 ) -> None:
-    """Copy the stored bytes of the first chunks to the rows from first_row on."""
+    """Copy the stored bytes of the first chunks of a dataset to rows from `first_row` on.
+
+    Args:
+        source: Dataset to copy from.
+        target: Dataset with the same filters and chunk shape.
+        first_row: First row in the target, a multiple of the rows per chunk.
+        num_chunks: Number of chunks.
+    """
     step = source.chunks[0]
     rest = (0,) * (source.ndim - 1)
     for row in range(0, num_chunks * step, step):

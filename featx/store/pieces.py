@@ -1,4 +1,4 @@
-"""Pieces: the good rows of a part that had a damaged chunk, until the others are there again."""
+"""Pieces: files with the good rows of a damaged part, used until the other rows are recomputed."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from featx.types import Part
 
 
 class Pieces:
-    """The pieces of a store by the names of their files.
+    """Pieces of a store, found by the names of their files.
 
-    A piece is a file as a part is, with some of its rows. It counts as long as the part itself is
-    not there.
+    A piece has the format of a part, with some of its rows. It counts as long as the part itself
+    does not exist.
 
     Args:
-        names: of files below parts/; those of no piece are left out.
+        names: File names in parts/; names of other files are ignored.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self._pieces: dict[int, list[Part]] = {}
         found = [piece for piece in map(layout.piece_of, names) if piece is not None]
-        # Of two that overlap, the longer one was damaged: a repair made the shorter one from it and
-        # was killed before it set the longer one aside.
+        # Of two pieces that overlap, the longer one was damaged: a repair made the shorter one from
+        # it and was killed before it moved the longer one to quarantine.
         for piece in sorted(found, key=lambda piece: (len(piece), piece.start)):
             others = self._pieces.setdefault(piece.index, [])
             overlaps = any(p.start < piece.stop and piece.start < p.stop for p in others)
@@ -32,17 +32,17 @@ class Pieces:
 
     @classmethod
     def in_store(cls, root: Path) -> Pieces:
-        """Those in a store's folder."""
+        """Pieces in the folder of a store."""
         return cls(path.name for path in (root / layout.PARTS).glob(layout.PIECE_GLOB))
 
     def of(self, part: Part) -> list[Part]:
-        """The pieces of a part, in order of their rows; none has rows of another one."""
+        """Pieces of a part in ascending order; they do not overlap."""
         pieces = self._pieces.get(part.index, [])
         inside = [p for p in pieces if part.start <= p.start and p.stop <= part.stop]
         return sorted(inside, key=lambda piece: piece.start)
 
     def gaps(self, part: Part) -> Iterator[Part]:
-        """The rows of a part that no piece holds, run by run; all of them where it has no piece."""
+        """Ranges of rows of a part that no piece holds; the whole part if it has no piece."""
         start = part.start
         for piece in self.of(part):
             if piece.start > start:
@@ -53,5 +53,5 @@ class Pieces:
 
 
 def piece_path(root: Path, piece: Part) -> Path:
-    """Where a piece of a store lies."""
+    """Path of a piece in a store."""
     return root / layout.PARTS / layout.piece_name(piece)

@@ -214,7 +214,8 @@ class FeatureStore:
     def image_checksums(self) -> npt.NDArray[np.uint64]:
         """(N,) uint64: BLAKE2b checksum (8 bytes, little-endian) of each row's encoded image.
 
-        0 stands for rows that are not there or have no checksum, 1 for rows without image bytes.
+        0 stands for rows that are not there or have no recorded checksum, 1 for rows without image
+        bytes.
         """
         return self._again_if_packed(self._read_image_checksums)
 

@@ -1,7 +1,7 @@
-"""Damaged files set aside; every row is kept whose chunks are right in all layers of its run.
+"""Repair of a store: damaged files go to quarantine, and rows with intact chunks are kept.
 
-A part with a damaged chunk becomes pieces (`featx.store.pieces`): files with those of its rows that
-are right. Only the others are extracted again.
+A row is kept if its chunks are intact in all layers of its run. A part with a damaged chunk becomes
+pieces (`featx.store.pieces`), files with its good rows. Only the others are extracted again.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part, Status
 
 
 def set_damage_aside(report: Report) -> list[Path]:
-    """Move the damaged files of a store to quarantine/; the same command makes them anew.
+    """Move the damaged files of a store to quarantine; the command of the run recreates them.
 
-    Their good rows are kept: a packed file becomes parts, and a part with a damaged chunk pieces,
-    so that no more than the rows of damaged chunks has to be extracted. A damaged part all of whose
-    chunks are right is made anew from them.
+    Good rows are kept: features.h5 becomes parts, and a part with a damaged chunk becomes pieces,
+    so that only rows of damaged chunks have to be extracted. A damaged part whose chunks are all
+    intact is rebuilt from them.
 
     Args:
-        report: of a store's folder.
+        report: Result of `check_store` for a folder.
 
     Returns:
-        where the files went.
+        New paths of the damaged files.
 
     Raises:
-        StoreError: there is no store, or the system cannot read it now.
-        StoreLockedError: another process is writing the store.
-        RunError: the disk is full or fails; nothing was set aside that is not replaced.
+        StoreError: There is no store, or a file cannot be read now.
+        StoreLockedError: Another process is writing to the store.
+        RunError: The disk is full or fails; nothing was moved without a replacement.
     """
     root, disk = report.root, open_folder(report.root)
     with disk.locked(root / layout.LOCK):
@@ -62,7 +62,7 @@ def set_damage_aside(report: Report) -> list[Path]:
         listing = read_listing(root, manifest.num_rows, manifest.listing_identity)
         packed = root / layout.PACKED
         descriptor = root / layout.DESCRIPTOR
-        # A damaged part must not stand in the way of the one that takes its place.
+        # Damaged parts go first, since parts made from features.h5 may need their names.
         aside = [path for path in sorted(damaged - {packed}) if path.exists()]
         moved = []
         for path in aside:
@@ -83,16 +83,16 @@ def set_damage_aside(report: Report) -> list[Path]:
 
 
 def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
-    """All rows of a store's features.h5 as parts again; then it goes.
+    """Turn all rows of features.h5 into parts again, and delete the file.
 
     Args:
-        root: of the store, whose lock is held.
-        manifest: its runs.
-        listing: all its rows.
+        root: Folder of the store; the caller holds its lock.
+        manifest: Manifest of the store.
+        listing: All rows.
 
     Raises:
         StoreError: features.h5 is damaged; nothing has changed then.
-        RunError: the disk is full or fails; features.h5 stays.
+        RunError: The disk is full or fails; features.h5 stays.
     """
     disk, packed = open_folder(root), root / layout.PACKED
     try:
@@ -116,22 +116,22 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
 
 
 def is_of(listing: Listing | None, manifest: Manifest) -> TypeGuard[Listing]:
-    """Whether a listing is the one that the store was made with, as far as that is known."""
+    """Whether a listing is the one the store was made with, as far as the manifest tells."""
     return listing is not None and manifest.listing_identity in (None, listing_identity(listing))
 
 
 def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Listing) -> None:
-    """The good rows of features.h5 as parts, and as pieces where a part has damaged chunks.
+    """Write the good rows of features.h5 as parts, or as pieces of parts with damaged chunks.
 
     Args:
-        disk: of the store.
-        packed: its features.h5.
-        manifest: its runs.
-        listing: all its rows.
+        disk: Writes to the store.
+        packed: Path of its features.h5.
+        manifest: Manifest of the store.
+        listing: All rows.
 
     Raises:
-        StoreError: the system cannot read it now.
-        RunError: the parts cannot be written; features.h5 stays where it is.
+        StoreError: The file cannot be read now.
+        RunError: The parts cannot be written; features.h5 stays.
     """
     disk.make_folder(disk.root / layout.PARTS)
     with contextlib.suppress(IsADirectoryError), _damaged_file(packed) as file:
@@ -147,12 +147,12 @@ def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Li
 
 @dataclass(frozen=True)
 class Kept:
-    """What became of a damaged part or piece.
+    """Result of moving a damaged part or piece to quarantine.
 
     Attributes:
-        aside: where the damaged file is now.
-        num_rows: that it should hold.
-        num_kept: of them, those that were right.
+        aside: New path of the damaged file.
+        num_rows: Number of rows that it should hold.
+        num_kept: Number of these rows that are good.
     """
 
     aside: Path
@@ -161,7 +161,7 @@ class Kept:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its rows were right."""
+        """Whether all rows are good."""
         return self.num_kept == self.num_rows
 
     def __str__(self) -> str:
@@ -171,22 +171,23 @@ class Kept:
 def keep_good_rows(
     disk: AtomicFolder, path: Path, manifest: Manifest, part: Part, listing: Listing | None
 ) -> Kept:
-    """Move a damaged part or piece to quarantine; its good rows take its place.
+    """Move a damaged part or piece to quarantine; files with its good rows take its place.
 
     Args:
-        disk: of the store.
-        path: of the damaged file.
-        manifest: the store's runs.
-        part: the rows that it should hold.
-        listing: all rows; None keeps none.
+        disk: Writes to the store.
+        path: Path of the damaged file.
+        manifest: Manifest of the store.
+        part: Rows that the file should hold.
+        listing: All rows, or None to keep no rows.
 
     Raises:
-        StoreError: the system cannot read it now.
-        RunError: the disk is full or fails.
+        StoreError: The file cannot be read now.
+        RunError: The disk is full or fails.
     """
     found = [] if listing is None else list(_saved(path, manifest, part, listing))
     files = [(_path_of(disk.root, manifest, rows), data) for rows, data in found]
-    # Under other names they are there before the damaged file goes: no kill loses a row.
+    # Files with other names are published before the damaged file is moved, so that a kill in
+    # between loses no row.
     for name, data in files:
         if name != path:
             disk.publish(name, data)
@@ -200,7 +201,7 @@ def keep_good_rows(
 def _saved(
     path: Path, manifest: Manifest, part: Part, listing: Listing
 ) -> Iterator[tuple[Part, memoryview]]:
-    """The good rows of a damaged part or piece, as files."""
+    """Files with the good rows of a damaged part or piece; yields rows and content."""
     run = manifest.run_of(part)
     with contextlib.suppress(IsADirectoryError), _damaged_file(path) as file:
         if file.identity == run.digest and file.start == part.start:
@@ -208,13 +209,15 @@ def _saved(
 
 
 def _path_of(root: Path, manifest: Manifest, rows: Part) -> Path:
-    """Where rows of a part lie: under its name if they are all of it, else under a piece's."""
+    """Path for rows of a part: that of the part if they are all of it, otherwise that of a
+    piece.
+    """
     is_whole = manifest.part_of(rows) == rows
     return part_path(root, rows.index) if is_whole else piece_path(root, rows)
 
 
 def _rows_of(path: Path, manifest: Manifest) -> Part | None:
-    """The rows that a part or a piece holds by its name; None for other files."""
+    """Rows that a part or piece holds by its name; None for other files."""
     if (piece := layout.piece_of(path.name)) is not None:
         return None if manifest.part_of(piece) is None else piece
     parts = (part for run in manifest.runs for part in run.parts())
@@ -223,13 +226,14 @@ def _rows_of(path: Path, manifest: Manifest) -> Part | None:
 
 @contextlib.contextmanager
 def _damaged_file(path: Path) -> Iterator[DamagedFile]:
+    """Open a damaged file; raises StoreError if it cannot be read now."""
     try:
         with DamagedFile.opened(path) as file:
             yield file
     except FeatxError:
         raise
     except OSError as error:
-        damage_text(path, error)  # raises where the system could not read it
+        damage_text(path, error)  # raises StoreError if the file cannot be read now
         raise
 
 
@@ -241,18 +245,22 @@ def _files_of(
     listing: Listing,
     failures: Mapping[int, tuple[bytes, bytes]] | None,
 ) -> Iterator[tuple[Part, memoryview]]:
-    """The good rows of a part in a damaged file: the part itself, or pieces of it.
+    """Files with the good rows of a part: the part itself, or pieces of it.
 
     Args:
-        file: holds them.
-        manifest: the store's runs.
-        run: of the part.
-        part: the rows that are looked for.
-        listing: of the whole store.
-        failures: row -> exception and message of the file's failed rows; None where not known.
+        file: Damaged file that holds the rows.
+        manifest: Manifest of the store.
+        run: Run of the part.
+        part: Rows to look for.
+        listing: Listing of the whole store.
+        failures: Row -> exception and message of the failed rows of the file; None if unknown.
+
+    Yields:
+        rows and content of each file.
     """
     if (found := _good_rows(file, run, part, failures)) is None:
         return
+    # Pairs of start and stop of the runs of good rows.
     edges = np.flatnonzero(np.diff(found.good, prepend=False, append=False))
     for first, last in edges.reshape(-1, 2).tolist():
         rows = Part(part.index, part.start + first, part.start + last)
@@ -269,13 +277,13 @@ def _files_of(
 
 @dataclass(frozen=True)
 class _GoodRows:
-    """The rows of a part in a damaged file.
+    """Rows of a part in a damaged file.
 
     Attributes:
-        good: (n,) which of them are right; the others say nothing.
-        features: dataset name -> (n, ...) as stored.
-        images: (n,) checksums of their images.
-        failures: row of the store -> status, exception and message, of the good rows that failed.
+        good: (n,) bool, whether the row is good; the values of other rows are meaningless.
+        features: Dataset name -> (n, ...) stored values.
+        images: (n,) uint64 image checksums.
+        failures: Row of the store -> status, exception and message of good rows that failed.
     """
 
     good: npt.NDArray[np.bool_]
@@ -290,7 +298,9 @@ def _good_rows(
     part: Part,
     failures: Mapping[int, tuple[bytes, bytes]] | None,
 ) -> _GoodRows | None:
-    """The rows of a part whose chunks are right in all layers; None where a layer is not found."""
+    """Find the rows of a part whose chunks are intact in all layers; None if a layer is not
+    found.
+    """
     start, stop = part.start - file.start, part.stop - file.start
     features: dict[str, npt.NDArray[Any]] = {}
     good = np.ones(len(part), np.bool_)
@@ -312,10 +322,10 @@ def _good_rows(
     known = np.zeros(len(part), np.bool_) if found is None else found.good
     if found is not None:
         status[known] = found.values[known]
-    good &= known | is_finite  # why a row failed is not known any more
+    good &= known | is_finite  # without a status, the reason of a failed row is unknown
     good &= ~(is_nan & (status == Status.OK))
     if file.num_runs == 1:
-        # A row may have failed in another run than this one: its values are not NaN here then.
+        # With several runs, a row may have failed in another run and have values in this one.
         good &= ~(is_finite & (status != Status.OK))
     reasons: dict[int, tuple[Status, str, str]] = {}
     for place in np.flatnonzero(good & is_nan).tolist():

@@ -1,4 +1,4 @@
-"""How far a store is and who is at work on it, from its files alone; nothing is changed."""
+"""Progress of a store and of the processes that write it, from its files alone; changes nothing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,32 @@ from featx.store.manifest import Run, load_manifest
 from featx.store.session import missing_parts
 
 WINDOW_S = 300.0
-"""The speed is that of the commits of so many seconds before the last one."""
+"""Seconds before the last commit over which the speed is measured."""
 
 _STUCK_PARTS, _STUCK_S = 5.0, 120.0
-"""A part is told as stuck after so many times what a part takes, and no earlier than this."""
+"""A part counts as stuck after _STUCK_PARTS times the usual duration, but not before _STUCK_S
+seconds.
+"""
 
 
 @dataclass
 class StoreStatus:
-    """What the files of a store say.
+    """Progress of a store.
 
     Attributes:
-        rows, rows_done: in all layers of their run; a store with added layers counts each run.
-        rows_per_second: of the last minutes with commits; None while two parts are not there yet.
-        seconds_left: None where nobody is at work, or the speed is not known.
-        last_commit_age_s: None where there is no part in the folder.
-        stuck: a sentence for each thing that does not move.
+        root: Folder of the store.
+        rows: Number of rows in the end, summed over the runs of the store.
+        rows_done: Number of rows in committed parts, summed in the same way.
+        parts: Number of parts in the end.
+        parts_done: Number of committed parts.
+        packed: Whether features.h5 exists.
+        rows_per_second: Speed of the last minutes with commits; None before the second part.
+        seconds_left: Estimated remaining seconds; None if no process is at work or the speed is
+            unknown.
+        last_commit_age_s: Seconds since the last commit; None if the folder has no parts.
+        failures: Number of failed rows.
+        workers: Heartbeats of the processes.
+        stuck: One sentence for each thing that makes no progress.
     """
 
     root: Path
@@ -50,11 +60,11 @@ class StoreStatus:
 
     @property
     def complete(self) -> bool:
-        """Whether every part is there."""
+        """Whether every part is committed."""
         return self.parts_done == self.parts
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """Content as JSON types."""
         values = dict(vars(self))
         values |= {"root": str(self.root), "complete": self.complete}
         values["workers"] = [
@@ -65,10 +75,10 @@ class StoreStatus:
 
 
 def store_status(root: Path) -> StoreStatus:
-    """Look at a store's folder, from whatever machine sees it.
+    """Read the status of a store, from any machine that sees its folder.
 
     Raises:
-        StoreError: there is no store.
+        StoreError: There is no store.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
@@ -97,7 +107,7 @@ def store_status(root: Path) -> StoreStatus:
 
 
 def _commits(root: Path, runs: Sequence[Run]) -> list[tuple[float, int]]:
-    """(time, rows) of the parts in the folder, in order of time."""
+    """Time of commit and number of rows of the parts in the folder, in order of time."""
     rows = {layout.part_name(part.index): len(part) for run in runs for part in run.parts()}
     found = []
     for path in (root / layout.PARTS).glob(layout.PART_GLOB):
@@ -107,7 +117,7 @@ def _commits(root: Path, runs: Sequence[Run]) -> list[tuple[float, int]]:
 
 
 def _speed(commits: Sequence[tuple[float, int]]) -> tuple[float | None, float | None]:
-    """Rows a second, and seconds from one commit to the next; None where they are not known."""
+    """Rows per second, and seconds between two commits; None if unknown."""
     if not commits:
         return None, None
     last = commits[-1][0]
@@ -115,11 +125,12 @@ def _speed(commits: Sequence[tuple[float, int]]) -> tuple[float | None, float | 
     took = last - lately[0][0]
     if took <= 0:
         return None, None
-    # The first one's rows were computed before its time.
+    # The rows of the first commit were computed before the time that is measured.
     return sum(rows for _, rows in lately[1:]) / took, took / (len(lately) - 1)
 
 
 def _num_failures(root: Path) -> int:
+    """Number of rows in failures.csv."""
     try:
         path = root / layout.FAILURES_CSV
         with path.open(encoding="utf-8", errors="replace", newline="") as file:
@@ -131,7 +142,7 @@ def _num_failures(root: Path) -> int:
 def _stuck(
     workers: Sequence[HeartbeatRecord], parts_left: int, per_part: float | None
 ) -> list[str]:
-    """What does not move on by itself."""
+    """Sentences on what makes no progress by itself."""
     found = []
     alive = [sign for sign in workers if sign.alive]
     if parts_left and not alive:

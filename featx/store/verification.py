@@ -1,4 +1,4 @@
-"""Is a store what it says? Every chunk against its checksum, every row against its status."""
+"""Verification of a store: every chunk against its checksum, every row against its status."""
 
 from __future__ import annotations
 
@@ -41,13 +41,14 @@ from featx.types import LayerSpec, Listing, Part, Status, StoreHeader
 
 @dataclass(frozen=True)
 class Damage:
-    """Something in a store that is not as it should be.
+    """Problem found in a store.
 
     Attributes:
-        path: the file.
-        what: the trouble in words.
-        start, stop: the rows of the store that it touches; equal where no feature is touched.
-        layer: the only layer it touches, None for all.
+        path: Path of the file.
+        what: Description of the problem.
+        start: First row of the store that is affected.
+        stop: Row after the last one; equal to `start` if no features are affected.
+        layer: Only layer that is affected, or None for all.
     """
 
     path: Path
@@ -59,12 +60,16 @@ class Damage:
 
 @dataclass
 class Report:
-    """What was found in a store.
+    """Result of checking a store.
 
     Attributes:
-        num_rows: of the listing.
-        missing: names of the parts that are not there.
-        num_chunks, num_bytes: compared with their checksums, as decoded.
+        root: Folder or file that was checked.
+        num_rows: Number of rows of the listing.
+        num_files: Number of checked files.
+        num_chunks: Number of chunks that were compared with their checksums.
+        num_bytes: Size of these chunks when decoded, in bytes.
+        missing: File names of missing parts.
+        damages: Problems that were found.
     """
 
     root: Path
@@ -81,7 +86,7 @@ class Report:
         return not self.missing and not self.damages
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types."""
+        """Content of the report as JSON types."""
         return {
             "store": str(self.root),
             "complete": self.complete,
@@ -98,14 +103,14 @@ class Report:
 
 
 def check_store(root: Path) -> Report:
-    """Look at everything in a store.
+    """Check everything in a store.
 
     Args:
-        root: its folder, or a packed file alone.
+        root: Folder of a store, or a features.h5 alone.
 
     Raises:
-        StoreError: there is no store, it is of a newer format, or cannot be read now; or a file
-            that stands alone is no packed one, or does not say how its rows were made.
+        StoreError: There is no store, it has a newer format, or cannot be read now; or a single
+            file is no features.h5.
     """
     report = Report(root)
     if root.is_file():
@@ -124,7 +129,18 @@ def check_store(root: Path) -> Report:
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a file of the store has to be."""
+    """What a file of the store must contain.
+
+    Attributes:
+        start: First row in the store.
+        stop: Row after the last one.
+        header: Header of the run.
+        identity: Digest that the file must carry as its fingerprint.
+        codec: Codec of the run.
+        specs: Datasets of the file.
+        part: Index of the part, or None for features.h5.
+        num_runs: Number of runs that the file holds.
+    """
 
     start: int
     stop: int
@@ -137,7 +153,9 @@ class _Expected:
 
 
 def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
-    """The runs of a packed file that stands alone."""
+    """Manifest that a single features.h5 carries; None and a damage if it is missing or not
+    valid.
+    """
     try:
         with open_hdf5(path) as file:
             if "featx_format" not in file.attrs:
@@ -160,7 +178,7 @@ def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
 
 
 def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing | None:
-    """The listing in a packed file that stands alone, if it is the one the rows were made from."""
+    """Listing in a single features.h5; None and a damage if it is not that of the manifest."""
     listing = listing_in(path, manifest.num_rows)
     if listing is not None and manifest.listing_identity not in (None, listing_identity(listing)):
         what = "its keys, labels, classes or columns are not those that the rows were made from"
@@ -170,6 +188,7 @@ def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing 
 
 
 def _manifest_of_folder(root: Path, report: Report) -> Manifest | None:
+    """Manifest of a store; None and a damage if no copy of it is valid."""
     manifest, intact = None, True
     path = root / layout.DESCRIPTOR
     try:
@@ -189,7 +208,7 @@ def _manifest_of_folder(root: Path, report: Report) -> Manifest | None:
 
 
 def _check_listing(root: Path, manifest: Manifest, report: Report) -> Listing | None:
-    """The listing that the runs were made with, after a look whether samples.h5 is that one."""
+    """Check samples.h5; return the listing that the runs were made with, or None if it is lost."""
     path = root / layout.LISTING
     identity = manifest.listing_identity
     listing = read_listing(root, manifest.num_rows, identity)
@@ -207,14 +226,14 @@ def _check_listing(root: Path, manifest: Manifest, report: Report) -> Listing | 
         if problem is not None:
             report.damages.append(Damage(path, problem))
     if listing is None or strange:
-        return None  # nothing that a file could be compared with
+        return None  # the files cannot be compared with it
     if len(np.unique(listing.keys)) != len(listing):
         report.damages.append(Damage(path, "keys stand in it twice"))
     return listing
 
 
 def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Path, _Expected]]:
-    """The files with rows that a store has; those that it should have and has not are noted."""
+    """Files with rows that a store has, and what they must contain; missing ones are recorded."""
     packed = root if root.is_file() else root / layout.PACKED
     num_packed = 0
     if packed.is_file():
@@ -226,7 +245,7 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
         except (StoreError, *layout.UNREADABLE) as error:
             what = damage_text(packed, error)
             report.damages.append(Damage(packed, what, 0, manifest.num_rows))
-            num_packed = 0  # parts that are still there may hold its rows
+            num_packed = 0  # parts that still exist may hold its rows
         else:
             yield packed, _expected_packed(manifest, num_packed)
     if root.is_file():
@@ -245,11 +264,12 @@ def _files(root: Path, manifest: Manifest, report: Report) -> Iterator[tuple[Pat
     for path in there.values():
         piece = layout.piece_of(path.name)
         if piece is not None and manifest.part_of(piece) is not None:
-            continue  # of a part that is there: the next run removes it
+            continue  # a piece of an existing part, which the next run deletes
         report.damages.append(Damage(path, "the store has no such part"))
 
 
 def _expected_packed(manifest: Manifest, num_runs: int) -> _Expected:
+    """What a features.h5 with the first runs must contain."""
     runs = manifest.runs[:num_runs]
     return _Expected(
         start=0,
@@ -264,12 +284,14 @@ def _expected_packed(manifest: Manifest, num_runs: int) -> _Expected:
 
 
 def _expected_part(run: Run, part: Part) -> _Expected:
+    """What the file of a part or piece must contain."""
     return _Expected(
         part.start, part.stop, run.header, run.digest, run.codec, run.layers, part.index, 1
     )
 
 
 def _check_file(path: Path, expected: _Expected, listing: Listing | None, report: Report) -> None:
+    """Check one file with rows and record its damages."""
     whole = (expected.start, expected.stop)
     report.num_files += 1
     try:
@@ -294,7 +316,7 @@ def _check_file(path: Path, expected: _Expected, listing: Listing | None, report
 
 
 def _check_attributes(path: Path, file: h5py.File, expected: _Expected, report: Report) -> None:
-    """The root attributes; some say which rows these are, the others only describe them."""
+    """Check the root attributes; some identify the rows, the others only describe them."""
     wanted = layout.root_attributes(
         expected.header, expected.identity, complete=expected.part is None
     )
@@ -302,7 +324,7 @@ def _check_attributes(path: Path, file: h5py.File, expected: _Expected, report: 
     if expected.part is not None:
         wanted |= {"part": expected.part, "start": expected.start}
     for name, value in wanted.items():
-        # The first release's featx.json did not hold everything that its files say.
+        # An empty value means that featx.json does not contain it.
         if value != "" and (found := file.attrs.get(name)) != value:
             of_rows = name in ("fingerprint", "complete", "part", "start")
             rows = (expected.start, expected.stop) if of_rows else ()
@@ -311,7 +333,7 @@ def _check_attributes(path: Path, file: h5py.File, expected: _Expected, report: 
 
 
 def _short(value: object) -> str:
-    """A config of a hundred lines is no help in a message."""
+    """Value as text of at most 80 characters, since a config may have a hundred lines."""
     text = " ".join(str(value).split())
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -319,7 +341,7 @@ def _short(value: object) -> str:
 def _check_columns(
     path: Path, file: h5py.File, expected: _Expected, listing: Listing | None, report: Report
 ) -> npt.NDArray[np.uint8]:
-    """Compare /key, /label and /columns with the listing; returns /status."""
+    """Compare /key, /label and /columns with the listing; return /status, (n,) uint8."""
     rows = slice(expected.start, expected.stop)
     num_rows = expected.stop - expected.start
     columns: dict[str, npt.NDArray[Any]] = {}
@@ -346,7 +368,7 @@ def _check_columns(
             chunks.append(values)
             _count(report, values)
             if not good:
-                # A status that cannot be trusted says nothing of the rows; keys are in samples.h5.
+                # Without a valid status the rows are unusable; keys can be read from samples.h5.
                 length = len(values) if name == layout.STATUS else 0
                 first = expected.start + start
                 what = f"/{name} differs from its checksum at row {first}"
@@ -362,7 +384,7 @@ def _check_columns(
         check_plain(file, layout.CLASSES)
         classes = layout.text_array(listing.classes).tolist()
         found = file[layout.CLASSES][:].tolist()
-        # Rows that came later may have brought new classes.
+        # Rows that were added later may have added classes.
         lacking = expected.stop == len(listing) and len(found) < len(classes)
         if found != classes[: len(found)] or lacking:
             report.damages.append(Damage(path, f"/{layout.CLASSES} is not that of the listing"))
@@ -376,6 +398,7 @@ def _check_columns(
 
 
 def _kinds(dataset: h5py.Dataset) -> tuple[Any, ...]:
+    """Kind and dtype of a dataset; either may be what is expected."""
     return dataset.dtype.kind, dataset.dtype
 
 
@@ -386,6 +409,7 @@ def _check_failures(
     status: npt.NDArray[np.uint8],
     report: Report,
 ) -> None:
+    """Compare /failures with /status and with its checksum."""
     failed = np.flatnonzero(status != Status.OK) + expected.start
     columns = {}
     for name in layout.FAILURE_COLUMNS:
@@ -394,7 +418,7 @@ def _check_failures(
     if not np.array_equal(found, failed) or len({len(values) for values in columns.values()}) > 1:
         what = f"/failures names {len(found)} rows, /status {len(failed)}"
         report.damages.append(Damage(path, what, expected.start, expected.stop))
-    # A reader that finds 0 here does not look for failures.
+    # A reader that finds 0 here does not read /failures.
     elif (count := file.attrs.get("num_failures")) != len(failed):
         what = f"its attribute num_failures is {count}, /status names {len(failed)}"
         report.damages.append(Damage(path, what, expected.start, expected.stop))
@@ -412,7 +436,7 @@ def _check_layer(
     status: npt.NDArray[np.uint8],
     report: Report,
 ) -> None:
-    """Every chunk of a layer: its checksum, no NaN where the row is ok, NaN where it failed."""
+    """Check every chunk of a layer: its checksum, values in ok rows, and NaN in failed rows."""
     name = f"{layout.FEATURES}/{spec.name}"
     dataset = check_plain(file, name)
     shape = (expected.stop - expected.start, *spec.shape)
@@ -435,7 +459,7 @@ def _check_layer(
         ok = status[start : start + len(raw)] == Status.OK
         wrong = ok & ~np.isfinite(values).all(1)
         if expected.num_runs == 1:
-            # In a store of several runs a row may have failed in another run than this layer's.
+            # With several runs, a row may have failed in another run than that of this layer.
             wrong |= ~ok & ~np.isnan(values).all(1)
         for row in np.flatnonzero(wrong)[:1]:
             at = first + int(row)
@@ -445,5 +469,6 @@ def _check_layer(
 
 
 def _count(report: Report, values: npt.NDArray[Any]) -> None:
+    """Count a chunk that was compared."""
     report.num_chunks += 1
     report.num_bytes += values.nbytes

@@ -63,7 +63,7 @@ def moved(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     """
     num = len(images)
     kept = list(range(0, num, max(2, num // 2)))[:2]
-    # The other images are inverted, which changes every statistic of the batch.
+    # The other images are inverted, which changes the statistics of the batch.
     others = 255 - images if images.dtype == torch.uint8 else -images
     others[kept] = images[kept]
     return others.roll(1, 0), [(place, (place + 1) % num) for place in kept]

@@ -119,7 +119,7 @@ def _run(
         observer.run_finished()
         if session.whole:
             mark.remove(session.disk)
-    _complain_of_rows(session, summary["faint_rows"])
+    _log_row_problems(session, summary["underflow_rows"])
     return summary
 
 
@@ -148,16 +148,16 @@ def _check(config: Config, out: Path, writes_images: bool) -> None:
         check(config)
 
 
-def _complain_of_rows(session: StoreSession, faint: Mapping[str, int]) -> None:
+def _log_row_problems(session: StoreSession, underflow_rows: Mapping[str, int]) -> None:
     """Report failed rows and underflow rows on stderr.
 
     Args:
         session: Write session of the store.
-        faint: Layer -> number of underflow rows.
+        underflow_rows: Layer -> number of underflow rows.
     """
     if session.failures:
         log_message(failures_text(session.failures))
-    for layer, count in faint.items():
+    for layer, count in underflow_rows.items():
         log_message(
             f"warning: {counted(count, f'row of {layer} has', f'rows of {layer} have')} no value "
             "above 6.1e-5; float16 holds so little with few bits or as zero. dtype=float32 keeps "
@@ -375,7 +375,7 @@ def _summary(session: StoreSession, outcome: RunOutcome) -> dict[str, Any]:
         "rows": len(session.listing),
         "failures": len(session.failures),
         **outcome.figures.as_dict(),
-        "faint_rows": dict(+outcome.faint),
+        "underflow_rows": dict(+outcome.underflow_rows),
         "layers": [spec.name for spec in session.manifest.layers.values()],
         "bytes": session.stored_bytes(),
         "peak_memory_mib": max(peak_memory_mib(), outcome.peak_memory_mib),

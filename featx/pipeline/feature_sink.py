@@ -36,14 +36,14 @@ class Rows:
     Attributes:
         features: Dataset name -> (n, ...) array in the store's dtype (bfloat16 as uint16 bits).
         failures: Failed rows of the batch.
-        faint: Layer -> number of underflow rows: their largest magnitude is below 6.1e-5, the
-            smallest normal float16.
+        underflow_rows: Layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
+            the smallest normal float16.
         checksums: (n,) checksums of the encoded images, or None if the batch has none.
     """
 
     features: dict[str, Any]
     failures: list[Failure]
-    faint: Counter[str]
+    underflow_rows: Counter[str]
     checksums: npt.NDArray[np.uint64] | None = None
 
 
@@ -58,7 +58,7 @@ class FeatureSink:
         observer: Notified of each batch.
 
     Attributes:
-        faint: Layer -> number of underflow rows so far.
+        underflow_rows: Layer -> number of underflow rows so far.
         seconds: Always empty, as features have no stages of their own.
     """
 
@@ -69,7 +69,7 @@ class FeatureSink:
         heart: Heartbeat,
         observer: RunObserver | None = None,
     ) -> None:
-        self.faint: Counter[str] = Counter()
+        self.underflow_rows: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._commit = commit
         self._heart = heart
@@ -88,7 +88,7 @@ class FeatureSink:
             self._heart.begin(part)
         rows = computed()
         self._builder.add(batch.start, rows.features, rows.failures, rows.checksums)
-        self.faint += rows.faint
+        self.underflow_rows += rows.underflow_rows
         self._observer.batch_computed(batch, rows.features, rows.failures)
         return rows.failures
 
@@ -162,6 +162,8 @@ def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
     failures = failures_of(prepared, engine, batch, values)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
-    faint = Counter({name: int(rows[ok].sum()) for name, rows in engine.underflow_rows().items()})
+    underflow_rows = Counter(
+        {name: int(rows[ok].sum()) for name, rows in engine.underflow_rows().items()}
+    )
     features = {name: stored_bits(value[: batch.count]) for name, value in values.items()}
-    return Rows(features, failures, faint, batch.checksums)
+    return Rows(features, failures, underflow_rows, batch.checksums)

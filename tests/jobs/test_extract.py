@@ -179,7 +179,7 @@ def test_rows_too_small_for_float16_are_told(
     store = extract(photo_folder, **keys)
     assert (store["pool"][:] == 0).all()
     assert "warning: 21 rows of pool have no value above 6.1e-5" in capfd.readouterr().err
-    assert json.loads((tmp_path / "store" / "summary.json").read_text())["faint_rows"] == {
+    assert json.loads((tmp_path / "store" / "summary.json").read_text())["underflow_rows"] == {
         "pool": 21
     }
     assert extract(photo_folder, out="wide", dtype="float32", **keys)["pool"][:].any(axis=1).all()

@@ -86,7 +86,7 @@ def test_any_number_of_workers_gives_the_same_datasets(
     )
     assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
     done = crew.harvest
-    assert (done.rows, done.faint["flat"]) == (38, 10)
+    assert (done.rows, done.underflow_rows["flat"]) == (38, 10)
     assert (done.labour.seconds, done.labour.peak_memory_mib) == ({"model": float(workers)}, 20)
     printed = capfd.readouterr()
     assert "worker 0 (cpu): hello from cpu" in printed.err.splitlines()

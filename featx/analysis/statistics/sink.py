@@ -51,7 +51,7 @@ class StatsSink:
         heart: heartbeat, which reports the part that is computed.
 
     Attributes:
-        faint: underflow rows per layer; always empty, because nothing is cast to float16.
+        underflow_rows: underflow rows per layer; always empty, because nothing is cast to float16.
         seconds: seconds spent in sums, in addition to the stages of every run.
     """
 
@@ -63,7 +63,7 @@ class StatsSink:
         commit: Commit,
         heart: Heartbeat,
     ) -> None:
-        self.faint: Counter[str] = Counter()
+        self.underflow_rows: Counter[str] = Counter()
         self.seconds = {"statistics": 0.0}
         self._prepared = prepared
         self._layers = layers

@@ -33,7 +33,7 @@ def run(
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     figures = run_parts(prepared, _WorkHere(session, maker), session.disk, observer)
-    return RunOutcome(figures, maker.faint, peak_memory_mib())
+    return RunOutcome(figures, maker.underflow_rows, peak_memory_mib())
 
 
 class _WorkHere:

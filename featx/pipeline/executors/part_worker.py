@@ -114,14 +114,16 @@ class PartWorker:
         part, begun = self._at
         # These counts are taken here, in the thread of `take`: the commit runs in another thread,
         # when the sink already counts for the next part.
-        faint, self._maker.faint = self._maker.faint, Counter()
+        underflow_rows, self._maker.underflow_rows = self._maker.underflow_rows, Counter()
         waited = self._unseen.take_waited()
         commit = self._maker.finish_part()
 
         def made_durable() -> None:
             failures = commit()
             self.rows_done += len(part)
-            self._tell(PartResult(part, failures, +faint, time.perf_counter() - begun, waited))
+            self._tell(
+                PartResult(part, failures, +underflow_rows, time.perf_counter() - begun, waited)
+            )
 
         return made_durable
 

@@ -436,7 +436,7 @@ class _Array:
             self._lost(job, parts, f"was lost ({str(error).strip().splitlines()[0][:200]})")
             return
         for each in result.done:
-            self.harvest.faint.update(each.faint)
+            self.harvest.underflow_rows.update(each.underflow_rows)
         self.harvest.labour.add(result.labour)
         if result.told_by == TIME_LIMIT:
             self._lost(job, parts, f"reached its time limit ({result.doing})", is_late=True)

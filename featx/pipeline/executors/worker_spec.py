@@ -39,11 +39,11 @@ class Maker(Protocol):
     """Batch sink of a part task: computes parts batch by batch and commits each.
 
     Attributes:
-        faint: Layer -> number of underflow rows.
+        underflow_rows: Layer -> number of underflow rows.
         seconds: Stage -> busy seconds of stages that not every run has.
     """
 
-    faint: Counter[str]
+    underflow_rows: Counter[str]
     seconds: dict[str, float]
 
     def compute(self, engine: Engine, batch: Batch) -> Any:

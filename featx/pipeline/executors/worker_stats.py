@@ -21,14 +21,14 @@ class PartResult:
     Attributes:
         part: The part.
         failures: Its failed rows.
-        faint: Layer -> number of its underflow rows.
+        underflow_rows: Layer -> number of its underflow rows.
         seconds: Seconds from its first batch to its commit.
         waited: Seconds of these in which the device waited for images.
     """
 
     part: Part
     failures: Sequence[Failure]
-    faint: Mapping[str, int]
+    underflow_rows: Mapping[str, int]
     seconds: float
     waited: float
 
@@ -64,12 +64,12 @@ class RunOutcome:
 
     Attributes:
         figures: Measurements of the run.
-        faint: Layer -> number of underflow rows.
+        underflow_rows: Layer -> number of underflow rows.
         peak_memory_mib: Peak memory of the largest worker in MiB.
     """
 
     figures: RunMetrics
-    faint: Counter[str]
+    underflow_rows: Counter[str]
     peak_memory_mib: int
 
 
@@ -90,7 +90,7 @@ class ResultCollector:
         rows_before: Number of these rows whose computing time is unknown, since their parts were
             found committed when the clock started.
         asked: Time at which the run was distributed, by time.perf_counter.
-        faint: Layer -> number of underflow rows.
+        underflow_rows: Layer -> number of underflow rows.
         labour: Measurements of workers that have ended.
         is_labour_complete: Whether every worker reported its measurements before it ended.
     """
@@ -101,7 +101,7 @@ class ResultCollector:
     rows: int = 0
     rows_before: int = 0
     asked: float = field(default_factory=time.perf_counter)
-    faint: Counter[str] = field(default_factory=Counter)
+    underflow_rows: Counter[str] = field(default_factory=Counter)
     labour: WorkerStats = field(default_factory=WorkerStats)
     is_labour_complete: bool = True
 
@@ -121,7 +121,7 @@ class ResultCollector:
         self.ended = time.perf_counter()
         self.rows += len(done.part)
         self.rows_before += len(done.part) if before else 0
-        self.faint.update(done.faint)
+        self.underflow_rows.update(done.underflow_rows)
 
     def refuse_failures(self, order: WorkerSpec, session: Session) -> None:
         """Raise TooManyFailuresError if too many images failed and much work is left."""
@@ -147,7 +147,7 @@ class ResultCollector:
         if not timed:
             timed, took = self.rows, self.ended - self.asked
         if not timed or took <= 0:
-            return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.faint, 0)
+            return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.underflow_rows, 0)
         of_all = took * self.rows / timed * num_workers
         device, precision = str(order.fingerprint["device"]), order.config.precision
         sentence = bottleneck(busy, of_all, order.cpus, device, precision) if known else None
@@ -158,4 +158,4 @@ class ResultCollector:
             sentence,
             decoder_warnings=labour.decoder_warnings,
         )
-        return RunOutcome(figures, self.faint, labour.peak_memory_mib)
+        return RunOutcome(figures, self.underflow_rows, labour.peak_memory_mib)

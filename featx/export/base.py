@@ -1,4 +1,4 @@
-"""What a format has to write; the rest (run.py) is the same for all of them."""
+"""Base class of export formats; run.py does everything that is the same for all formats."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from featx.export.selection import Selection
 
 @dataclass(frozen=True)
 class File:
-    """One file of an export; it appears under its name when it is whole.
+    """One file of an export, which appears under its name when it is complete.
 
     Attributes:
-        name: below the export's folder, with `/`.
-        write: fills the open file; a format that makes folders gets the path of an empty one.
-        start, stop: which rows of the selection it holds.
+        name: path below the folder of the export, with '/'.
+        write: function that fills the open binary file; for a folder, it gets the path of an empty
+            one.
+        start: first row of the selection that the file holds.
+        stop: row after the last one.
         is_folder: whether the name is that of a folder.
     """
 
@@ -35,11 +37,11 @@ class File:
 
 
 class Format(ABC):
-    """The files of one format.
+    """Files of one export format.
 
     Args:
-        selection: what is exported.
-        config: of the command; formats look at `export` and, for pictures, at `data`.
+        selection: rows and layers to export.
+        config: config of the command; formats read its group `export` and, for images, `data`.
 
     Raises:
         FeatxError: a package is missing, or the format cannot hold these layers.
@@ -51,27 +53,32 @@ class Format(ABC):
 
     @abstractmethod
     def files(self) -> list[File]:
-        """The files, in the order they are written; the same each time for the same rows."""
+        """Return the files in the order of writing; they are the same each time for the same
+        rows."""
 
     @abstractmethod
     def opening(self, out: Path) -> str:
-        """A few lines of Python that open the export."""
+        """Return a few lines of Python code that open the export.
+
+        Args:
+            out: folder of the export.
+        """
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes will be written, to be compared with the room there is."""
+        """Approximate size of the export in bytes, which is compared with the free space."""
         return len(self.selection) * self.selection.row_bytes()
 
     def shards(
         self, stem: str, ending: str, row_bytes: float, write: Callable[[BinaryIO, int, int], None]
     ) -> list[File]:
-        """Files of about export.shard_gib: stem-00000-of-00003.ending.
+        """Divide the rows into shards of about export.shard_gib, named stem-00000-of-00003.ending.
 
         Args:
-            stem: may have folders in front.
-            ending: of the names, without the dot.
-            row_bytes: of one row in the file.
-            write: fills a file with rows [start, stop) of the selection.
+            stem: beginning of the names, which may contain folders.
+            ending: file name extension without a dot.
+            row_bytes: bytes of one row in the file.
+            write: function that writes rows [start, stop) of the selection to an open file.
         """
         num_rows = len(self.selection)
         each = max(1, int(self.config.export.shard_bytes / max(1.0, row_bytes)))
@@ -89,12 +96,19 @@ class Format(ABC):
 
 
 def literal(text: object) -> str:
-    """A path or a name as a Python string literal, for `Format.opening`: "runs/photos"."""
+    """Return a path or name as a Python string literal for `Format.opening`, such as
+    "runs/photos"."""
     shown = str(text)
     plain = shown.isprintable() and '"' not in shown and "\\" not in shown
     return f'"{shown}"' if plain else repr(shown)
 
 
 def missing_extra(name: str, extra: str, what: str) -> str:
-    """The message where a format's package is not installed."""
+    """Return the error message for a format whose package is not installed.
+
+    Args:
+        name: name of the package.
+        extra: extra of featx that installs it.
+        what: what needs the package.
+    """
     return f'{what} needs the package {name}: pip install "featx[{extra}]".'

@@ -1,4 +1,4 @@
-"""export.format=huggingface: what `datasets.load_from_disk` opens, written without a cache."""
+"""export.format=huggingface: a data set for `datasets.load_from_disk`, written without a cache."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from featx.export.base import File, Format, literal, missing_extra
 
 _COLUMNS = ("key", "row", "label", "status")
 _OTHER_ROW_BYTES = 128
+"""Approximate bytes of a row without its features."""
 
 _VALUES = {"U": "string", "i": "int64", "f": "float64", "b": "bool"}
-"""How `datasets` calls the types of the store's columns."""
+"""Kind of NumPy dtype of a store's column -> name of the type in `datasets`."""
 
 
 class HuggingFace(Format):
-    """data-00000-of-0000N.arrow with dataset_info.json and state.json, as `save_to_disk` makes.
+    """data-00000-of-0000N.arrow with dataset_info.json and state.json, as `save_to_disk` writes
+    them.
 
-    `datasets` itself would write everything twice, to its cache and to the folder.
+    `datasets` itself would write all data twice, to its cache and to the folder.
     """
 
     def __init__(self, *arguments: Any) -> None:
@@ -33,6 +35,7 @@ class HuggingFace(Format):
         self._columns = self.selection.named_columns(_COLUMNS)
 
     def files(self) -> list[File]:
+        """Return the Arrow shards and the two JSON files."""
         row_bytes = self.selection.row_bytes() + _OTHER_ROW_BYTES
         shards = self.shards("data", "arrow", row_bytes, self._write)
         texts = {
@@ -48,7 +51,7 @@ class HuggingFace(Format):
         return shards
 
     def _features(self) -> Any:
-        """The columns as `datasets` describes them; rows of a map are lists of lists."""
+        """Return the description of the columns for `datasets`; rows of a map are nested lists."""
         from datasets import ClassLabel, Features, List, Value
 
         chosen = self.selection
@@ -66,6 +69,7 @@ class HuggingFace(Format):
         return Features(columns)
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        """Write rows [start, stop) as an Arrow stream."""
         import pyarrow as pa
 
         chosen = self.selection
@@ -84,6 +88,7 @@ class HuggingFace(Format):
                 writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
 
     def _info(self) -> str:
+        """Return the text of dataset_info.json."""
         about = self.selection.about
         description = f"{', '.join(self.selection.layers)} of {about['model']}, {about['weights']}"
         info = {
@@ -96,6 +101,7 @@ class HuggingFace(Format):
         return json.dumps(info, indent=2)
 
     def _state(self, shards: list[str]) -> str:
+        """Return the text of state.json."""
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in shards],
             "_fingerprint": digest(self.selection.identity)[:16],
@@ -108,6 +114,7 @@ class HuggingFace(Format):
         return json.dumps(state, indent=2, sort_keys=True)
 
     def opening(self, out: Path) -> str:
+        """Return lines that load the data set with `datasets`."""
         return (
             "from datasets import load_from_disk\n"
             f'rows = load_from_disk({literal(out)}).with_format("numpy")\n'
@@ -116,7 +123,7 @@ class HuggingFace(Format):
 
 
 def _nested(rows: Any, kind: Any) -> Any:
-    """(m, ...) as fixed-size lists of fixed-size lists."""
+    """Convert (m, ...) rows to an Arrow array of nested fixed-size lists."""
     import pyarrow as pa
 
     kinds = []

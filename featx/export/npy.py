@@ -1,4 +1,4 @@
-"""export.format=npy: one plain array a layer, which numpy maps into memory, and the listing."""
+"""export.format=npy: one .npy array per layer, which numpy can map into memory, and the listing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from featx.export.base import File, Format, literal
 
 
 class Npy(Format):
-    """features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy, classes.json, and
-    columns/<name>.npy of the store's columns, texts as bytes."""
+    """features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy and classes.json,
+    and columns/<name>.npy for each column of the store, with texts as bytes."""
 
     def files(self) -> list[File]:
+        """Return one file per layer and per column of the listing."""
         chosen, n = self.selection, len(self.selection)
         found = [self._layer(name) for name in chosen.layers]
         columns = {
@@ -36,6 +37,8 @@ class Npy(Format):
         return found
 
     def _layer(self, name: str) -> File:
+        """Return the file of a layer, whose rows are written block by block behind an .npy
+        header."""
         chosen, n = self.selection, len(self.selection)
 
         def write(file: BinaryIO) -> None:
@@ -51,6 +54,7 @@ class Npy(Format):
         return File(f"features/{name}.npy", write, 0, n)
 
     def opening(self, out: Path) -> str:
+        """Return lines that load the arrays with numpy."""
         layer = self.selection.layers[0]
         return (
             "import numpy as np\n"

@@ -1,4 +1,5 @@
-"""export.format=parquet: a fixed-size list a row for each layer, beside key, label and columns."""
+"""export.format=parquet: one fixed-size list column per layer, with key, label and other
+columns."""
 
 from __future__ import annotations
 
@@ -12,14 +13,15 @@ from featx.export.base import File, Format, literal, missing_extra
 from featx.export.selection import about_text
 
 COLUMNS = ("key", "row", "label", "class", "status")
-"""Beside the layers."""
+"""Names of the columns other than layers and columns of the store."""
 
 OTHER_ROW_BYTES = 128
-"""About what a row takes beside its features."""
+"""Approximate bytes of a row without its features."""
 
 
 class Parquet(Format):
-    """data/features-00000-of-0000N.parquet; a map is one long list, its shape in the metadata."""
+    """data/features-00000-of-0000N.parquet; a map is one long list, with its shape in the
+    metadata."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -31,15 +33,17 @@ class Parquet(Format):
         self._columns = self.selection.named_columns(COLUMNS)
 
     def files(self) -> list[File]:
+        """Return the shards."""
         row_bytes = self.selection.row_bytes() + OTHER_ROW_BYTES
         return self.shards("data/features", "parquet", row_bytes, self._write)
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        """Write rows [start, stop), one row group per block."""
         import pyarrow as pa
         from pyarrow import parquet
 
         schema = self._schema()
-        # Dictionaries are for values that come again, which those of features seldom do.
+        # Dictionary encoding pays off for repeated values, which features seldom have.
         options = {"use_dictionary": ["class", "label", "status"], "compression": "snappy"}
         with parquet.ParquetWriter(file, schema, **options) as writer:
             for first, last, values in self.selection.blocks(start, stop):
@@ -53,6 +57,7 @@ class Parquet(Format):
                 writer.write_table(table, row_group_size=last - first)
 
     def _listing(self, start: int, stop: int) -> list[Any]:
+        """Return the columns of rows [start, stop) other than layers."""
         import pyarrow as pa
 
         chosen = self.selection
@@ -66,6 +71,7 @@ class Parquet(Format):
         ]
 
     def _schema(self) -> Any:
+        """Return the Arrow schema, with the origin of the rows in its metadata."""
         import pyarrow as pa
 
         types = (pa.string(), pa.int64(), pa.int64(), pa.string(), pa.uint8())
@@ -79,6 +85,7 @@ class Parquet(Format):
         return pa.schema(fields, metadata={"featx": about_text(self.selection)})
 
     def opening(self, out: Path) -> str:
+        """Return lines that read the table with pandas."""
         return (
             "import numpy as np, pandas as pd\n"
             f"table = pd.read_parquet({literal(f'{out}/data')})  # also polars, duckdb, pyarrow\n"

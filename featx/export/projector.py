@@ -1,4 +1,4 @@
-"""export.format=projector: vectors.tsv and metadata.tsv for TensorBoard's stand-alone projector."""
+"""export.format=projector: vectors and metadata as TSV for TensorBoard's stand-alone projector."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from featx.export.tensorboard.projector import metadata_text, vectors_text
 from featx.types import Status
 
 _TEXT_BYTES = 12
-"""About what one number takes as text."""
+"""Approximate bytes of one number as text."""
 
 
 class Projector(Format):
-    """vectors-<layer>.tsv for each layer, and one metadata.tsv with label, key, row and columns."""
+    """vectors-<layer>.tsv for each layer, and one metadata.tsv with label, key, row and columns.
+
+    Raises:
+        ConfigError: a layer holds maps, or a row has failed.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -34,10 +38,12 @@ class Projector(Format):
 
     @property
     def num_bytes(self) -> int:
+        """Approximate size of the export in bytes."""
         numbers = sum(self.selection.row_shape(name)[0] for name in self.selection.layers)
         return len(self.selection) * numbers * _TEXT_BYTES
 
     def files(self) -> list[File]:
+        """Return one file per layer, and the metadata."""
         n = len(self.selection)
         found = [
             File(f"vectors-{name}.tsv", self._vectors(name), 0, n) for name in self.selection.layers
@@ -45,6 +51,8 @@ class Projector(Format):
         return [*found, File("metadata.tsv", self._metadata, 0, n)]
 
     def _vectors(self, name: str) -> Any:
+        """Return the function that writes the vectors of a layer."""
+
         def write(file: BinaryIO) -> None:
             chosen = self.selection
             at_once = max(1, chosen.block_rows([name]) // _TEXT_BYTES)
@@ -54,9 +62,11 @@ class Projector(Format):
         return write
 
     def _metadata(self, file: BinaryIO) -> None:
+        """Write metadata.tsv."""
         file.write(metadata_text(self.selection.store, self.selection.rows))
 
     def opening(self, out: Path) -> str:
+        """Return a sentence on how to load the files."""
         return (
             "Load vectors-<layer>.tsv and metadata.tsv at projector.tensorflow.org (they stay in "
             "your browser)\nor in any copy of TensorBoard's stand-alone projector."

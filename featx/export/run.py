@@ -1,7 +1,8 @@
-"""job=export itself: what is missing of an export is written, file by file.
+"""job=export: writes the missing files of an export, one by one.
 
-A file appears under its name when it is whole, and is then noted in the export's own record; what
-the record does not name is written anew. So the same command goes on where it was killed.
+A file appears under its name when it is complete, and is then added to the record of the export.
+Files that are not in the record are written again, so the same command resumes an export that was
+killed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from featx.store.reader import FeatureStore
 from featx.types import Status
 
 RECORD = "_export.json"
-"""What an export is of; readers of Parquet folders leave names with an underscore alone."""
+"""File that describes an export. Readers of Parquet folders ignore names with an underscore."""
 
 _CLASSES = {
     "npy": "Npy",
@@ -40,20 +41,21 @@ _CLASSES = {
     "projector": "Projector",
     "huggingface": "HuggingFace",
 }
+"""Name of the format -> name of its class in the module of that name."""
 
 
 def run_export(config: Config) -> dict[str, Any]:
-    """Begin or go on with an export until it is whole.
+    """Start or resume an export until it is complete.
 
     Args:
-        config: checked, of job=export.
+        config: checked config with job=export.
 
     Returns:
-        folder, format, layers, columns, rows, failures, files, bytes, seconds, already (whether it
-        was whole before), opening (lines that open it).
+        folder, format, layers, columns, rows, failures, files, bytes, seconds, already (whether the
+        export was complete before), and opening (lines of code that open it).
 
     Raises:
-        FeatxError: the store, the format or the folder does not fit, or the disk failed.
+        FeatxError: the store, the format or the folder is not suitable, or the disk failed.
     """
     assert config.store is not None, "the config was checked"
     store = FeatureStore(config.store, verify="rows")
@@ -81,7 +83,7 @@ def run_export(config: Config) -> dict[str, Any]:
 
 
 def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> dict[str, Any]:
-    """Write what is missing; the caller holds the folder."""
+    """Write the missing files; the caller holds the lock of the folder."""
     begun = time.perf_counter()
     chosen, config, files = written.selection, written.config, written.files()
     identity = _identity_of(chosen, config, files)
@@ -114,11 +116,16 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
 
 
 def _refuse_other_folders(out: Path) -> None:
-    """Raise where a folder holds anything but an export: among a store's files, or anybody's."""
+    """Check that a folder contains nothing but an export.
+
+    Raises:
+        ConfigError: it is the folder of a store.
+        StoreError: it contains other files.
+    """
     if any((out / name).exists() for name in (layout.DESCRIPTOR, layout.PACKED)):
         raise ConfigError(f"out={out} is the folder of a store; give the export one of its own.")
     if out.is_dir() and not (out / RECORD).exists():
-        # A name that begins with a dot is nobody's data: our lock, a desktop's notes.
+        # Names with a leading dot are no data: featx's own lock, or files of a desktop.
         others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
         if others:
             raise StoreError(
@@ -128,7 +135,7 @@ def _refuse_other_folders(out: Path) -> None:
 
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
-    """Delete leftovers, and with overwrite the files of the export that is there."""
+    """Delete temporary files, and with overwrite the files of the existing export."""
     for leftover in list(disk.root.rglob(f"{TEMPORARY}*")):
         disk.remove(leftover)
     record = disk.root / RECORD
@@ -139,7 +146,11 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
 
 
 def _identity_of(chosen: Selection, config: Config, files: list[File]) -> dict[str, Any]:
-    """What an export is of, as JSON gives it back, so that tuples and ints compare."""
+    """Return the description that two exports with the same content share.
+
+    It is converted to JSON and back, so that tuples and NumPy numbers compare equal to those of a
+    record.
+    """
     identity = {
         "format": config.export.format,
         **chosen.identity,
@@ -150,7 +161,7 @@ def _identity_of(chosen: Selection, config: Config, files: list[File]) -> dict[s
 
 
 def _is_begun_anew(path: Path, identity: dict[str, Any]) -> bool:
-    """Whether overwrite=true has begun this very export before and not finished it."""
+    """Return whether overwrite=true has started this same export before and not completed it."""
     if not path.exists():
         return False
     before = _read(path)
@@ -159,10 +170,21 @@ def _is_begun_anew(path: Path, identity: dict[str, Any]) -> bool:
 
 
 class _Record:
-    """The file that says what an export is of, and which of its files are whole.
+    """File that describes an export and lists its complete files.
+
+    Args:
+        disk: folder of the export.
+        chosen: rows and layers.
+        identity: description of the content.
+        files: all files of the export.
+        overwrite: whether the export was started with overwrite=true.
 
     Attributes:
-        sizes: name -> bytes of the files that are whole.
+        sizes: name -> size in bytes of each complete file.
+
+    Raises:
+        StoreMismatchError: the folder holds an export of something else.
+        StoreError: the existing record is damaged.
     """
 
     def __init__(
@@ -183,6 +205,11 @@ class _Record:
             self._take_over()
 
     def _take_over(self) -> None:
+        """Continue the existing record; a file whose size differs from the record is written again.
+
+        Raises:
+            StoreMismatchError: it describes an export of something else.
+        """
         before = _read(self._path)
         changed = differences(before["identity"], self._identity)
         if changed:
@@ -198,22 +225,23 @@ class _Record:
                 self.sizes[name] = size
 
     def missing(self) -> list[File]:
-        """The files that are not whole, in order."""
+        """Return the files that are not complete, in order."""
         found = [file for file in self._files if file.name not in self.sizes]
         if found:
             self._save(complete=False)
         return found
 
     def note(self, file: File) -> None:
-        """A file is whole."""
+        """Record that a file is complete."""
         self.sizes[file.name] = _size(self._disk.root / file.name)
         self._save(complete=False)
 
     def close(self) -> None:
-        """All files are whole."""
+        """Record that all files are complete."""
         self._save(complete=True)
 
     def _save(self, complete: bool) -> None:
+        """Replace the file atomically."""
         found = {
             "complete": complete,
             "overwrite": self._overwrite,
@@ -226,6 +254,11 @@ class _Record:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read a record.
+
+    Raises:
+        StoreError: it cannot be read, or lacks an entry.
+    """
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
         known = isinstance(found["identity"], dict) and isinstance(found["whole"], dict)
@@ -240,7 +273,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _inside(root: Path, name: object) -> Path:
-    """A file that the record names. Raises StoreError where it would lie outside the export."""
+    """Return the path of a file that a record names.
+
+    Raises:
+        StoreError: it would be outside the export.
+    """
     parts = PurePosixPath(str(name)).parts
     if not parts or ".." in parts or str(name).startswith("/"):
         raise StoreError(f"{root / RECORD} names a file that is not below it: {name!r}.")
@@ -248,18 +285,19 @@ def _inside(root: Path, name: object) -> Path:
 
 
 def _size(path: Path) -> int:
-    """Bytes of a file, or of all files of a folder; -1 where there is none."""
+    """Return the bytes of a file, or of all files of a folder; -1 if it does not exist."""
     if path.is_dir():
         return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
     return path.stat().st_size if path.is_file() else -1
 
 
 def _write(disk: AtomicFolder, file: File) -> None:
+    """Write one file or folder atomically."""
     path = disk.root / file.name
     if not path.parent.is_dir():
         disk.make_folder(path.parent)
     if file.is_folder:
-        disk.remove(path)  # whole, but not noted before the process was killed
+        disk.remove(path)  # complete, but the process was killed before it was recorded
         with disk.filled_folder(path) as folder:
             file.write(folder)
         return
@@ -268,7 +306,11 @@ def _write(disk: AtomicFolder, file: File) -> None:
 
 
 def _check_room(disk: AtomicFolder, needed: float) -> None:
-    """Raise RunError where the disk has no room for what is missing, as far as that is known."""
+    """Check that the free space is sufficient, as far as the size is known.
+
+    Raises:
+        RunError: it is not.
+    """
     free = disk.free_bytes()
     if free < needed:
         raise RunError(
@@ -278,6 +320,7 @@ def _check_room(disk: AtomicFolder, needed: float) -> None:
 
 
 def _warn_of_odd_keys(chosen: Selection) -> None:
+    """Warn if keys are not UTF-8."""
     odd = 0
     for key in chosen.keys.tolist():
         try:
@@ -293,12 +336,13 @@ def _warn_of_odd_keys(chosen: Selection) -> None:
 
 
 def _short(value: object) -> str:
+    """Return a value as text of limited length."""
     text = str(value)
     return text if len(text) <= 100 else f"{text[:100]} ..."
 
 
 def describe_export(summary: dict[str, Any]) -> str:
-    """What was written, and lines that open it."""
+    """Format the result of `run_export` for people."""
     failed = summary["failures"]
     rows = [
         ("format", summary["format"]),

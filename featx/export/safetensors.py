@@ -1,7 +1,8 @@
-"""export.format=safetensors: shards of rows, a tensor a layer, mapped without being copied.
+"""export.format=safetensors: shards of rows with one tensor per layer, which can be mapped into
+memory.
 
-The file is a length (8 bytes), a JSON header and the tensors one after the other, so it is written
-here block by block; the library's own `save_file` wants all of a shard in memory.
+A file consists of a length (8 bytes), a JSON header and the tensors in sequence, so it is written
+block by block here; the library's own `save_file` needs a whole shard in memory.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ _NAMES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
+"""Name of a NumPy dtype -> name in safetensors."""
 
 _TAKEN = ("row", "label", "status", "key", "__metadata__")
 """Names that no column and no layer can have."""
 
 
 class Safetensors(Format):
-    """features-00000-of-0000N.safetensors: the layers, row, label, status, key and the store's
-    columns; texts are tensors of bytes, padded with 0."""
+    """features-00000-of-0000N.safetensors with the layers, row, label, status, key and the columns
+    of the store; texts are uint8 tensors padded with 0."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -41,18 +43,20 @@ class Safetensors(Format):
         self._columns = {shown: arrays[name] for shown, name in names}
 
     def files(self) -> list[File]:
+        """Return the shards."""
         row_bytes = self.selection.row_bytes() + 17 + self.selection.keys.dtype.itemsize
         row_bytes += sum(values.dtype.itemsize for values in self._columns.values())
         return self.shards("features", "safetensors", row_bytes, self._write)
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        """Write rows [start, stop)."""
         chosen = self.selection
         before: dict[str, npt.NDArray[Any]] = {
             "row": chosen.rows[start:stop],
             "label": chosen.labels[start:stop],
             **self._part_of_columns(start, stop, "if"),
         }
-        # The larger the numbers, the further in front: so each tensor begins at a multiple of them.
+        # Tensors are sorted by falling item size, so each one is aligned to its item size.
         layers = sorted(chosen.layers, key=lambda name: -chosen.dtype(name).itemsize)
         after: dict[str, npt.NDArray[Any]] = {
             "status": chosen.status[start:stop],
@@ -73,7 +77,7 @@ class Safetensors(Format):
             file.write(np.ascontiguousarray(values).data)
 
     def _part_of_columns(self, start: int, stop: int, kinds: str) -> dict[str, npt.NDArray[Any]]:
-        """Rows [start, stop) of the columns of some kinds of type."""
+        """Return rows [start, stop) of the columns whose dtype has one of some kinds."""
         found = {
             name: values[start:stop]
             for name, values in self._columns.items()
@@ -85,6 +89,7 @@ class Safetensors(Format):
         }
 
     def opening(self, out: Path) -> str:
+        """Return lines that load the first shard."""
         first = self.files()[0].name
         return (
             "from safetensors.numpy import load_file\n"
@@ -94,7 +99,7 @@ class Safetensors(Format):
 
 
 def _as_bytes(texts: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
-    """(n,) texts of at most W bytes -> (n, W), shorter ones padded with 0."""
+    """Convert (n,) texts of at most W bytes to (n, W) uint8; shorter texts are padded with 0."""
     raw = np.ascontiguousarray(texts).view(np.uint8)
     return raw.reshape(len(texts), texts.dtype.itemsize)
 
@@ -102,7 +107,12 @@ def _as_bytes(texts: npt.NDArray[np.bytes_]) -> npt.NDArray[np.uint8]:
 def _header(
     shapes: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], metadata: dict[str, str]
 ) -> bytes:
-    """The length and the header of tensors that follow one another."""
+    """Return the length and the header for tensors in sequence.
+
+    Args:
+        shapes: name -> dtype and shape, in the order of the file.
+        metadata: texts for the entry __metadata__.
+    """
     entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, (dtype, shape) in shapes.items():
@@ -114,5 +124,6 @@ def _header(
         }
         at += size
     text = json.dumps(entries).encode()
+    # Padded with spaces so that the tensors start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -1,4 +1,4 @@
-"""Which rows and layers of a store are exported, and their values in blocks that fit in memory."""
+"""Rows and layers of a store that are exported, and their values in blocks that fit into memory."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from featx.store.reader import FeatureStore, check_rows_present
 from featx.types import Status
 
 BLOCK_BYTES = 32 << 20
-"""Features that are held at once, at the most, but for a single row that is larger."""
+"""Maximum bytes of features that are held at a time, unless a single row is larger."""
 
 _OF_THE_STORE = ("fingerprint", "model", "weights", "weights_sha256", "transform")
+"""Attributes of the store that every export records."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Rows and layers of a store, in the order in which they are written.
+    """Rows and layers of a store in the order of writing.
 
     Attributes:
-        store: open for reading.
+        store: open store.
         layers: names of its layers.
-        rows: (n,) int64, increasing: which row of the store each exported one is.
-        tell: is told of every block how many bytes it has.
+        rows: (n,) int64, increasing: row in the store of each exported row.
+        tell: called with the number of bytes of each block.
     """
 
     store: FeatureStore
@@ -44,49 +45,50 @@ class Selection:
 
     @cached_property
     def labels(self) -> npt.NDArray[np.int64]:
-        """(n,) index into the store's classes, -1 where there is none."""
+        """(n,) int64 indices into the classes of the store, -1 without a label."""
         return self.store.labels[self.rows]
 
     @cached_property
     def status(self) -> npt.NDArray[np.uint8]:
-        """(n,) 0 ok, else the reason (featx.types.Status)."""
+        """(n,) uint8: 0 for ok, else the kind of failure (featx.types.Status)."""
         return self.store.status[self.rows]
 
     @cached_property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
-        """(n,) as `FeatureStore.image_checksums` gives them; others after a refresh."""
+        """(n,) uint64 as returned by `FeatureStore.image_checksums`; they change with
+        refresh=true."""
         return self.store.image_checksums[self.rows]
 
     @cached_property
     def keys(self) -> npt.NDArray[np.bytes_]:
-        """(n,) the keys, as the file system gives them."""
+        """(n,) fixed-length bytes, the keys as the file system returned them."""
         return self.store.key_bytes[self.rows]
 
     def key_texts(self, start: int, stop: int) -> list[str]:
-        """The keys of some rows for formats that hold UTF-8 only; other bytes are spelled \\xff."""
+        r"""Return the keys of rows [start, stop) as UTF-8 text; other bytes are written as \xff."""
         return [key.decode("utf-8", "backslashreplace") for key in self.keys[start:stop].tolist()]
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes as UTF-8, other bytes spelled as in keys."""
+        """Class names as UTF-8 text, with other bytes written as in `key_texts`."""
         return [as_utf8(name) for name in self.store.classes]
 
     def class_texts(self, start: int, stop: int) -> list[str | None]:
-        """The class of each of some rows, None where there is none."""
+        """Return the class of each of the rows [start, stop), or None without a label."""
         names = self.classes
         return [names[label] if label >= 0 else None for label in self.labels[start:stop].tolist()]
 
     @cached_property
     def columns(self) -> dict[str, npt.NDArray[Any]]:
-        """Name -> (n,) of the columns that the data set brought, as `FeatureStore.column` gives.
+        """Name -> (n,) values of each column of the data set, as returned by `FeatureStore.column`.
 
-        A missing number is NaN, a missing text is empty.
+        A missing number is NaN, a missing text is ''.
         """
         return {name: self.store.column(name)[self.rows] for name in self.store.columns}
 
     @cached_property
     def column_arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """`columns` for formats of plain arrays: texts are (n,) fixed-length UTF-8 bytes."""
+        """`columns` for formats of plain arrays, with texts as (n,) fixed-length UTF-8 bytes."""
         return {
             name: np.char.encode(values, "utf-8", "surrogateescape")
             if values.dtype.kind == "U"
@@ -95,10 +97,14 @@ class Selection:
         }
 
     def named_columns(self, taken: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-        """`columns` under the names that they have in a table; 'column.NAME' where NAME is taken.
+        """Return `columns` under the names that they have in one table with other columns.
+
+        Args:
+            taken: names of the other columns. A column with such a name, or that of a layer,
+                becomes 'column.NAME'.
 
         Raises:
-            ConfigError: a layer, or that other name, is taken as well.
+            ConfigError: no distinct names are possible.
         """
         if both := set(taken) & set(self.layers):
             raise ConfigError(f"layers named {both} have the names of columns of the listing.")
@@ -115,20 +121,20 @@ class Selection:
         return found
 
     def row_shape(self, layer: str) -> tuple[int, ...]:
-        """Of one row of a layer."""
+        """Return the shape of one row of a layer."""
         return self.store[layer].shape[1:]
 
     def dtype(self, layer: str) -> np.dtype[Any]:
-        """Of a layer: float16 or float32; bfloat16 is read as float32."""
+        """Return the dtype of a layer: float16 or float32; bfloat16 is read as float32."""
         return self.store[layer].dtype
 
     def row_bytes(self, layers: Sequence[str] | None = None) -> int:
-        """Bytes of the features of one row, of all layers or some."""
+        """Return the bytes of the features of one row, of all layers or of some."""
         layers = self.layers if layers is None else layers
         return sum(self.store[name].nbytes for name in layers) // max(1, len(self.store))
 
     def block_rows(self, layers: Sequence[str] | None = None) -> int:
-        """Rows whose features make BLOCK_BYTES, at least one."""
+        """Return the number of rows whose features take BLOCK_BYTES, at least one."""
         return max(1, BLOCK_BYTES // max(1, self.row_bytes(layers)))
 
     def blocks(
@@ -138,18 +144,20 @@ class Selection:
         layers: Sequence[str] | None = None,
         at_once: int | None = None,
     ) -> Iterator[tuple[int, int, dict[str, npt.NDArray[Any]]]]:
-        """The features of rows [start, stop) of the selection, block by block.
+        """Read the features of rows [start, stop) of the selection block by block.
 
         Args:
-            start, stop: places in `rows`.
-            layers: of the selection, all when not given.
-            at_once: rows of a block; `block_rows` when not given.
+            start: index into `rows`.
+            stop: index into `rows`, exclusive.
+            layers: layers of the selection, or None for all.
+            at_once: rows per block, or None for `block_rows`.
 
         Yields:
-            start and stop of the block, and layer -> (m, ...).
+            start and stop of the block, and layer -> (m, ...) values.
 
         Raises:
-            StoreError: a row that was ok has no values: the store lost it meanwhile.
+            StoreError: a row that did not fail has no values, because the store has lost it
+                meanwhile.
         """
         layers = self.layers if layers is None else layers
         step = at_once or self.block_rows(layers)
@@ -160,6 +168,7 @@ class Selection:
             self.tell(sum(values.nbytes for values in found.values()))
 
     def _read(self, layer: str, start: int, stop: int) -> npt.NDArray[Any]:
+        """Read rows [start, stop) of one layer as a contiguous array."""
         rows = self.rows[start:stop]
         together = int(rows[-1]) - int(rows[0]) + 1 == len(rows)
         asked: Any = slice(int(rows[0]), int(rows[-1]) + 1) if together else rows
@@ -170,7 +179,7 @@ class Selection:
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What is written into every export of where its rows come from; JSON types."""
+        """Origin of the rows, which every export contains, as JSON types."""
         attrs = self.store.attrs
         return {
             "store": str(self.store.root),
@@ -193,7 +202,7 @@ class Selection:
 
     @property
     def _column_types(self) -> dict[str, str]:
-        """Of each column: int64, float64, bool or text, which a format may hold as bytes."""
+        """Name -> 'int64', 'float64', 'bool' or 'text', which a format may store as bytes."""
         return {
             name: "text" if values.dtype.kind == "U" else values.dtype.name
             for name, values in self.columns.items()
@@ -201,7 +210,8 @@ class Selection:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What has to be the same for two exports to hold the same rows; JSON types."""
+        """Description of the rows, which is equal for two exports with the same rows, as JSON
+        types."""
         listed = hashlib.sha256()
         for column in (self.rows, self.keys, self.labels, self.status):
             listed.update(f"{column.dtype.str} {column.shape} ".encode())
@@ -218,6 +228,7 @@ class Selection:
         }
 
     def _columns_sha256(self) -> str:
+        """Return the SHA-256 of all columns."""
         listed = hashlib.sha256()
         for name, values in self.column_arrays.items():
             listed.update(f"{name!r} {values.dtype.str} ".encode())
@@ -226,10 +237,10 @@ class Selection:
 
 
 def as_utf8(text: str) -> str:
-    """A name of a file or folder with bytes that are not UTF-8 spelled: \\xff."""
+    r"""Return a file or folder name as UTF-8 text; other bytes are written as \xff."""
     return os.fsencode(text).decode("utf-8", "backslashreplace")
 
 
 def about_text(selection: Selection) -> str:
-    """`about` as JSON, for formats whose metadata are text."""
+    """Return `Selection.about` as JSON, for formats whose metadata are text."""
     return json.dumps(selection.about, sort_keys=True)

@@ -1,4 +1,4 @@
-"""The pictures of a store's rows, from where its own config says they are."""
+"""Access to the images of a store's rows, through the config that the store contains."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from featx.store.reader import FeatureStore
 
 
 def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
-    """The data set that a store was made of.
+    """Return the options of the data set that a store was made from.
 
     Args:
-        store: which keeps the config it was made with.
-        asked: of the command now; a data.root given there is taken.
+        store: store that contains the config of its run.
+        asked: options of the command; its data.root is used if given.
 
     Raises:
-        StoreError: the store keeps no config that this featx can read.
-        ConfigError: it names a URL, and the command does not.
+        StoreError: the store contains no config that this featx can read.
+        ConfigError: the config names a URL, and the command does not.
     """
     try:
         saved = from_saved(str(store.attrs.get("config", "")))

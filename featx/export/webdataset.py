@@ -1,4 +1,5 @@
-"""export.format=webdataset: tar shards of each picture's bytes, its features, class and key."""
+"""export.format=webdataset: tar shards with the encoded image, features, class and key of each
+row."""
 
 from __future__ import annotations
 
@@ -20,22 +21,26 @@ from featx.sources import open_source
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, ImageFault, Status, image_checksum
 
 _SAMPLED = 64
-"""Pictures whose sizes say how many rows a shard takes."""
+"""Number of images whose mean size determines the rows per shard."""
 
 _HEADERS = 512 * 6
-"""About what the headers and the padding of a row take in a tar file."""
+"""Approximate bytes of the tar headers and padding of a row."""
 
 
 _EXPANDED = ("{", "}", "$", "\\", "::")
-"""What webdataset takes for a pattern in a text; paths in a list stay as they are."""
+"""Texts that webdataset interprets in a path string; paths in a list are used as they are."""
 
 
 class WebDataset(Format):
     """shards-00000-of-0000N.tar; a sample is 000000042.jpg, .<layer>.npy, .cls and .json.
 
-    Names are rows of the store: webdataset divides a name at its first dot and takes neighbours
-    with the same stem for one sample, which keys with dots or the same stem would break. The key
-    stands in the .json.
+    Member names are row numbers: webdataset divides a name at its first dot and joins consecutive
+    members with the same stem, which fails for keys with dots or equal stems. The key is in the
+    .json.
+
+    Raises:
+        ConfigError: layer names differ only in case, or the rows are boxes or frames of videos.
+        DataError: an image is missing or has changed.
     """
 
     def __init__(self, selection: Selection, *arguments: Any) -> None:
@@ -62,27 +67,32 @@ class WebDataset(Format):
 
     @property
     def num_bytes(self) -> int:
+        """Approximate size of the export in bytes."""
         return int(len(self.selection) * self._row_bytes)
 
     def files(self) -> list[File]:
+        """Return the shards."""
         return self.shards("shards", "tar", self._row_bytes, self._write)
 
     @property
     def _row_bytes(self) -> float:
+        """Approximate bytes of one row in a shard."""
         return self.selection.row_bytes() + self._picture_bytes + _HEADERS
 
     def _mean_bytes(self) -> float:
-        """Of some pictures, evenly chosen: all of them are not read before they are written."""
+        """Return the mean size of a sample of images, evenly spaced, instead of reading all of them
+        twice."""
         n = len(self.selection)
         places = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
         sizes = [len(self._picture(place) or b"") for place in places.tolist()]
         return float(np.mean(sizes)) if sizes else 0.0
 
     def _picture(self, place: int) -> bytes | None:
-        """The encoded bytes; None of a failed row whose picture cannot be had either.
+        """Return the encoded image of a row, or None if the row failed and its image cannot be
+        read.
 
         Raises:
-            DataError: a row is ok, and its picture is not there any more, or is another one.
+            DataError: the image of a row that did not fail is missing or has changed.
         """
         key = bytes(self.selection.keys[place])
         try:
@@ -106,6 +116,7 @@ class WebDataset(Format):
         return picture
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
+        """Write rows [start, stop) as a tar."""
         chosen = self.selection
         with tarfile.TarFile.open(fileobj=file, mode="w") as tar:
             for first, last, values in chosen.blocks(start, stop):
@@ -137,6 +148,7 @@ class WebDataset(Format):
                     _add(tar, f"{row:09d}.json", json.dumps(about).encode())
 
     def opening(self, out: Path) -> str:
+        """Return lines that iterate over the shards with webdataset."""
         files = self.files()
         shards = files[0].name
         layer = literal(f"{self.selection.layers[0].lower()}.npy")
@@ -150,19 +162,19 @@ class WebDataset(Format):
             )
         return (
             f"{imports}rows = wds.WebDataset({given}, shardshuffle=False)\n"
-            # Decoding the images too would drop the rows whose image cannot be decoded.
+            # Decoding images as well would drop rows whose image cannot be decoded.
             "rows = rows.decode()  # arrays and labels; images stay encoded\n"
             f'for sample in rows: sample[{layer}], sample["cls"]'
         )
 
 
 def _ending(key: str) -> str:
-    """The ending of a picture's name, in lower case: .jpg."""
+    """Return the extension of an image's file name in lower case, such as '.jpg'."""
     return Path(key).suffix.lower()
 
 
 def _as_json_values(column: npt.NDArray[Any]) -> list[Any]:
-    """Some values of a column; JSON has no NaN, so a missing number is None."""
+    """Return values of a column for JSON, which has no NaN: a missing number is None."""
     values = column.astype(object)
     if column.dtype.kind == "f":
         values[np.isnan(column)] = None
@@ -170,13 +182,14 @@ def _as_json_values(column: npt.NDArray[Any]) -> list[Any]:
 
 
 def _as_npy(values: Any) -> bytes:
+    """Return an array as the bytes of an .npy file."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
     return buffer.getvalue()
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """A member without a time or an owner, so that the same rows give the same bytes."""
+    """Add a member without time and owner, so that the same rows give the same bytes."""
     member = tarfile.TarInfo(name)
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))

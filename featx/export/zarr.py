@@ -1,4 +1,4 @@
-"""export.format=zarr: one zarr v3 group, an array a layer, in chunks of the store's rows."""
+"""export.format=zarr: one zarr v3 group with an array per layer, in chunks of the store's rows."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from featx.export.base import File, Format, literal, missing_extra
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
+"""Metadata file that zarr keeps in each folder."""
 _COLUMN_ROWS = 1 << 14
+"""Rows per chunk of an array with one value per row."""
 
 
 class Zarr(Format):
-    """features.zarr: features/<layer>, columns/<name>, key, label, status and row; the rest in its
-    attributes."""
+    """features.zarr with features/<layer>, columns/<name>, key, label, status and row; the origin
+    of the rows is in its attributes.
+
+    Raises:
+        MissingExtraError: zarr is not installed.
+        ConfigError: a column is named like zarr's metadata file.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -37,9 +44,11 @@ class Zarr(Format):
             )
 
     def files(self) -> list[File]:
+        """Return the single folder."""
         return [File(_NAME, self._write, 0, len(self.selection), is_folder=True)]
 
     def _write(self, folder: Path) -> None:
+        """Write the group into an empty folder."""
         import zarr
 
         chosen, n = self.selection, len(self.selection)
@@ -55,7 +64,7 @@ class Zarr(Format):
                 dtype=chosen.dtype(name),
                 fill_value=float("nan"),
             )
-            # Whole chunks at a time: half of one would be read again to be filled.
+            # Whole chunks are written at a time: a partial chunk would be read and written again.
             at_once = max(rows, chosen.block_rows([name]) // rows * rows)
             for start, stop, values in chosen.blocks(0, n, [name], at_once):
                 array[start:stop] = values[name]
@@ -74,7 +83,13 @@ class Zarr(Format):
         self._write_texts(group, "key", chosen.key_texts)
 
     def _write_texts(self, group: Any, name: str, texts: Callable[[int, int], list[str]]) -> None:
-        """An array of texts, given for rows [start, stop) of the selection."""
+        """Write an array of texts.
+
+        Args:
+            group: zarr group.
+            name: name of the array.
+            texts: function (start, stop) -> texts of these rows of the selection.
+        """
         n = len(self.selection)
         made = group.create_array(name, shape=(n,), chunks=_chunks(n), dtype=str)
         for start in range(0, n, _COLUMN_ROWS):
@@ -82,6 +97,7 @@ class Zarr(Format):
             made[start:stop] = np.array(texts(start, stop), np.dtypes.StringDType())
 
     def opening(self, out: Path) -> str:
+        """Return lines that open the group with zarr."""
         return (
             "import zarr\n"
             f'group = zarr.open_group({literal(f"{out}/{_NAME}")}, mode="r")\n'
@@ -90,9 +106,10 @@ class Zarr(Format):
 
 
 def _texts(column: npt.NDArray[np.str_], start: int, stop: int) -> list[str]:
+    """Return the texts [start, stop) of a column."""
     return list(column[start:stop])
 
 
 def _chunks(num_rows: int) -> tuple[int]:
-    """Of an array that has one value a row."""
+    """Return the chunk shape of an array with one value per row."""
     return (max(1, min(_COLUMN_ROWS, num_rows)),)

@@ -1,4 +1,4 @@
-"""Two-dimensional maps of the rows of a layer: principal components, and t-SNE."""
+"""Two-dimensional maps of the rows of a layer: principal components and t-SNE."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from featx.errors import ReduceError, StoreError
 from featx.store.reader import FeatureStore
 
 COMPONENTS = 50
-"""Principal components that t-SNE starts from, at the most."""
+"""Maximum number of principal components that t-SNE uses as input."""
 
 PERPLEXITY = 30
 
@@ -21,16 +21,16 @@ Matrix = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class LayerMap:
-    """The maps of one layer.
+    """Maps of one layer.
 
     Attributes:
-        name: of the dataset.
-        width: numbers of the vector that a row became.
-        pooled: whether its positions were averaged for that.
-        pca: (n, 2) scores of the first two components; None where there is no map.
-        explained: their shares of the variance.
-        tsne: (n, 2); None where there is none.
-        note: why something is missing, or nothing.
+        name: name of the dataset.
+        width: number of values of the vector that a row becomes.
+        pooled: whether rows are averaged over their positions for that.
+        pca: (n, 2) float64 scores of the first two components, or None without a map.
+        explained: share of the variance of each of the two, in [0, 1].
+        tsne: (n, 2) float64, or None.
+        note: reason why something is missing, or ''.
     """
 
     name: str
@@ -45,21 +45,21 @@ class LayerMap:
 def layer_map(
     store: FeatureStore, layer: str, rows: npt.NDArray[np.int64], seed: int, tsne: bool
 ) -> LayerMap:
-    """Map some ok rows of a layer; a row becomes a vector as job=probe makes one.
+    """Map some rows of a layer, with vectors made as in job=probe.
 
     Args:
-        store: open for reading.
-        layer: its name.
-        rows: (n,) increasing.
-        seed: of t-SNE.
-        tsne: whether it is wanted.
+        store: open store.
+        layer: name of the layer.
+        rows: (n,) int64, increasing; rows that did not fail.
+        seed: seed of t-SNE.
+        tsne: whether to compute t-SNE.
     """
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     if len(rows) < 4:
         return LayerMap(layer, width, False, None, (0, 0), None, f"{len(rows)} rows make no map.")
     try:
         taken = layer_rows(Labelled(store, rows, store.labels[rows], store.classes, ()), layer)
-        # A row may be much larger than the vector that it becomes.
+        # Blocks are limited by the size of stored rows, which may be much larger than the vectors.
         step = max(1, BLOCK_BYTES // (4 * max(1, width)))
         blocks = np.array_split(np.arange(len(rows)), -(-len(rows) // step))
         vectors = np.concatenate([taken.read(places).numpy() for places in blocks])
@@ -78,14 +78,17 @@ def layer_map(
 
 
 def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matrix, Matrix]:
-    """Scores (n, k) and shares of the variance (k,) of the first k components of (n, D).
+    """Compute the first k principal components of the rows of a matrix in float64.
 
-    From the eigenvectors of the smaller one of X^T X and X X^T, in float64. The direction of a
-    component is such that its score of largest magnitude is positive.
+    They come from the eigenvectors of the smaller of X^T X and X X^T. The sign of a component makes
+    its score of largest magnitude positive.
 
     Args:
-        x: (n, D), of any offset.
-        count: k at the most; there are no more than min(n, D) components.
+        x: (n, D), with any mean.
+        count: maximum of k; there are at most min(n, D) components.
+
+    Returns:
+        (n, k) scores and (k,) shares of the variance.
     """
     centred = x.astype(np.float64)
     centred -= centred.mean(0)
@@ -99,14 +102,15 @@ def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matri
         scores = vectors[:, ::-1][:, :k] * np.sqrt(values[::-1][:k].clip(0))
     values = values[::-1].clip(0)
     scale = float((x.astype(np.float64) ** 2).sum())
-    if values.sum() <= 1e-20 * scale:  # rounding alone
+    if values.sum() <= 1e-20 * scale:  # rounding errors only
         return np.zeros((n, k)), np.zeros(k)
     largest = scores[np.abs(scores).argmax(0), np.arange(k)]
     return scores * np.where(largest < 0, -1.0, 1.0), values[:k] / values.sum()
 
 
 def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
-    """(n, 2) by scikit-learn, from the principal components and begun at the first two.
+    """Compute (n, 2) t-SNE with scikit-learn from principal components, initialised by the first
+    two.
 
     L. van der Maaten, G. Hinton, Visualizing Data using t-SNE, JMLR 9 (2008).
     """
@@ -116,8 +120,8 @@ def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
     start = plane / max(float(plane[:, 0].std()), 1e-300) * 1e-4
     perplexity = min(PERPLEXITY, (len(scores) - 1) / 3)
     model = TSNE(perplexity=perplexity, init=start.astype(np.float32), random_state=seed)
-    # A thousand short steps: threads that wait for each other on a busy machine take 2 to 18 times
-    # as long as one.
+    # t-SNE takes a thousand short steps. On a busy machine, threads that wait for each other take 2
+    # to 18 times as long as a single one.
     with threadpool_limits(1):
         embedded = model.fit_transform(scores.astype(np.float32))
     return np.asarray(embedded, np.float64)

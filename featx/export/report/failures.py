@@ -1,4 +1,4 @@
-"""Failed rows by reason, with a few of each."""
+"""Failed rows by reason, with a few examples of each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from featx.store.reader import FeatureStore
 from featx.types import Status
 
 SHOWN = 8
-"""Rows of a reason that are shown, at the most."""
+"""Maximum number of rows that are shown per reason."""
 
-NOT_OPENED = frozenset(
-    {"crashes decoder", "timeout", "too large"}
-)  # labels of featx.types.Status: to open them again would do harm once more
+NOT_OPENED = frozenset({"crashes decoder", "timeout", "too large"})
+"""Labels of statuses whose images are not opened again, because that could crash or hang."""
 
 
 @dataclass(frozen=True)
 class FailedRow:
-    """One failed row: where, which picture, and what the exception said."""
+    """One failed row.
+
+    Attributes:
+        row: row of the store.
+        key: key as UTF-8 text.
+        error: name of the exception.
+        message: message of the exception.
+    """
 
     row: int
     key: str
@@ -34,10 +40,10 @@ class Reason:
     """All rows that failed for one reason.
 
     Attributes:
-        status: its name, as in /status.
-        count: rows.
-        opened: whether their pictures may be read again.
-        messages: (message, rows), the most frequent ones first.
+        status: label of the status.
+        count: number of rows.
+        opened: whether their images may be read again.
+        messages: (message, number of rows), the most frequent first.
         shown: the first rows.
     """
 
@@ -49,10 +55,10 @@ class Reason:
 
 
 def reasons_of(store: FeatureStore) -> list[Reason]:
-    """The reasons, the most frequent one first."""
+    """Return the reasons of all failed rows, the most frequent first."""
     failures = store.failures
     counts = Counter(failure["status"] for failure in failures)
-    # A merged file may have a status and no message.
+    # Merged files may have a status without a message.
     told = {failure["row"] for failure in failures}
     failed = np.flatnonzero(~store.ok & (store.status != Status.ABSENT))
     untold = [row for row in failed.tolist() if row not in told]
@@ -74,5 +80,6 @@ def reasons_of(store: FeatureStore) -> list[Reason]:
 
 
 def _label(store: FeatureStore, row: int) -> str:
+    """Return the label of a row's status, also of a status that this featx does not know."""
     value = int(store.status[row])
     return Status(value).label if value in set(Status) else f"status {value}"

@@ -1,4 +1,4 @@
-"""How alike the layers are, for the page."""
+"""Similarity of all pairs of layers, for the report."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from featx.errors import ConfigError
 from featx.store.reader import FeatureStore
 
 ROWS = 1000
-"""Pictures, at the most; the work grows with their square."""
+"""Maximum number of images; the work grows with its square."""
 
 Table = list[list[float | None]]
 
 
 @dataclass(frozen=True)
 class Likeness:
-    """Linear CKA of each layer with each: plain and debiased; None where it is not defined.
+    """Linear CKA of all pairs of layers; None where it is undefined.
 
     Attributes:
-        rows: pictures it was taken over.
-        note: why there is none, or nothing.
+        layers: names of the layers.
+        cka: CKA by row and column.
+        debiased: debiased CKA by row and column.
+        rows: number of images used.
+        note: reason why there is no comparison, or ''.
     """
 
     layers: tuple[str, ...]
@@ -35,7 +38,15 @@ class Likeness:
 def likeness_of(
     store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
 ) -> Likeness:
-    """Compare layers over random pictures."""
+    """Compare layers over random images.
+
+    Args:
+        store: open store.
+        layers: names of the layers.
+        rows: maximum number of images, in addition to ROWS.
+        seed: seed of the choice of images.
+        device: 'auto', 'cpu', 'cuda', ...
+    """
     if len(layers) < 2:
         return Likeness(layers, [], [], 0, "One layer has nothing to be compared with.")
     try:

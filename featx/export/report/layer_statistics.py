@@ -1,4 +1,4 @@
-"""Statistics of a layer over some rows, taken block by block in float64."""
+"""Statistics of a layer over some rows, computed block by block in float64."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from featx.layers.reductions import channel_axis
 from featx.store.reader import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 64 << 20
-"""Of float32 values that are read at once."""
+"""Bytes of float32 values that are read at a time."""
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Attributes:
-    name: of the dataset.
-    shape: of a row.
-    stored: dtype in memory, what was captured and how it was reduced, as text.
-    rows: how many were looked at.
-    norms: smallest, lower quartile, median, upper quartile and largest L2 norm of a row; None
-        where no row is finite.
-    mean, std, smallest, largest: of all finite values.
-    zeros: share of the values that are exactly 0.
-    channels, dead: channels, and those that are 0 in every row and place looked at.
-    what: channels, or numbers where a row's channels cannot be told from its positions.
-    nonfinite: values that are NaN or infinite.
+    """Statistics of one layer.
+
+    Attributes:
+        name: name of the dataset.
+        shape: shape of a row.
+        stored: dtype in memory, capture and reduction, as text.
+        rows: number of rows used.
+        norms: minimum, lower quartile, median, upper quartile and maximum of the L2 norms of rows,
+            or None if no row is finite.
+        mean: mean of all finite values.
+        std: standard deviation of all finite values.
+        smallest: minimum of all finite values.
+        largest: maximum of all finite values.
+        zeros: share of the finite values that are exactly 0, in [0, 1].
+        channels: number of channels.
+        dead: number of channels that are 0 at every position of every row used.
+        what: 'channels', or 'numbers' if the channel axis of a row is unknown.
+        nonfinite: number of values that are NaN or infinite.
     """
 
     name: str
@@ -51,12 +57,12 @@ class LayerStatistics:
 
 
 def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatistics:
-    """Look at some ok rows of a layer.
+    """Compute the statistics of a layer over some rows.
 
     Args:
-        store: open for reading.
-        layer: its name.
-        rows: (n,) increasing, at least one.
+        store: open store.
+        layer: name of the layer.
+        rows: (n,) int64, increasing, at least one; rows that did not fail.
 
     Raises:
         StoreError: rows were lost since the store was opened.
@@ -113,12 +119,14 @@ def layer_statistics(store: FeatureStore, layer: str, rows: Rows) -> LayerStatis
 
 
 def _five(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, float]:
+    """Return minimum, lower quartile, median, upper quartile and maximum."""
     low, lower, median, upper, high = np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist()
     return low, lower, median, upper, high
 
 
 def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
-    """The axis of the channels in (n, ...), 0 for every number of a row; and what they are."""
+    """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if it is
+    unknown."""
     shape = tuple(store[layer].shape[1:])
     crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
     if len(shape) == 3 and crop is None:
@@ -132,6 +140,7 @@ def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
 
 
 def _stored(store: FeatureStore, layer: str) -> str:
+    """Describe dtype, capture and reduction of a layer."""
     attrs = store[layer].attrs
     capture, reduced = str(attrs.get("capture", "")), str(attrs.get("reduce", ""))
     parts = [str(store[layer].dtype)]

@@ -1,4 +1,4 @@
-"""The nearest rows of a few pictures, layer by layer."""
+"""Nearest rows of a few query images in each layer, for the report."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from featx.base.devices import choose_device
 from featx.store.reader import FeatureStore
 
 QUERIES = 6
+"""Number of query images."""
 NEAREST = 6
+"""Number of neighbours per query."""
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A row, its cosine to the picture asked for, and whether it has the same class: None where
-    one of the two has none."""
+    """One neighbour of a query.
+
+    Attributes:
+        row: row of the store.
+        cosine: cosine of the two vectors.
+        same: whether both rows have the same class, or None if one has no label.
+    """
 
     row: int
     cosine: float
@@ -30,13 +37,13 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Strips:
-    """The nearest rows of some pictures in one layer.
+    """Nearest rows of the queries in one layer.
 
     Attributes:
-        name: of the dataset.
-        among: rows that were looked at.
-        whole: whether those are all ok rows.
-        strips: (row asked for, its nearest rows).
+        name: name of the dataset.
+        among: number of rows that were searched.
+        whole: whether these are all rows that did not fail.
+        strips: pairs of a query's row and its nearest rows.
     """
 
     name: str
@@ -46,7 +53,13 @@ class Strips:
 
 
 def chosen_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
-    """Up to QUERIES of some rows, random ones, the classes in turn."""
+    """Choose up to QUERIES random rows, one class after the other.
+
+    Args:
+        store: open store.
+        rows: (n,) int64 rows to choose from.
+        seed: seed of the choice.
+    """
     order = np.random.default_rng(seed).permutation(rows)
     labels = store.labels[order]
     by_class = np.argsort(labels, kind="stable")
@@ -59,15 +72,15 @@ def chosen_queries(store: FeatureStore, rows: Rows, seed: int) -> list[int]:
 def nearest_strips(
     store: FeatureStore, layer: str, ok: Rows, queries: list[int], seed: int, device: str
 ) -> Strips:
-    """Exact cosines, a map as one long vector, as job=similar takes them.
+    """Search the nearest rows of the queries by exact cosine; a map counts as one long vector.
 
     Args:
-        store: open for reading.
-        layer: its name.
-        ok: (n,) increasing: its ok rows, at least two.
-        queries: some of them.
-        seed: of the choice where a layer is too large to be held.
-        device: auto, cpu, cuda, ...
+        store: open store.
+        layer: name of the layer.
+        ok: (n,) int64, increasing; rows that did not fail, at least two.
+        queries: some of these rows.
+        seed: seed of the sample that is searched if a layer is too large for memory.
+        device: 'auto', 'cpu', 'cuda', ...
     """
     width = int(np.prod(store[layer].shape[1:], dtype=np.int64))
     room = max(len(queries) + 1, KEEP_BYTES // (4 * max(1, width)))
@@ -88,5 +101,6 @@ def nearest_strips(
 
 
 def _same(store: FeatureStore, row: int, other: int) -> bool | None:
+    """Return whether two rows have the same class, or None if one has no label."""
     a, b = int(store.labels[row]), int(store.labels[other])
     return a == b if a >= 0 and b >= 0 else None

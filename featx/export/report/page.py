@@ -1,8 +1,8 @@
-"""All that a report shows, and how it becomes one HTML file that needs nothing else.
+"""Contents of a report, and their rendering into one HTML file that loads nothing from elsewhere.
 
-Jinja escapes every text that goes into the page; numbers for the plots travel as JSON in a script
-element that is not run. The page's own content policy allows the two scripts in it, by their
-checksums, and no request to anywhere.
+Jinja escapes all texts of the page. Numbers for the plots are JSON in a script element that is not
+executed. The content security policy of the page allows its two scripts, by their checksums, and no
+requests.
 """
 
 from __future__ import annotations
@@ -33,26 +33,36 @@ from featx.export.selection import as_utf8
 from featx.store.reader import FeatureStore
 
 GENERATOR = '<meta name="generator" content="featx job=report">'
+"""Element by which a report is recognised, so that no other file is overwritten."""
 
 DASH = "\u2013"
+"""Text for a missing number."""
 
 _FILES = Path(__file__).parent / "page"
+"""Folder of the template, style sheet and script."""
 
 
 @dataclass
 class Page:
-    """What is on the page.
+    """Contents of a report.
 
     Attributes:
-        store: open for reading.
-        seed: of every choice.
-        layers: that were asked for.
-        mapped: those with maps and nearest rows.
-        rows: (n,) that maps and statistics are of.
-        num_ok: rows that they were chosen from.
-        provenance, speed, reasons, statistics, maps, strips, probes, likeness: the sections.
-        thumbnails: of rows in any of them.
-        seconds: that all of this took.
+        store: open store.
+        seed: seed of all random choices.
+        layers: requested layers.
+        mapped: layers with maps and nearest rows.
+        rows: (n,) int64 rows that maps and statistics use.
+        num_ok: number of rows that they were chosen from.
+        provenance: origin of the store.
+        speed: speed of the runs.
+        reasons: failed rows by reason.
+        statistics: statistics of each layer.
+        maps: maps of each layer of `mapped`.
+        strips: nearest rows in each layer of `mapped`.
+        probes: contents of probe.json.
+        likeness: similarity of layers.
+        thumbnails: thumbnails of rows in any section.
+        seconds: seconds that the computation of all this took.
     """
 
     store: FeatureStore
@@ -73,17 +83,17 @@ class Page:
     seconds: float = 0.0
 
     def key(self, row: int) -> str:
-        """Of a row, as UTF-8."""
+        """Return the key of a row as UTF-8 text."""
         return as_utf8(str(self.store.keys[row]))
 
     def class_of(self, row: int) -> str:
-        """The class of a row, or nothing."""
+        """Return the class name of a row, or ''."""
         label = int(self.store.labels[row])
         return as_utf8(self.store.classes[label]) if label >= 0 else ""
 
 
 def render(page: Page) -> str:
-    """The HTML of a page."""
+    """Render a page as HTML."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     plotly, own = _plotly(), _text("report.js")
@@ -111,11 +121,11 @@ def render(page: Page) -> str:
         max_mib=MAX_BYTES >> 20,
         pixels=PIXELS,
     )
-    return as_utf8(text)  # the path of a store may have bytes that are none
+    return as_utf8(text)  # the path of a store may contain other bytes
 
 
 def as_json(values: Any) -> str:
-    """JSON that cannot end the script element it stands in; NaN is not allowed."""
+    """Return JSON that cannot end its script element; NaN is not allowed."""
     text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -123,7 +133,7 @@ def as_json(values: Any) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits for people; a dash where there is none."""
+    """Format a number with four digits; DASH if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return DASH
     if value and not 1e-3 <= abs(value) < 1e5:
@@ -132,24 +142,24 @@ def number(value: float | None) -> str:
 
 
 def count(value: int) -> str:
-    """Thousands apart by narrow spaces that do not break."""
+    """Format a count with narrow non-breaking spaces between thousands."""
     return f"{value:,}".replace(",", "\u202f")
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share as '12.3 %'."""
+    """Format a share in [0, 1] as '12.3 %'; DASH if it is None or not finite."""
     if value is None or not math.isfinite(value):
         return DASH
     return f"{100 * value:.{digits}f}\u202f%"
 
 
 def share(value: float, of: float) -> float:
-    """The width of a bar in percent, 0 of nothing."""
+    """Return the width of a bar in percent, 0 if `of` is 0."""
     return round(100 * value / of, 2) if of > 0 else 0.0
 
 
 def _for_plots(page: Page) -> dict[str, Any]:
-    """What the page's script draws."""
+    """Return the data that the page's script draws, as JSON types."""
     labels = page.store.labels[page.rows]
     return {
         "rows": page.rows.tolist(),
@@ -180,10 +190,12 @@ def _for_plots(page: Page) -> dict[str, Any]:
 
 
 def _with_picture(page: Page) -> list[int]:
+    """Return the rows of the maps that have a thumbnail."""
     return [row for row in page.rows.tolist() if row in page.thumbnails.uris]
 
 
 def _map_for_plots(each: LayerMap) -> dict[str, Any]:
+    """Return one layer's maps as JSON types."""
     assert each.pca is not None
     return {
         "name": each.name,
@@ -194,27 +206,30 @@ def _map_for_plots(each: LayerMap) -> dict[str, Any]:
 
 
 def _points(plane: Matrix) -> list[list[float]]:
-    """The two columns, rounded to what a screen can show."""
+    """Return the two columns of (n, 2) points, rounded to the resolution of a screen."""
     scale = float(np.abs(plane).max()) or 1.0
     digits = 4 - math.floor(math.log10(scale))
     return [[round(value, digits) for value in column] for column in plane.T.tolist()]
 
 
 def _short(value: float) -> float:
+    """Round to five significant digits."""
     return float(f"{value:.5g}")
 
 
 def _plotly() -> str:
+    """Return the source of plotly.js."""
     from plotly.offline import get_plotlyjs
 
-    # As the browser reads it: the checksum is of that.
+    # Browsers normalise line ends before they compute the checksum of a script.
     return str(get_plotlyjs()).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _text(name: str) -> str:
+    """Read a file of the page."""
     return (_FILES / name).read_text(encoding="utf-8")
 
 
 def _checksum(script: str) -> str:
-    """As a content policy names a script."""
+    """Return the checksum of a script as a content security policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

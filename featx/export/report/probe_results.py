@@ -1,4 +1,4 @@
-"""What probe.json says, for the page; a file that is not as job=probe writes it says so."""
+"""Contents of probe.json for the report, or a note if the file is missing or malformed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,29 @@ from featx.store import layout
 from featx.store.reader import FeatureStore
 
 CLASSES_SHOWN = 40
-"""Classes of the confusion matrix, at the most."""
+"""Maximum number of classes in the confusion matrix."""
 
 PAIRS_SHOWN = 6
+"""Maximum number of confused pairs of classes that are listed."""
 
 _METHODS = ("linear", "knn", "ridge")
 
 
 @dataclass(frozen=True)
 class Probed:
-    """One method on one layer; None where it does not say."""
+    """Results of one method on one layer; unknown values are None.
+
+    Attributes:
+        layer: name of the layer.
+        method: 'linear', 'knn' or 'ridge'.
+        best: whether this is the best layer with its method.
+        accuracy: accuracy on the test rows, in [0, 1].
+        interval: its 95 % interval.
+        balanced: balanced accuracy.
+        top5: top-5 accuracy.
+        calibration: calibration error.
+        few: (rows per class, mean accuracy, standard deviation) of few-shot fits.
+    """
 
     layer: str
     method: str
@@ -39,13 +52,13 @@ class Probed:
 
 @dataclass(frozen=True)
 class Confusion:
-    """Which classes were taken for which, on the test rows.
+    """Confusion of classes on the test rows.
 
     Attributes:
-        classes: names, at most CLASSES_SHOWN.
-        counts: row i, column j: rows of class i taken for class j.
-        left_out: classes that are not shown: those with the fewest mistakes.
-        pairs: (rows, class, taken for), the most frequent mistakes.
+        classes: names of at most CLASSES_SHOWN classes.
+        counts: row i, column j: number of rows of class i that were predicted as j.
+        left_out: number of classes that are not shown, those with the fewest mistakes.
+        pairs: (rows, true class, predicted class) of the most frequent mistakes.
     """
 
     classes: list[str]
@@ -56,17 +69,18 @@ class Confusion:
 
 @dataclass(frozen=True)
 class Probes:
-    """What probe.json says.
+    """Contents of probe.json.
 
     Attributes:
-        note: why there is nothing, or what is wrong with it; or nothing.
-        layer, method: the best.
-        rows: tested.
-        split: as text.
-        finished: when, as text.
-        notes: those of the job.
-        results: in the order of the file.
-        confusion: of the best layer's method.
+        note: reason why there are none, or a warning, or ''.
+        layer: best layer.
+        method: its method.
+        rows: number of test rows.
+        split: description of the split.
+        finished: date and time as text.
+        notes: notes of the job.
+        results: all results in the order of the file.
+        confusion: confusion of the best layer's method.
     """
 
     note: str
@@ -104,6 +118,8 @@ def probes_of(store: FeatureStore) -> Probes:
 
 
 def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
+    """Convert the contents of probe.json. Raises LookupError, TypeError or ValueError if
+    malformed."""
     best = str(found["layer"]), str(found["method"])
     results = [
         _probed(layer, method, about[method], (layer, method) == best)
@@ -127,7 +143,8 @@ def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
 
 
 def _nested(found: Mapping[str, Any]) -> list[str]:
-    """A note on k-fold of several layers, whose best line is chosen on the rows it is tested on."""
+    """Return a note on k-fold over several layers, whose best layer is chosen on its own test
+    rows."""
     if "layer_of_folds" not in found:
         return []
     low, high = found["interval"]
@@ -139,6 +156,7 @@ def _nested(found: Mapping[str, Any]) -> list[str]:
 
 
 def _probed(layer: str, method: str, about: Mapping[str, Any], best: bool) -> Probed:
+    """Convert the entry of one method."""
     low, high = about["interval"]
     few = [
         (str(shots), float(each["mean"]), _number(each["std"]))
@@ -152,6 +170,7 @@ def _probed(layer: str, method: str, about: Mapping[str, Any], best: bool) -> Pr
 
 
 def _confusion(classes: list[str], matrix: list[list[int]]) -> Confusion:
+    """Select the classes with the most mistakes, and the most frequent mistakes."""
     counts = np.array(matrix, np.int64)
     if counts.shape != (len(classes), len(classes)):
         raise ValueError(f"a confusion matrix of {counts.shape} for {len(classes)} classes")
@@ -171,8 +190,10 @@ def _confusion(classes: list[str], matrix: list[list[int]]) -> Confusion:
 
 
 def _number(value: object) -> float | None:
+    """Return a value as float or None. Raises TypeError or ValueError for anything else."""
     return None if value is None else float(value)  # type: ignore[arg-type]  # or it raises
 
 
 def _spelled(name: object) -> str:
+    """Return a class name as UTF-8 text."""
     return as_utf8(str(name))

@@ -1,4 +1,4 @@
-"""What a store says of itself: where its rows come from and what is there of them."""
+"""Origin of a store, its runs and its rows, without reading features."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from featx.store.reader import FeatureStore
 from featx.types import Status
 
 CLASSES_SHOWN = 30
-"""Classes in the table of rows by class, at the most."""
+"""Maximum number of classes in the table of rows by class."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """One run into a store.
+    """One run that wrote to a store.
 
     Attributes:
-        layers: its datasets.
-        rows: which rows of the store, as text.
-        config: YAML as the store keeps it: without secrets.
-        resolved: (key, how it was decided) of every `auto`.
+        layers: names of its datasets.
+        rows: its rows of the store, as text.
+        config: its config as YAML, as the store contains it, without secrets.
+        resolved: (option, value) for each option that was `auto`.
     """
 
     layers: tuple[str, ...]
@@ -39,7 +39,13 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class ClassRows:
-    """The rows of one class: all, and those that are ok."""
+    """Rows of one class.
+
+    Attributes:
+        name: name of the class.
+        rows: number of its rows.
+        ok: number of those that did not fail.
+    """
 
     name: str
     rows: int
@@ -48,14 +54,19 @@ class ClassRows:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Attributes:
-    facts: (name, value) of the store, the model and the versions.
-    runs: those that made the store; empty where no manifest tells.
-    num_rows, num_ok, num_failed, num_absent: rows; absent ones are not there yet.
-    classes: the largest ones first, at most CLASSES_SHOWN.
-    num_classes: of all.
-    num_unlabelled: rows without a label.
-    pending: layers that a run has begun and that do not show yet.
+    """Origin of a store, and counts of its rows.
+
+    Attributes:
+        facts: (name, value) of the store, the model and the versions.
+        runs: runs in the manifest, or one entry from the store's attributes without a manifest.
+        num_rows: number of rows.
+        num_ok: rows that did not fail.
+        num_failed: rows that failed.
+        num_absent: rows that are not computed yet.
+        classes: the largest classes, at most CLASSES_SHOWN.
+        num_classes: number of all classes.
+        num_unlabelled: rows without a label.
+        pending: layers of an unfinished run, which are not readable yet.
     """
 
     facts: list[tuple[str, str]]
@@ -71,7 +82,7 @@ class Provenance:
 
 
 def provenance_of(store: FeatureStore) -> Provenance:
-    """Everything that is told without reading features."""
+    """Collect everything that is known without reading features."""
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
     runs = [_run_facts(run) for run in manifest.runs] if manifest else []
     if not runs:
@@ -98,6 +109,7 @@ def provenance_of(store: FeatureStore) -> Provenance:
 
 
 def _facts(store: FeatureStore) -> list[tuple[str, str]]:
+    """Return names and values of the store, the model and the versions."""
     attrs = store.attrs
     names = {"model": "model", "weights": "weights", "weights_sha256": "sha256 of the weights"}
     names |= {"transform": "transform", "fingerprint": "fingerprint"}
@@ -112,12 +124,14 @@ def _facts(store: FeatureStore) -> list[tuple[str, str]]:
 
 
 def _files(store: FeatureStore) -> list[Any]:
+    """Return the packed file of a store, or the files of its parts."""
     if (packed := store.root / layout.PACKED).exists():
         return [packed]
     return sorted((store.root / layout.PARTS).glob(layout.PART_GLOB))
 
 
 def _versions(attrs: Mapping[str, Any]) -> str:
+    """Format the versions of packages that the store records."""
     try:
         versions = json.loads(str(attrs.get("versions", "")))
         return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
@@ -126,6 +140,7 @@ def _versions(attrs: Mapping[str, Any]) -> str:
 
 
 def _run_facts(run: Run) -> RunFacts:
+    """Convert a run of the manifest."""
     return RunFacts(
         layers=tuple(spec.name for spec in run.layers),
         rows=f"{run.grid.first_row} to {run.grid.stop_row - 1}",

@@ -1,4 +1,4 @@
-"""A report from its config to its file."""
+"""job=report from its config to its file."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ from featx.store.manifest import load_manifest
 from featx.store.reader import FeatureStore
 
 NAME = "report.html"
+"""Default file name."""
 
 MAX_LAYERS = 8
-"""Layers with maps and nearest rows, at the most; of more, the last ones."""
+"""Maximum number of layers with maps and nearest rows; the last ones are used."""
 
 _PACKAGES = ("plotly", "jinja2", "sklearn")
+"""Packages of the extra `report`."""
 
 
 def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Write the page of a store.
+    """Write the report of a store.
 
     Args:
-        config: checked, with job=report.
-        tell: is given a line for what takes its time, and for what is missing.
+        config: checked config with job=report.
+        tell: called with a line of text before slow steps, and about missing contents.
 
     Returns:
-        file, bytes, rows_looked_at, layers, pictures, without_pictures (why), pictures_not_decoded,
-        complete, seconds; JSON types.
+        file, bytes, rows_looked_at, layers, pictures, without_pictures (the reason),
+        pictures_not_decoded, complete and seconds, as JSON types.
 
     Raises:
-        FeatxError: there is no store, no such layer, or the page cannot be written.
+        FeatxError: the store or a layer does not exist, or the page cannot be written.
     """
     begun = time.perf_counter()
     _require_packages()
@@ -58,7 +60,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     layers = _in_order(store, matching_layers(store, config.layer))
     path = _file_of(config, store)
     disk = AtomicFolder(path.parent)
-    disk.make_folder(path.parent)  # before the work, so that a wrong name is told at once
+    disk.make_folder(path.parent)  # first, so that an unusable path fails early
     if not store.complete:
         tell(f"{store.root} is not complete; the page says so, and shows what is there")
     page = _looked_at(config, store, layers, tell)
@@ -81,7 +83,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
 def _looked_at(
     config: Config, store: FeatureStore, layers: tuple[str, ...], tell: Callable[[str], None]
 ) -> Page:
-    """Everything on the page, computed."""
+    """Compute the contents of the page."""
     options, seed = config.report, config.seed
     ok = np.flatnonzero(store.ok)
     rows = _chosen(ok, options.rows, seed)
@@ -92,7 +94,8 @@ def _looked_at(
         tell("nearest rows")
         queries = chosen_queries(store, rows, seed)
         strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
-    # Before what takes longest: a picture that crashes its decoder has the job started again.
+    # Thumbnails come before the slow steps, because an image that crashes its decoder restarts the
+    # job.
     thumbnails = _pictures_of(config, store, reasons, strips, rows, tell)
     tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
     statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
@@ -128,7 +131,8 @@ def _pictures_of(
     rows: npt.NDArray[np.int64],
     tell: Callable[[str], None],
 ) -> Thumbnails:
-    """What is looked at closely first; then the points of the maps, as many as fit."""
+    """Make the thumbnails of failed rows and nearest rows first, then those of map points that
+    fit."""
     with Thumbnails(store, config.data, config.report.thumbnails) as thumbnails:
         if not thumbnails.why_none:
             tell("thumbnails")
@@ -148,24 +152,24 @@ def _pictures_of(
 
 
 def _chosen(ok: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
-    """(n,) increasing: so many random ones of some rows, or all."""
+    """Return at most `count` random rows, (n,) int64, increasing."""
     if len(ok) <= count:
         return ok
     return np.sort(np.random.default_rng(seed).choice(ok, count, replace=False))
 
 
 def _in_order(store: FeatureStore, layers: tuple[str, ...]) -> tuple[str, ...]:
-    """Layers as they are executed, where the store tells that; a file alone does not."""
+    """Sort layers in the order of execution, if the store has a manifest."""
     manifest = load_manifest(store.root)[0] if store.root.is_dir() else None
     known = list(manifest.layers) if manifest else []
     return tuple(sorted(layers, key=lambda name: known.index(name) if name in known else -1))
 
 
 def _file_of(config: Config, store: FeatureStore) -> Path:
-    """Where the page goes.
+    """Return the path of the report.
 
     Raises:
-        StoreError: the name is taken by something that is no report.
+        StoreError: the path is a folder, or a file that is not a report.
     """
     asked = config.out_beside(store.root, NAME)
     path = asked if asked.suffix.lower() in (".html", ".htm") else asked / NAME
@@ -187,7 +191,11 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
 
 
 def _require_packages() -> None:
-    """Raise MissingExtraError before anything is read."""
+    """Check that all packages are installed, before anything is read.
+
+    Raises:
+        MissingExtraError: one of them is missing.
+    """
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingExtraError(

@@ -1,4 +1,4 @@
-"""What a store says of time: its summary.json, and when its parts came."""
+"""Speed of the runs of a store, from summary.json and the modification times of its parts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ _STAGES = {
     "write": "building and committing parts",
     "pack": "the parts into one file",
 }
+"""Stage of a run -> its description."""
 
 
 @dataclass(frozen=True)
 class RunSpeed:
-    """One run as summary.json tells it.
+    """Speed of one run, as recorded in summary.json.
 
     Attributes:
-        finished: when, as text.
-        images_per_second: None where nothing was left to do.
-        share_of_trial: of the trial's rate, None where it is not told.
-        below_trial: why the share is below 0.7, or nothing.
-        stages: (name, seconds, what it is).
-        bottleneck: a sentence, or nothing.
-        memory: MiB at the peak, None where it is not told.
+        finished: date and time as text.
+        images_per_second: rate, or None if nothing was left to compute.
+        share_of_trial: rate relative to that of the trial, or None if unknown.
+        below_trial: explanation of a share below 0.7, or ''.
+        stages: (name, seconds, description).
+        bottleneck: sentence on the slowest stage, or ''.
+        memory: peak memory in MiB, or None if unknown.
     """
 
     finished: str
@@ -49,13 +50,13 @@ class RunSpeed:
 
 @dataclass(frozen=True)
 class Speed:
-    """What is known of a store's time.
+    """Speed of the runs of a store.
 
     Attributes:
-        runs: the latest last.
-        missing: why there are none, or nothing.
-        parts: (minutes since the first part, rows so far), from the parts' modification times.
-        parts_missing: why there are none, or nothing.
+        runs: all runs, the latest last.
+        missing: reason why there are none, or ''.
+        parts: (minutes since the first part, rows so far), by modification times of the parts.
+        parts_missing: reason why there are none, or ''.
     """
 
     runs: list[RunSpeed]
@@ -65,7 +66,7 @@ class Speed:
 
 
 def speed_of(store: FeatureStore) -> Speed:
-    """All that summary.json and the parts tell; nothing is guessed."""
+    """Collect the speed of a store's runs."""
     if store.root.is_file():
         alone = "A single file tells nothing of time; summary.json stands in the store's folder."
         return Speed([], alone, [], "")
@@ -75,6 +76,7 @@ def speed_of(store: FeatureStore) -> Speed:
 
 
 def _runs(store: FeatureStore) -> tuple[list[RunSpeed], str]:
+    """Read summary.json; returns the runs, and the reason if there are none."""
     try:
         summary = json.loads((store.root / layout.SUMMARY).read_bytes())
         return [_run_speed(entry) for entry in summary["runs"]], ""
@@ -85,6 +87,7 @@ def _runs(store: FeatureStore) -> tuple[list[RunSpeed], str]:
 
 
 def _run_speed(entry: Mapping[str, Any]) -> RunSpeed:
+    """Convert one entry of summary.json."""
     rate, memory = entry.get("images_per_second"), entry.get("peak_memory_mib")
     share = entry.get("share_of_trial")
     return RunSpeed(
@@ -103,6 +106,7 @@ def _run_speed(entry: Mapping[str, Any]) -> RunSpeed:
 
 
 def _parts(store: FeatureStore) -> tuple[list[tuple[float, int]], str]:
+    """Read the modification times of parts; returns the curve, and the reason if there is none."""
     manifest, _ = load_manifest(store.root)
     parts = [part for run in manifest.runs for part in run.parts()] if manifest else []
     times = []

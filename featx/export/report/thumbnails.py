@@ -1,4 +1,4 @@
-"""Small pictures of rows as data URIs, read again from where the store's config says they are."""
+"""Thumbnails of rows as data URIs, from images that are read again through the store's config."""
 
 from __future__ import annotations
 
@@ -21,36 +21,38 @@ from featx.store.reader import FeatureStore
 from featx.types import ImageFault, RegionSource, Status
 
 PIXELS = 112
-"""Longer side of a thumbnail."""
+"""Longer side of a thumbnail in pixels."""
 
 MAX_BYTES = 16 << 20
-"""Of all thumbnails of a page, as they stand in it."""
+"""Maximum bytes of all data URIs of a page."""
 
 _QUALITY = 72
+"""Quality of the WebP encoder."""
 _AT_ONCE = 64
+"""Images that are submitted to the decoder at a time."""
 
 _HOPELESS = 128
-"""After so many pictures in vain, and none that could be read, no more are tried."""
+"""Number of unreadable images, without a single readable one, after which no more are tried."""
 
 UNDECODED, UNREAD = "cannot be decoded", "cannot be read"
-"""What stands where the picture of a row would be."""
+"""Reasons why a row has no thumbnail."""
 
 
 class Thumbnails:
-    """The pictures of a page, each row once; a context manager while pictures are added.
+    """Thumbnails of a page, one per row; a context manager while images are decoded.
 
-    They are decoded as those of a run are: one that hangs or crashes its decoder is none, and the
-    others are there.
+    Images are decoded as in a run: one that crashes or hangs its decoder has no thumbnail, and the
+    others are not affected.
 
     Args:
-        store: whose rows they are of.
-        data: of the command; a data.root given there is taken.
-        limit: how many at the most.
+        store: store of the rows.
+        data: options of the command; its data.root is used if given.
+        limit: maximum number of thumbnails.
 
     Attributes:
         uris: row -> data URI.
-        why_none: why there are none at all, or nothing.
-        unread: row -> UNREAD or UNDECODED, of those whose pictures could not be had.
+        why_none: reason why there are none at all, or ''.
+        unread: row -> UNREAD or UNDECODED, for images that could not be read or decoded.
         limit: as given.
     """
 
@@ -90,11 +92,11 @@ class Thumbnails:
 
     @property
     def full(self) -> bool:
-        """Whether the page takes no more."""
+        """Whether a limit is reached."""
         return len(self.uris) >= self.limit or self._bytes >= MAX_BYTES
 
     def add(self, rows: Iterable[int]) -> None:
-        """Make the pictures of some rows, in this order, until the page is full."""
+        """Make the thumbnails of some rows in this order, until a limit is reached."""
         if self.why_none:
             return
         wanted = [r for r in dict.fromkeys(rows) if r not in self.uris and r not in self.unread]
@@ -114,7 +116,7 @@ class Thumbnails:
                 self.finish()
 
     def finish(self) -> None:
-        """No more will come: say why where not a single picture could be read."""
+        """End the addition of thumbnails, and set `why_none` if no image could be read."""
         if self.unread and not self.uris and not self.why_none:
             self.why_none = (
                 f"none of {len(self.unread)} pictures could be read now ({self._said}). If they "
@@ -123,20 +125,20 @@ class Thumbnails:
 
     @property
     def undecoded(self) -> list[int]:
-        """The ok rows whose pictures are there and cannot be decoded now."""
+        """Rows that did not fail in the run, but whose image cannot be decoded now."""
         ok = self._store.ok
         return [row for row, why_not in self.unread.items() if why_not == UNDECODED and ok[row]]
 
     @property
     def num_unread(self) -> int:
-        """Rows whose pictures cannot be read now."""
+        """Number of rows whose image cannot be read now."""
         return sum(why_not == UNREAD for why_not in self.unread.values())
 
     def _try(self, row: int) -> tuple[str, str]:
-        """A data URI, and why there is none."""
+        """Return the data URI of a row, and '' or the reason why there is none."""
         try:
             return self._uri(bytes(self._store.key_bytes[row])), ""
-        except FeatxError as error:  # of the whole data set, which is listed at the first picture
+        except FeatxError as error:  # the data set, which is listed with the first image
             self.why_none = str(error)
         except ImageFault as fault:
             self._said = str(fault)
@@ -147,14 +149,19 @@ class Thumbnails:
         return "", UNREAD
 
     def _uri(self, key: bytes) -> str:
-        """A row's picture as a data URI. Raises ImageFault or OSError where it cannot be had."""
+        """Return the data URI of a row.
+
+        Raises:
+            ImageFault: the image is missing or cannot be decoded.
+            OSError: the disk or mount fails.
+        """
         picture = self._decoder.image(key, self._source.read(key))
         if isinstance(self._source, RegionSource):
             picture = cut_out(picture, self._source.box(key))
         return _thumbnail(picture)
 
     def add_every(self, rows: list[int]) -> None:
-        """Pictures of rows spread evenly over the list, as many as there is room for."""
+        """Make thumbnails of rows that are evenly spaced in a list, as many as the limit allows."""
         room = self.limit - len(self.uris)
         missing = [row for row in rows if row not in self.uris]
         if room > 0 and missing:
@@ -163,7 +170,7 @@ class Thumbnails:
 
 
 def _thumbnail(picture: Image.Image) -> str:
-    """A picture, small, as a data URI."""
+    """Return an image as a small WebP in a data URI."""
     scale = PIXELS / max(picture.size)
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     small = picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else picture

@@ -1,1 +1,1 @@
-"""What TensorBoard shows of a run: events, histograms, the projector."""
+"""TensorBoard output of a run: events, histograms, graph and embedding projector."""

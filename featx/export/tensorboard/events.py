@@ -1,6 +1,7 @@
-"""What TensorBoard shows of a run: histograms and timings as it goes on, graph and projector after.
+"""TensorBoard events of a run: histograms and timings while it runs, graph and projector at its
+end.
 
-The run never depends on it. What cannot be written is said in one line, and the features go on.
+The run never depends on them. If they cannot be written, a warning is logged and the run continues.
 """
 
 from __future__ import annotations
@@ -31,16 +32,21 @@ if TYPE_CHECKING:
     from featx.store.session import StoreSession
 
 PROJECTOR_ROWS = 1000
-"""Pictures in the projector with tensorboard=true."""
+"""Number of rows in the projector with tensorboard=true."""
 
 _HISTOGRAM_TEXT = "Values as stored, of the rows of a part that did not fail."
+"""Description of the histograms in TensorBoard."""
 _GRAPH = ".graph"
+"""Ending of the name of an event file that contains the graph."""
 
 
 def require_tensorboard() -> None:
-    """Raise MissingExtraError where the package `tensorboard` is not there, or not whole.
+    """Check that the package `tensorboard` is complete.
 
-    All of it that a run needs is imported now, so that nothing can be missing in the middle.
+    Everything that a run needs is imported, so that nothing can be missing later.
+
+    Raises:
+        MissingExtraError: it is missing or cannot be imported.
     """
     try:
         import tensorboard.compat.proto.event_pb2
@@ -48,7 +54,7 @@ def require_tensorboard() -> None:
         import tensorboard.plugins.projector.projector_config_pb2
         import tensorboard.summary.writer.record_writer
         import tensorboard.util.tensor_util  # noqa: F401
-    except (ImportError, TypeError) as error:  # TypeError: a protobuf that does not fit
+    except (ImportError, TypeError) as error:  # TypeError: incompatible version of protobuf
         reason = str(error).splitlines()[0]
         raise MissingExtraError(
             "the key tensorboard needs the package tensorboard, which cannot be imported "
@@ -57,14 +63,16 @@ def require_tensorboard() -> None:
 
 
 class RunEvents(RunObserver):
-    """Writes OUT/tensorboard for one run; a step is the number of rows of the store up to there.
+    """Run observer that writes OUT/tensorboard; a step is the number of rows of the store so far.
 
-    Events are written
-    when a part is committed, so a run that goes on after a kill goes on with the next step.
+    Events are written when a part is committed, so a resumed run continues with the next step.
 
     Args:
         prepared: the run.
-        session: its store, held.
+        session: write session of its store.
+
+    Attributes:
+        wants_parts: asks the run to report every committed part.
     """
 
     wants_parts = True
@@ -87,8 +95,8 @@ class RunEvents(RunObserver):
 
         Args:
             batch: n rows of the run.
-            features: dataset name -> (n, ...) as stored.
-            failures: the rows that failed.
+            features: dataset name -> (n, ...) values as stored.
+            failures: rows that failed.
         """
         self._failures += len(failures)
         if self._failed:
@@ -99,10 +107,10 @@ class RunEvents(RunObserver):
             self._histograms[name].add(values[ok] if failures else values)
 
     def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
-        """Write the histograms and timings of a part that was committed.
+        """Write the histograms and timings of a committed part.
 
         Args:
-            part: the rows since the last call.
+            part: rows since the last call.
             seconds: stage -> busy seconds of the run so far.
         """
         if self._failed:
@@ -122,7 +130,7 @@ class RunEvents(RunObserver):
             log_message(f"warning: {_failure_text(error)} The features go on without their events.")
 
     def run_finished(self) -> None:
-        """Write the model's graph and the projector; no features are computed from here on."""
+        """Write the graph of the model and the projector, after all features are computed."""
         try:
             self._write_graph()
             asked = self._prepared.config.tensorboard
@@ -138,7 +146,7 @@ class RunEvents(RunObserver):
         log_message(f"tensorboard --logdir {self._folder.parent} shows the run")
 
     def _append(self, records: bytes) -> None:
-        """Add records to this process's event file."""
+        """Append records to the event file of this process."""
         if self._path is None:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._path = self._folder / _event_file_name()
@@ -147,7 +155,7 @@ class RunEvents(RunObserver):
             file.write(records)
 
     def _write_graph(self) -> None:
-        """The graph in a file of its own, once in a run."""
+        """Write the graph to a separate file, once per run."""
         if any(self._folder.glob(f"*{_GRAPH}")):
             return
         module, x = self._prepared.engine.without_hooks()
@@ -163,9 +171,10 @@ class RunEvents(RunObserver):
 
 
 def _run_number(session: StoreSession) -> int:
-    """Which run of the store the first missing part belongs to; the first one if none is missing.
+    """Return the index of the store's run to which the first missing part belongs, or of the first
+    run.
 
-    Layers that are added to a store begin with row 0 again, beside the curves of the others.
+    Layers that are added to a store start at row 0 again, so they need their own curves.
     """
     first = next((part.index for part in session.missing()), 0)
     starts = [run.grid.first_part for run in session.manifest.runs]
@@ -173,11 +182,13 @@ def _run_number(session: StoreSession) -> int:
 
 
 def _failure_text(error: Exception) -> str:
+    """Return the warning for events that cannot be written."""
     return f"events for TensorBoard could not be written: {error}".rstrip(".") + "."
 
 
 def _event_file_name() -> str:
-    """TensorBoard reads the files of a folder in the order of these names."""
+    """Return a new file name. TensorBoard reads the files of a folder in the order of these
+    names."""
     seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
     return (
         f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"
@@ -185,7 +196,7 @@ def _event_file_name() -> str:
 
 
 def _record(**fields: Any) -> bytes:
-    """One event, framed as event files are."""
+    """Serialise one event in the framing of event files."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -195,13 +206,14 @@ def _record(**fields: Any) -> bytes:
 
 
 def _version_record() -> bytes:
+    """Return the record that every event file begins with."""
     return _record(file_version="brain.Event:2")
 
 
 def _part_record(
     step: int, scalars: Mapping[str, float], histograms: Mapping[str, Histogram]
 ) -> bytes:
-    """Timings and histograms of one part; the histograms begin anew."""
+    """Serialise timings and histograms of one part, and reset the histograms."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram.metadata import create_summary_metadata
     from tensorboard.util.tensor_util import make_tensor_proto
@@ -217,10 +229,10 @@ def _part_record(
 
 
 def _graph_record(module: Any, x: Any) -> bytes:
-    """The traced graph of a module for a batch (1, 3, H, W).
+    """Trace a module with a batch (1, 3, H, W) and serialise its graph.
 
-    It is what torch.utils.tensorboard's add_graph writes. That traces strictly, so that a model
-    that returns a dict has no graph, and runs the model three times more to check itself.
+    The result is that of add_graph of torch.utils.tensorboard. That function traces strictly, so a
+    model that returns a dict has no graph, and runs the model three more times to verify the trace.
     """
     import torch
     from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -228,9 +240,10 @@ def _graph_record(module: Any, x: Any) -> bytes:
     from torch.jit._trace import TracerWarning
     from torch.utils.tensorboard._pytorch_graph import parse
 
-    trace: Any = torch.jit.trace  # which has no types
+    trace: Any = torch.jit.trace  # torch.jit.trace has no type annotations
     with torch.no_grad(), warnings.catch_warnings():
-        # Tracing is deprecated, and warns of whatever it cannot follow; a picture may miss that.
+        # Tracing is deprecated and warns about everything that it cannot follow, which is
+        # acceptable in a graph for viewing.
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", TracerWarning)
         traced = trace(module, (x,), strict=False, check_trace=False)

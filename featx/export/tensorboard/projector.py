@@ -1,7 +1,6 @@
-"""The embedding projector of TensorBoard: rows of a store as points that look like their pictures.
+"""Embedding projector of TensorBoard: rows of a store as points that show their images.
 
-Everything is taken from the store, and the pictures are read again, so a store of any age can have
-a projector.
+Features come from the store and images are read again, so a projector can be written for any store.
 """
 
 from __future__ import annotations
@@ -25,19 +24,22 @@ if TYPE_CHECKING:
     from featx.pipeline.run_context import RunContext
 
 SPRITE_PIXELS = 64
-"""Longer side of one sprite, at the most; config.MAX_PICTURES of them fill a sheet."""
+"""Maximum of the longer side of a sprite in pixels; config.MAX_PICTURES of them fill a sheet."""
 
 MAX_LAYERS = 8
-"""Layers in the projector; of more, the last ones, which tell classes apart best."""
+"""Maximum number of layers; the last ones are used, which separate classes best."""
 
 MAX_WIDTH = 8192
-"""Numbers of a vector, at the most: they travel to the browser as text."""
+"""Maximum number of values of a vector, since vectors are sent to the browser as text."""
 
 _BATCH_ROWS = 64
+"""Rows that are read at a time."""
 _CONFIG = "projector_config.pbtxt"
 _FILES = "projector"
 _NO_PICTURE = 128
+"""Grey level of a sprite without an image."""
 _SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
+"""Replacements for characters that no cell of a TSV file can contain."""
 
 
 def write_projector(
@@ -47,17 +49,17 @@ def write_projector(
     layers: Sequence[str],
     num_rows: int,
 ) -> None:
-    """Write vectors, labels and sprites of some ok rows of a store for the projector.
+    """Write vectors, labels and sprites of some rows of a store, for the projector.
 
     Args:
-        disk: of the store.
-        prepared: the run, for its pictures and their preprocessing.
-        store: open for reading.
-        layers: its layers, the deepest last.
-        num_rows: so many of its ok rows, evenly chosen.
+        disk: folder of the store.
+        prepared: the run, with its images and preprocessing.
+        store: open store.
+        layers: names of layers, the last one in the model last.
+        num_rows: maximum number of rows, evenly spaced; rows that failed are left out.
 
     Raises:
-        OSError, FeatxError: the disk or the store fails; there is no projector then.
+        OSError, FeatxError: the disk or the store fails; no projector is written then.
     """
     from google.protobuf.text_format import MessageToString
     from tensorboard.plugins.projector.projector_config_pb2 import ProjectorConfig
@@ -96,18 +98,22 @@ def write_projector(
 
 
 def chosen_rows(store: FeatureStore, num_rows: int) -> npt.NDArray[np.int64]:
-    """(n,) increasing: at most num_rows of the ok rows, from the first to the last."""
+    """Return at most num_rows evenly spaced rows that did not fail, (n,) int64, increasing."""
     ok = np.flatnonzero(store.ok)
     places = np.linspace(0, len(ok) - 1, min(num_rows, len(ok)))
     return ok[np.round(places).astype(np.int64)]
 
 
 def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
-    """label, key, row and the store's columns of each point, with a header.
+    r"""Format label, key, row and the store's columns of each point as TSV with a header.
 
-    A column with the name of another is called column.NAME, and a missing value is an empty cell.
-    Tabs and line ends, which no cell can hold, are spelled as \\t, \\n and \\r; all other
-    characters, spaces too, stay as they are.
+    A column with the name of another one is called column.NAME; a missing value is an empty cell.
+    Tabs and line ends, which a cell cannot contain, are written as \t, \n and \r; all other
+    characters, spaces included, are unchanged.
+
+    Args:
+        store: open store.
+        rows: (n,) int64 rows of the points.
     """
     titles, columns = ["label", "key", "row"], []
     for name in store.columns:
@@ -121,13 +127,13 @@ def metadata_text(store: FeatureStore, rows: npt.NDArray[np.int64]) -> bytes:
         label = int(store.labels[row])
         name = store.classes[label] if label >= 0 else "(none)"
         lines.append(_line([name, store.keys[row], row, *(values[place] for values in columns)]))
-    # A name that is not UTF-8 has its bytes spelled, for TensorBoard reads no other text.
+    # TensorBoard reads UTF-8 only, so other bytes are escaped.
     raw = "\n".join([*lines, ""]).encode("utf-8", "surrogateescape")
     return raw.decode("utf-8", "backslashreplace").encode()
 
 
 def _cells(column: npt.NDArray[Any]) -> list[object]:
-    """Values of a column; TensorBoard takes an empty cell for a missing value."""
+    """Return values of a column; an empty cell is TensorBoard's missing value."""
     values = column.astype(object)
     if column.dtype.kind == "f":
         values[np.isnan(column)] = ""
@@ -135,11 +141,12 @@ def _cells(column: npt.NDArray[Any]) -> list[object]:
 
 
 def _line(cells: Sequence[object]) -> str:
+    """Join cells to a line."""
     return "\t".join(str(cell).translate(_SPELLED) for cell in cells)
 
 
 def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
-    """(n, C) as lines of numbers with 6 digits."""
+    """Format (n, C) vectors as TSV with 6 significant digits."""
     lines = ["\t".join(f"{value:.6g}" for value in vector.tolist()) for vector in vectors]
     return "\n".join([*lines, ""]).encode()
 
@@ -147,7 +154,8 @@ def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
 def _vectors(
     prepared: RunContext, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32] | None:
-    """(n, C) of a layer, maps and tokens averaged; None, and why, where it has no vectors."""
+    """Return (n, C) vectors of a layer, with maps and tokens averaged, or None after logging the
+    reason."""
     import torch
 
     from featx.layers.reductions import reduction
@@ -183,12 +191,12 @@ def _vectors(
 def sprite_sheet(
     prepared: RunContext, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
-    """The pictures of some rows as the backbone sees them, side by side and then line by line.
+    """Arrange the images of some rows, as the model receives them, in a square grid, line by line.
 
-    A picture that cannot be read now leaves its place grey, so that the others keep theirs.
+    An image that cannot be read is grey, so that the others keep their positions.
 
     Returns:
-        (H, W, 3) with as many places a side as it takes, and (width, height) of one.
+        (H, W, 3) uint8, and the (width, height) of one sprite.
     """
     side = math.ceil(math.sqrt(len(rows)))
     height, width = prepared.engine.backbone.preprocess.crop
@@ -211,7 +219,7 @@ def sprite_sheet(
 def _sprites(
     prepared: RunContext, rows: npt.NDArray[np.int64], size: tuple[int, int]
 ) -> Iterator[npt.NDArray[np.uint8] | None]:
-    """(h, w, 3) of each row for a size (w, h), None where it has no picture."""
+    """Yield the sprite of each row, (h, w, 3) uint8 for a size (w, h), or None without an image."""
     from PIL import Image
 
     preprocess = prepared.engine.backbone.preprocess
@@ -227,6 +235,7 @@ def _sprites(
 
 
 def _as_png(sheet: npt.NDArray[np.uint8]) -> bytes:
+    """Return an image as the bytes of a PNG file."""
     from PIL import Image
 
     buffer = io.BytesIO()

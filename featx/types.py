@@ -135,7 +135,14 @@ class Stateful(Protocol):
 
 
 class Box(NamedTuple):
-    """Rectangle in an upright image, in pixels; x and y are its top left corner."""
+    """Rectangle in an upright image, in pixels.
+
+    Attributes:
+        x: Left edge.
+        y: Top edge.
+        width: Width.
+        height: Height.
+    """
 
     x: int
     y: int

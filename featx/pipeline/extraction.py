@@ -166,7 +166,12 @@ def _log_row_problems(session: StoreSession, underflow_rows: Mapping[str, int]) 
 
 
 def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
-    """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr."""
+    """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr.
+
+    Args:
+        config: Config of the run.
+        summary: Content of summary.json.
+    """
     failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(
         config,
@@ -313,7 +318,13 @@ def _done_here(prepared: RunContext, session: StoreSession, observer: RunObserve
 
 
 def product_of(purpose: StoreTarget, prepared: RunContext, session: StoreSession) -> StorePartTask:
-    """Part task for the workers of a distributed run."""
+    """Part task for the workers of a distributed run.
+
+    Args:
+        purpose: Run target of the store.
+        prepared: Run context of the driver.
+        session: Write session of the store.
+    """
     return StorePartTask(
         dtype=purpose.dtype,
         settings=purpose.settings,

@@ -127,7 +127,7 @@ class StorePartTask:
             raise RunError(f"{root} was begun anew or went on otherwise since this was ordered.")
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """Read the listing from the store; None if it is not readable or has other rows."""
+        """Read the listing from the store; None if no file holds so many rows."""
         return read_listing(root, num_rows, identity)
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:

@@ -159,10 +159,12 @@ class ParallelPasses:
             yield self._next()
 
     def _next(self) -> tuple[Part, Batch, Callable[[], Any]]:
+        """Remove the oldest submitted batch from the queue."""
         part, batch, future = self._waiting.popleft()
         return part, batch, future.result
 
     def _computed(self, batch: Batch) -> Any:
+        """Compute a batch in a pool thread, with a free engine."""
         import torch
 
         # OpenMP keeps the number of threads per calling thread, so each pool thread sets its own.

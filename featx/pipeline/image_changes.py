@@ -174,7 +174,12 @@ def compare_images(
 
 
 def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
-    """Rows whose layers were computed from different images, by the checksums in the store."""
+    """Rows whose layers were computed from different images, by the checksums in the store.
+
+    Args:
+        root: Folder of the store.
+        manifest: Manifest of the store.
+    """
     _, mixed, _ = _expected(manifest.num_rows, _images_of_runs(root, manifest))
     return np.flatnonzero(mixed)
 

@@ -236,6 +236,7 @@ class _Commits:
             pending.result()
 
     def _timed(self, commit: Callable[[], object]) -> None:
+        """Commit a part in the thread, and measure the seconds."""
         from featx.pipeline.profiler_trace import span
 
         begun = time.perf_counter()

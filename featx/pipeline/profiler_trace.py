@@ -68,6 +68,7 @@ class Timeline:
         self._profile.step()
 
     def _write(self, profiled: Any) -> None:
+        """Write the trace file; called by the profiler after the recorded batches."""
         if self._num_batches <= SKIPPED_BATCHES:
             return
         # torch writes to a local path only; the trace may belong into a bucket, and appears there

@@ -83,7 +83,12 @@ def _of_device_decoder(decoding: DecodeSettings) -> dict[str, Any]:
 
 
 def layer_line(spec: LayerSpec, config: Config) -> str:
-    """Description of the values of a layer as one line; for gradients with the gradient target."""
+    """Description of the values of a layer as one line; for gradients with the gradient target.
+
+    Args:
+        spec: Dataset of the layer.
+        config: Config with the gradient target.
+    """
     target = f", target {config.target}" if spec.capture in GRADIENTS else ""
     of_layer = f" of {spec.layer}" if spec.layer else ""
     return (
@@ -115,4 +120,5 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
 
 @functools.cache
 def _versions() -> Mapping[str, str]:
+    """Versions of the libraries that may change values."""
     return {name: version_of(name) for name in _VERSIONED}

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
 
 
 def readable_again(prepared: RunContext, rows: Sequence[int]) -> list[int]:
-    """Select those of some failed rows whose image can be read and decoded now."""
+    """Select those of some failed rows whose image can be read and decoded now.
+
+    Args:
+        prepared: Run context.
+        rows: Rows of the listing.
+    """
     with prepared.loader(1) as loader:
         images = loader.each(rows)
         return [row for row, image in zip(rows, images, strict=True) if image is not None]

@@ -23,6 +23,11 @@ _PASSING = {errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EAGAIN, e
 def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all data at an offset, by as many pwrite calls as needed.
 
+    Args:
+        descriptor: File descriptor, open for writing.
+        data: Bytes to write.
+        offset: Position in the file.
+
     Raises:
         OSError: The disk is full or fails.
     """
@@ -59,7 +64,13 @@ def patiently(path: Path, write: Callable[[], T]) -> T:
 
 
 def failed(path: Path | str, error: OSError, doing: str = "writing") -> StorageError:
-    """Error for a write that failed, with advice that fits its errno."""
+    """Error for a write that failed, with advice that fits its errno.
+
+    Args:
+        path: Path of the file.
+        error: Error of the write.
+        doing: Verb in the progressive form that starts the message.
+    """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Make room and give the same command again"
     elif isinstance(error, ObjectStoreError):

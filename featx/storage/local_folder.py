@@ -96,6 +96,8 @@ class AtomicFolder:
         def publish() -> bool:
             with self._temporary(path) as temporary:
                 self._write_synced(temporary, data)
+                # The content is on disk before the name exists, and the name before the call
+                # returns.
                 created = self._link(temporary, path)
             self.sync_folder(path.parent)
             return created
@@ -118,16 +120,27 @@ class AtomicFolder:
         patiently(path, replace)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Replace `before` by `data`; the lock guarantees that `path` still holds `before`.
+        """Replace the content of a file that holds `before`, which the lock of the store guarantees
+        here.
+
+        Args:
+            path: File to replace.
+            before: Content that the caller has read.
+            data: New content.
 
         Returns:
-            Always True.
+            Whether the file held `before` and was replaced; always True on a disk.
         """
         self.replace(path, data)
         return True
 
     def append(self, path: Path, text: str) -> None:
-        """Append text to a file that can be rebuilt from the store, so it is not synced."""
+        """Append text to a file that can be rebuilt from the store, so it is not synced.
+
+        Args:
+            path: File, created if it does not exist.
+            text: Text; surrogates from undecodable keys become their original bytes.
+        """
         try:
             with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
                 file.write(text)
@@ -435,7 +448,12 @@ def _note_holder(descriptor: int, text: str) -> None:
 
 
 def reads_back_differently(path: Path | str, dataset: str) -> RunError:
-    """Error for an HDF5 file in memory whose content differs from what was written to it."""
+    """Error for an HDF5 file in memory whose content differs from what was written to it.
+
+    Args:
+        path: File that was to be written.
+        dataset: Path of the dataset that differs.
+    """
     return RunError(
         f"{path} was not written: /{dataset} reads back differently, still in memory. That is a "
         "fault of this machine's memory or of a library (h5py, hdf5plugin). Nothing committed is "

@@ -390,7 +390,14 @@ def delete(bucket: str, key: str, **condition: str) -> None:
 
 
 def copy(bucket: str, key: str, target: str, etag: str) -> None:
-    """Copy an object to the key `target` of its bucket, provided that it has this entity tag."""
+    """Copy an object to another key of its bucket, provided that it has this entity tag.
+
+    Args:
+        bucket: Name of the bucket.
+        key: Key of the object.
+        target: Key of the copy.
+        etag: Entity tag that the object must have.
+    """
     source = {"Bucket": bucket, "Key": key}
     request("copy_object", Bucket=bucket, Key=target, CopySource=source, CopySourceIfMatch=etag)
 

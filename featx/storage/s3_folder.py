@@ -64,7 +64,16 @@ class S3Folder(AtomicFolder):
         self.replace(path, data)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Replace `before` by `data`; return False if the object holds something else by now."""
+        """Replace the content of an object if it still holds `before`.
+
+        Args:
+            path: Object to replace.
+            before: Content that the caller has read.
+            data: New content.
+
+        Returns:
+            False if the object holds something else by now, otherwise True.
+        """
 
         def compare_and_swap() -> bool:
             found, entry = s3_client.read(*_of(path))

@@ -62,10 +62,18 @@ def chunks_with_verdict(
 def good_chunks(
     file: h5py.File, path: str, first_row: int = 0
 ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Read a dataset chunk by chunk; raises StoreError at the first damaged chunk.
+    """Read a dataset chunk by chunk.
+
+    Args:
+        file: Part or features.h5.
+        path: Path of the dataset.
+        first_row: Row to start at, the first row of a chunk.
 
     Yields:
         first row of the chunk, and its rows as stored.
+
+    Raises:
+        StoreError: A chunk is damaged.
     """
     for start, rows, good in chunks_with_verdict(file, path, first_row):
         if not good:

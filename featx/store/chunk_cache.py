@@ -69,8 +69,11 @@ class Process:
         self._pool = ThreadPoolExecutor(self._threads, "featx-decode")
 
     def each(self, work: Callable[[T], None], items: Sequence[T]) -> None:
-        """Call work(item) for all items in the threads; raise the first error after all have
-        ended.
+        """Call work(item) for all items in the threads; raise the first error after all have ended.
+
+        Args:
+            work: Function to call.
+            items: Arguments; a single item is handled in the calling thread.
         """
         if len(items) == 1 or self._threads == 1:
             for item in items:

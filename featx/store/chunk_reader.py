@@ -125,8 +125,17 @@ class ChunkRows:
         return out
 
     def take_run(self, first: int, count: int) -> npt.NDArray[Any]:
-        """Read the `count` rows from `first` on, (count, *row shape); raises the errors of
-        `read`.
+        """Read consecutive rows.
+
+        Args:
+            first: First row.
+            count: Number of rows.
+
+        Returns:
+            (count, *row shape) array.
+
+        Raises:
+            IndexError, StoreError, OSError: As `read`.
         """
         last = first + count - 1
         if self.way == "map" and self._index.whole and 0 <= first <= last < self._num_rows:
@@ -185,8 +194,14 @@ class ChunkRows:
         self._read_any(rows, out, places)
 
     def read_run(self, first: int, out: npt.NDArray[Any]) -> None:
-        """Read the n rows from `first` on into `out`, (n, *row shape); raises the errors of
-        `read`.
+        """Read consecutive rows into an array.
+
+        Args:
+            first: First row.
+            out: (n, *row shape) contiguous array of `dtype`; n rows are read.
+
+        Raises:
+            IndexError, StoreError, OSError: As `read`.
         """
         count = len(out)
         self._check(first, first + count - 1, out)

@@ -146,7 +146,13 @@ def growth_refused(root: Path, new_rows: int) -> str:
 
 
 def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise StoreMismatchError if two mappings differ; the message names keys and both values."""
+    """Raise StoreMismatchError if two mappings differ; the message names keys and both values.
+
+    Args:
+        root: Folder of the store.
+        before: Settings of the store.
+        now: Settings that are requested.
+    """
     changed = differences(before, now)
     if not changed:
         return

@@ -89,6 +89,11 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
     """Read rows [start, stop) of a dataset as stored, bfloat16 as uint16.
 
     Datasets with other types, such as keys, are read as h5py returns them.
+
+    Args:
+        dataset: Dataset with rows along the first axis.
+        start: First row.
+        stop: Row after the last one.
     """
     if dataset.dtype != memory_dtype("bfloat16") or name_of(dataset) != "bfloat16":
         rows: npt.NDArray[Any] = dataset[start:stop]
@@ -103,7 +108,13 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
 
 
 def write_raw(dataset: h5py.Dataset, start: int, rows: npt.NDArray[Any]) -> None:
-    """Write rows, as `read_raw` returns them, into a dataset from row `start` on."""
+    """Write rows into a dataset.
+
+    Args:
+        dataset: Dataset open for writing.
+        start: First row.
+        rows: (n, ...) values as `read_raw` returns them.
+    """
     if rows.dtype != raw_dtype("bfloat16"):
         dataset[start : start + len(rows)] = rows
         return

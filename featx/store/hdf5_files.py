@@ -233,6 +233,8 @@ class Handles:
         if self._pid != os.getpid():
             self._reset()
         with self._lock:
+            # Last in the order means most recently used. `users` keeps other threads from closing
+            # the file while this one reads from it without the lock.
             file = self._files.pop(path, None) or OpenFile(path, self.verify)
             self._files[path] = file
             file.users += 1
@@ -350,6 +352,13 @@ def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Ite
 def damage_text(path: Path, error: Exception) -> str:
     """Describe an error that shows damage of a file.
 
+    Args:
+        path: Path of the file.
+        error: One of layout.UNREADABLE.
+
+    Returns:
+        Clause for a message.
+
     Raises:
         StoreError: The error is no damage: the file cannot be read now.
     """
@@ -382,6 +391,10 @@ def _open_checked(path: Path, far: S3File | None) -> h5py.File:
 
 def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
+
+    Args:
+        file: File open for reading.
+        path: Path of the dataset.
 
     Raises:
         StoreError: It is missing, a link, virtual, external, or impossibly large.

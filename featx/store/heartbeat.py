@@ -97,6 +97,8 @@ class Heartbeat:
 
     def _write(self) -> None:
         """Write the file; errors are ignored, so a full disk does not end the run."""
+        # This thread copies the values while others change them. Copying a dict is one operation
+        # under the GIL, so at worst the file mixes the values of two moments.
         self._disk.write_best_effort(self._path, json.dumps({**self._values, "beat": time.time()}))
 
 
@@ -141,6 +143,10 @@ def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
     Recent files are deleted, too: drivers and their workers hold the lock while they live, on any
     machine, and `refuse_other_writers` has looked for others. Without locks, files of living
     processes are kept, except those of the workers of `driver`, which has just ended them.
+
+    Args:
+        disk: Writes to the store.
+        driver: `sign_name` of the driver that calls this, or None.
     """
     for sign in signs_of_life(disk.root):
         ours = driver is not None and sign.values.get("driver") == driver

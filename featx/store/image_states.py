@@ -41,7 +41,13 @@ def image_states_file(states: npt.NDArray[np.void]) -> memoryview:
 
 
 def keep_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.void]) -> None:
-    """Write images.h5 if its content changes."""
+    """Write images.h5 if its content changes.
+
+    Args:
+        disk: Writes to the store.
+        path: Path of images.h5.
+        states: (N,) IMAGE_STATE.
+    """
     if not np.array_equal(read_image_states(path, len(states)), states):
         disk.replace(path, image_states_file(states))
 

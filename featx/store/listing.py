@@ -41,7 +41,15 @@ def listing_identity(listing: Listing) -> str:
 
 
 def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
-    """SHA-256 over the content tags of the first rows, or of all; None if there are no tags."""
+    """SHA-256 over the content tags of the first rows.
+
+    Args:
+        listing: Listing with or without content tags.
+        num_rows: Number of rows; None for all.
+
+    Returns:
+        Hexadecimal digest, or None if the listing has no content tags.
+    """
     if listing.marks is None:
         return None
     marks = np.ascontiguousarray(listing.marks[:num_rows].astype("<i8", copy=False))

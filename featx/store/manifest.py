@@ -136,7 +136,11 @@ def _check_claims(run: Run) -> None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Runs of a store, in the order in which they were started."""
+    """Runs of a store.
+
+    Attributes:
+        runs: Runs in the order in which they were started; at least one.
+    """
 
     runs: tuple[Run, ...]
 

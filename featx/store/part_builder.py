@@ -172,7 +172,14 @@ class Extent:
 
 
 def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -> None:
-    """Create an empty dataset for the rows of a layer, with its attributes."""
+    """Create an empty dataset for the rows of a layer, with its attributes.
+
+    Args:
+        file: File open for writing.
+        spec: Description of the dataset.
+        extent: Its length.
+        codec: Codec of the run.
+    """
     dataset = file.create_dataset(
         f"{layout.FEATURES}/{spec.name}",
         shape=(extent.num_rows, *spec.shape),

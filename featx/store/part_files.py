@@ -37,6 +37,12 @@ def publish_part(
 ) -> Sequence[Failure]:
     """Commit a part; a part that another process has committed first is kept.
 
+    Args:
+        disk: Writes to the store.
+        builder: Part with all of its rows.
+        manifest: Manifest of the store.
+        listing: Listing of the whole store.
+
     Returns:
         Failures of the part that the store holds then.
 
@@ -124,7 +130,16 @@ def look_at_part(
 
 
 def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) -> str | None:
-    """Name the first dataset of a part or of features.h5 that lacks its full shape, or None."""
+    """Check the shapes and dtypes of the datasets of a part or of features.h5.
+
+    Args:
+        file: File open for reading.
+        num_rows: Number of rows that it must have.
+        specs: Datasets that it must have.
+
+    Returns:
+        Description of the first dataset that is wrong, or None.
+    """
     expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
     expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))
     for spec in specs:

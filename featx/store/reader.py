@@ -256,6 +256,7 @@ class FeatureStore:
         return sorted(found, key=lambda failure: failure["row"])
 
     def _status_label(self, row: int) -> str:
+        """Status of a row in words; raises StoreError for a number that is no status."""
         try:
             return Status(int(self.status[row])).label
         except ValueError as error:

@@ -489,7 +489,10 @@ class StoreSession:
         logger.warning("%s does not count: %s. Moved to %s.", path, problem, target)
 
     def _clear(self) -> None:
-        """Delete the store, the manifest last; do nothing in a folder that is no store."""
+        """Delete the store; do nothing in a folder that is no store.
+
+        The manifest goes last, so that a folder that is only half deleted still counts as a store.
+        """
         ours = (layout.DESCRIPTOR, layout.LISTING, layout.PACKED)
         if not any((self.root / name).exists() for name in ours):
             return

@@ -48,19 +48,24 @@ class _WorkHere:
 
     @property
     def seconds(self) -> Mapping[str, float]:
+        """Stage -> busy seconds of stages that only this sink has."""
         return self._maker.seconds
 
     @property
     def rows_asked(self) -> int:
+        """Number of rows that the finished output has."""
         return self._session.rows_asked
 
     @property
     def rows_done(self) -> int:
+        """Number of rows in committed parts."""
         return self._session.rows_done
 
     @property
     def rows_failed(self) -> int:
+        """Number of rows in committed parts whose image failed."""
         return self._session.num_failed
 
     def missing(self) -> list[Part]:
+        """Parts that are still to be computed, in order."""
         return self._session.missing()

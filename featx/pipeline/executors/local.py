@@ -64,6 +64,14 @@ def check(config: Config) -> None:
 def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in worker processes.
 
+    Args:
+        prepared: Run context of the driver.
+        session: Write session of the store or statistics.
+        order: Worker spec for every worker.
+
+    Returns:
+        Outcome of the run, over all workers.
+
     Raises:
         RunError: A worker failed, or MAX_DEATHS workers died in the same part.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
@@ -220,6 +228,7 @@ class WorkerPool:
                 process_group=0,  # Ctrl-C in the terminal reaches the driver only
             )
         worker = _Worker(number, device, process, ours)
+        # The driver serves all workers in one thread, so it must never wait for the output of one.
         os.set_blocking(worker.output, False)
         self._workers.append(worker)
         with contextlib.suppress(BrokenPipeError):  # a dead worker is handled in `_look_after`
@@ -245,6 +254,7 @@ class WorkerPool:
         try:
             while worker.connection.poll():
                 kind, *values = worker.connection.recv()
+                # local_worker defines the kinds of messages: ready, ask, done, failed and bye.
                 getattr(self, f"_on_{kind}")(worker, *values)
         except (EOFError, OSError):
             worker.closed = True
@@ -386,7 +396,7 @@ class WorkerPool:
         if self._ending is not None:
             return
         self._ending = error
-        self._deadline = time.monotonic() + GRACE_S
+        self._deadline = time.monotonic() + GRACE_S  # workers that hang are killed after that
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.connection.send(STOP)

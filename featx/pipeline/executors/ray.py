@@ -39,7 +39,9 @@ from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
 from featx.types import Part
 
 WAIT_S = 0.5
+"""Seconds to wait for results before signals are checked again."""
 CONNECT_S = 10.0
+"""Seconds to wait for an answer at executor.address."""
 
 MAX_DEATHS = 3
 """Number of actors that may die in the same part, or before they are ready, until the run ends."""
@@ -60,6 +62,14 @@ def check(config: Config) -> None:
 
 def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in actors of a Ray cluster.
+
+    Args:
+        prepared: Run context of the driver.
+        session: Write session of the store or statistics.
+        order: Worker spec for every actor.
+
+    Returns:
+        Outcome of the run, over all actors.
 
     Raises:
         RunError: An actor failed; the message names its part and rows.

@@ -73,6 +73,7 @@ SUBMIT_AGAIN_S = 30.0
 """Seconds until parts are submitted again if the controller does not answer during a run."""
 
 TIME_LIMIT = "its time limit"
+"""Value of `TaskResult.told_by` for a task that its time limit ended."""
 
 _TASKS = 8
 """Number of tasks if executor.tasks is not given."""
@@ -103,6 +104,14 @@ def check(config: Config) -> None:
 
 def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in tasks of a job array.
+
+    Args:
+        prepared: Run context of the driver.
+        session: Write session of the store or statistics.
+        order: Worker spec for every task.
+
+    Returns:
+        Outcome of the run, over all tasks.
 
     Raises:
         RunError: A task failed; the message names it, the part and its rows.
@@ -240,7 +249,7 @@ def _told_to_end(limit_s: float | None, order: WorkerSpec) -> Iterator[list[str]
             told[0] = "SIGUSR2"
         os.kill(os.getpid(), signal.SIGTERM)  # `end`, or the handler of a run in progress
 
-    def time_is_over() -> None:
+    def time_is_over() -> None:  # in the thread of the timer; signals arrive in the main thread
         told[0] = TIME_LIMIT
         os.kill(os.getpid(), signal.SIGUSR2)
 

@@ -99,10 +99,21 @@ class PartTask(Protocol):
         """
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
-        """Select the parts that no process has committed yet."""
+        """Select the parts that no process has committed yet.
+
+        Args:
+            root: Folder of the store or statistics.
+            parts: Parts to look for.
+        """
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> Maker:
-        """Create the sink that computes parts and commits each of them."""
+        """Create the sink that computes parts and commits each of them.
+
+        Args:
+            prepared: Run context of the worker.
+            root: Folder of the store or statistics.
+            heart: Heartbeat of the worker.
+        """
 
 
 class Session(Protocol):
@@ -137,7 +148,14 @@ class Session(Protocol):
         """Record that a part is committed, and its failures."""
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
-        """Select the parts that other processes have committed; yields each with its failures."""
+        """Select the parts that other processes have committed.
+
+        Args:
+            parts: Parts to look for.
+
+        Yields:
+            part and its failures.
+        """
 
 
 @dataclass(frozen=True)
@@ -175,6 +193,12 @@ def worker_spec(
     prepared: RunContext, session: Session, product: PartTask, config_yaml: str
 ) -> WorkerSpec:
     """Create the worker spec of a run.
+
+    Args:
+        prepared: Run context of the driver.
+        session: Write session of the store or statistics.
+        product: Part task of the workers.
+        config_yaml: Config as the user wrote it.
 
     Raises:
         ConfigError: The data set is a Python object that cannot be pickled.
@@ -218,6 +242,7 @@ class _Travelling(pickle.Pickler):
     """Pickler that refuses classes of the running script, which other processes cannot import."""
 
     def reducer_override(self, value: Any) -> Any:
+        """Refuse classes and functions of __main__; all other values are pickled as usual."""
         if getattr(value, "__module__", None) == "__main__":
             raise pickle.PicklingError("its class is defined in the script that is run")
         return NotImplemented
@@ -252,17 +277,21 @@ class _WorkerTarget:
         self._found = source, listing
 
     def list_images(self) -> tuple[Source, Listing]:
+        """Data set and listing of the worker."""
         return self._found
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
+        """Select the layers that the driver asks for."""
         return [pair for pair in chosen if pair[0].name in self._order.product.datasets]
 
     def begun(self, names: set[str]) -> ResumeState | None:
+        """Choices of the driver."""
         return self._order.begun
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
     ) -> tuple[float, float]:
+        """No limits, as the rows per part come from the driver."""
         return float("inf"), float("inf")  # the resume state fixes the rows per part
 
 

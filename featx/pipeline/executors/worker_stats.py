@@ -124,7 +124,12 @@ class ResultCollector:
         self.underflow_rows.update(done.underflow_rows)
 
     def refuse_failures(self, order: WorkerSpec, session: Session) -> None:
-        """Raise TooManyFailuresError if too many images failed and much work is left."""
+        """Raise TooManyFailuresError if too many images failed and much work is left.
+
+        Args:
+            order: Worker spec, with the config of the run.
+            session: Write session, with the failures of all workers.
+        """
         left = self.rows_to_do - self.rows
         left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
         rows = session.rows_asked

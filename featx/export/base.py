@@ -88,6 +88,7 @@ class Format(ABC):
             start, stop = number * each, min(num_rows, (number + 1) * each)
             name = f"{stem}-{number:05d}-of-{count:05d}.{ending}"
 
+            # Default arguments bind start and stop of this iteration.
             def fill(file: BinaryIO, start: int = start, stop: int = stop) -> None:
                 write(file, start, stop)
 

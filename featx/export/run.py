@@ -125,7 +125,7 @@ def _refuse_other_folders(out: Path) -> None:
     if any((out / name).exists() for name in (layout.DESCRIPTOR, layout.PACKED)):
         raise ConfigError(f"out={out} is the folder of a store; give the export one of its own.")
     if out.is_dir() and not (out / RECORD).exists():
-        # Names with a leading dot are no data: featx's own lock, or files of a desktop.
+        # Names with a leading dot are not data: featx's own lock, or files of a desktop.
         others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
         if others:
             raise StoreError(

@@ -279,6 +279,7 @@ class FolderSource:
         folder = os.open(self._root_bytes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
         def look(start: int) -> None:
+            """Stat `_STATS` files from `start` on."""
             for row, key in enumerate(keys[start : start + _STATS].tolist(), start):
                 try:
                     found[row] = state_of(os.stat(key, dir_fd=folder))

@@ -85,7 +85,7 @@ class BoxedSource:
         labels, classes = whole.labels[place], whole.classes
         if labelled:
             labels, classes = from_names(lines[i].label for i in order)
-        elif classes:  # pictures without a box take their class along
+        elif classes:  # images without a box must not leave their class behind
             labels, classes = renumbered(np.array(classes, dtype=object), labels)
         marks = None if whole.marks is None else whole.marks[place]
         columns = {name: values[place] for name, values in whole.columns.items()}
@@ -148,7 +148,7 @@ class BoxedSource:
         """Convert the lines of the table one by one.
 
         Raises:
-            DataError: a line has too many fields, no path, or numbers that are no box.
+            DataError: a line has too many fields, no path, or numbers that are not a box.
         """
         for line in reader:
             if None in line:

@@ -67,6 +67,12 @@ def read_class_map(file: Path) -> dict[str, str | int]:
 
 
 def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
+    """Parse a JSON object into pairs; a list of pairs keeps repeated folders, which are then
+    reported.
+
+    Raises:
+        DataError: the text is not a JSON object of names or numbers.
+    """
     try:
         pairs = json.loads(text, object_pairs_hook=list)
     except ValueError as error:
@@ -83,6 +89,11 @@ def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
 
 
 def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
+    """Parse CSV lines into pairs.
+
+    Raises:
+        DataError: a line does not have two columns.
+    """
     rows = [row for row in csv.reader(text.splitlines()) if row]
     for line in rows:
         if len(line) != 2:
@@ -94,4 +105,5 @@ def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
 
 
 def _is_number(text: str) -> bool:
+    """Return whether a class name is a whole number without a sign."""
     return text.isdecimal()

@@ -73,6 +73,8 @@ class GzipWindow:
                 raise
 
     def _advance(self, offset: int, length: int) -> bytes:
+        """Decompress up to the end of the requested bytes, and return them. The caller holds the
+        lock."""
         if offset < self._start:
             self._begin()
         while self._end < offset + length:

@@ -104,7 +104,7 @@ def _kind(value: object) -> str:
     """Return 'none', 'name' or 'number' for a label, or the name of its type if it is not
     supported.
 
-    A number must have `__index__` and be whole, so 1.0 is no label, but integers of NumPy and torch
+    A number must have `__index__` and be whole: 1.0 is not a label, integers of NumPy and torch
     are.
     """
     if value is None:

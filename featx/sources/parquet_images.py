@@ -170,7 +170,7 @@ def _state(info: os.stat_result) -> tuple[int, int]:
 def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
     """Compute content tags of the rows of a Parquet file from its footer, without reading images.
 
-    The tag is a checksum of what the footer says about the image column of the row group.
+    The tag is a checksum of the footer's entries for the image column of the row group.
 
     Returns:
         (N,) int64; rows of a row group share a tag.

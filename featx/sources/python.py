@@ -120,8 +120,8 @@ class MapSource:
         """Read one item and encode its image without loss.
 
         Raises:
-            ImageFault: the item raises an exception, is no image, or has another label than when
-                listed.
+            ImageFault: the item raises an exception, is not an image, or has another label than
+                when listed.
             OSError: the image is a path and the disk or mount fails.
         """
         with self._lock:
@@ -176,8 +176,8 @@ class MapSource:
                 if isinstance(image, ImageFile.ImageFile):
                     return None
                 found = _encoded(image)
-            # The item is no image. Reading the row records the failure; here its message takes the
-            # place of an image, so that the state changes when the message does.
+            # The item is not an image. Reading the row records the failure. Here its message takes
+            # the place of an image, so that the state changes when the message does.
             except (TypeError, ValueError) as error:
                 found = repr(error).encode()
             if isinstance(found, Path):
@@ -315,7 +315,7 @@ def _split(item: Any) -> tuple[Any, Any]:
         (image, label), with _NO_LABEL if the item is the image alone.
 
     Raises:
-        TypeError: the item is a tuple or list of another length than 2.
+        TypeError: the item is a tuple or list whose length is not 2.
     """
     if isinstance(item, tuple | list):
         if len(item) != 2:
@@ -333,7 +333,7 @@ def _encoded(image: Any) -> bytes | Path:
     """Encode an image without loss, or return the path of its file.
 
     Raises:
-        TypeError, ValueError: the object is no image.
+        TypeError, ValueError: the object is not an image.
     """
     if isinstance(image, Image.Image):
         return encode_image(image)

@@ -28,7 +28,7 @@ from featx.sources.table_files import Csv, Parquet, Table, find_tables
 from featx.types import Listing, Source
 
 _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
-"""Regular expression for paths that may lead out of the folder, or that are no paths of files."""
+"""Regular expression for paths that may lead out of the folder, or that are not paths of files."""
 
 
 def open_source(config: DataConfig) -> Source:

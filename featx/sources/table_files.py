@@ -30,7 +30,7 @@ _BOOLEAN = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 _ENDINGS = frozenset({b".csv", b".tsv", b".gz", b".parquet"})
-"""File name extensions of tables. `_is_table` leaves out .gz files that are no tables."""
+"""File name extensions of tables. `_is_table` leaves out .gz files that are not tables."""
 
 
 class Csv:
@@ -145,7 +145,7 @@ class Table:
         is_parquet: whether the files are Parquet.
 
     Raises:
-        DataError: a file cannot be read or is no table, or both kinds of files occur.
+        DataError: a file cannot be read or is not a table, or both kinds of files occur.
     """
 
     def __init__(self, files: Sequence[Path], where: str) -> None:

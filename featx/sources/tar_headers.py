@@ -146,7 +146,7 @@ def _number(field: bytes, at: int) -> int:
     """Parse a numeric field: octal digits, or a big-endian binary number if the first bit is set.
 
     Raises:
-        CutOffError: the field is no number.
+        CutOffError: the field is not a number.
     """
     if field[0] & 0x80:
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:])

@@ -72,7 +72,7 @@ def index_of(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
         endings: file name extensions to list, in lower case with a leading dot.
 
     Raises:
-        DataError: the shard is no tar, or is damaged in a way that makes all images doubtful.
+        DataError: the shard is not a tar, or is damaged in a way that makes all images doubtful.
         OSError: the shard cannot be read at the moment.
     """
     state = json.dumps(

@@ -128,6 +128,7 @@ def _local_shard(name: bytes, path: str) -> Shard:
     state = info.st_size, info.st_mtime_ns
 
     def read(offset: int, length: int) -> bytes:
+        """Read a range of the file with pread, which may return fewer bytes than requested."""
         # Opened for each read: the file behind the path is compared with the listed one, so a shard
         # that was replaced is noticed.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -224,10 +225,13 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
     ranges = "http" in system.protocol
 
     def read(offset: int, length: int) -> bytes:
+        """Read a range of the object."""
         length = min(length, size - offset)
         if length <= 0:
             return b""
         try:
+            # The files that fsspec opens over HTTP check that the server honours ranges; cat_file
+            # does not.
             if ranges:
                 with system.open(path, "rb", size=size, cache_type="none") as file:
                     file.seek(offset)

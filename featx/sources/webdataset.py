@@ -51,7 +51,7 @@ def open_source(config: DataConfig) -> Source:
 class ShardSource:
     """Images in tar shards.
 
-    A shard that ends early, or continues with something that is no tar, provides its complete
+    A shard that ends early, or continues with something that is not a tar, provides its complete
     images and one more row, which fails with the status 'truncated'.
 
     Args:

@@ -170,7 +170,7 @@ class Attributor(Engine):
         """Prepare the computation, and check that each row depends only on its own image.
 
         Raises:
-            LayerError: the layer is no map, or gets no gradient.
+            LayerError: the layer is not a map, or gets no gradient.
             ModelError: the model has no logits or mixes rows, or guided backpropagation does not
                 support its activations.
         """
@@ -335,7 +335,7 @@ class Attributor(Engine):
         patches alone.
 
         Raises:
-            LayerError: the tensor is no map, or no gradient arrives at its positions.
+            LayerError: the tensor is not a map, or no gradient arrives at its positions.
         """
         tap = self._layer
         assert tap is not None
@@ -393,7 +393,7 @@ class Attributor(Engine):
             (B, C, h, w) float32 on the CPU; for tokens, the patches.
 
         Raises:
-            LayerError: the output is no map.
+            LayerError: the output is not a map.
         """
         tap = self._maps
         assert tap is not None

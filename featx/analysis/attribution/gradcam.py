@@ -55,6 +55,7 @@ def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[to
     calls = 0
 
     def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+        """Keep the output of the requested call, and return a copy to the model."""
         nonlocal calls
         calls += 1
         if tap.call not in (None, calls):

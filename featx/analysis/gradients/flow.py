@@ -162,10 +162,13 @@ class Flow:
         # A deep copy of the model (such as an average of weights) shares these closures. Its
         # modules are not `target`, so they are ignored.
         def off(module: nn.Module) -> bool:
+            """Return whether a call is ignored: while compiling, in a copy of the model, or without
+            gradients."""
             compiling = torch.compiler.is_compiling()
             return compiling or module is not target or not torch.is_grad_enabled()
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            """Start a call and hook its inputs."""
             if off(module):
                 return
             if name == "":
@@ -175,6 +178,7 @@ class Flow:
             self._running.setdefault(name, []).append(call)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            """End the innermost call of the module and hook its outputs."""
             running = self._running.get(name)
             if off(module) or not running:
                 return

@@ -65,13 +65,13 @@ def watch(
         layers: dotted names of the modules whose flow is watched in addition to the model's own;
             None for all. An empty list is fastest, but a NaN is then not traced to its module.
         scaler: GradScaler of the loop, required if it has one: limits and clipping apply to the
-            unscaled gradients, and a step that the scaler skips is no alarm.
+            unscaled gradients, and a step that the scaler skips is not an alarm.
         keep_steps: number of steps and alarms that are kept, and of steps that form the median.
 
     Raises:
         ConfigError: an argument is out of its range; the loop scales its loss and `scaler` is
             missing; or a gradient is sparse.
-        LayerError: `layers` contains a name that is no module.
+        LayerError: `layers` contains a name that is not a module.
         ModelError: the model is TorchScript.
         GradientAlarm: with on_alarm='raise'.
         RunError: the parameters changed without a step.
@@ -168,7 +168,7 @@ class GradientLog:
         """Register all hooks.
 
         Raises:
-            LayerError: `layers` contains a name that is no module.
+            LayerError: `layers` contains a name that is not a module.
         """
         modules = dict(self._model.named_modules())
         for name in layers or ():
@@ -223,6 +223,7 @@ class GradientLog:
         """Register a hook that records the norm of a parameter's gradient and clamps it."""
 
         def clamp(grad: torch.Tensor) -> torch.Tensor:
+            """Record the norm of a gradient and clamp the gradient."""
             _refuse_sparse(name, grad)
             if parameter.grad is None:
                 self._arrived[name] = []
@@ -238,7 +239,7 @@ class GradientLog:
         self._handles.append(parameter.register_hook(clamp))  # type: ignore[no-untyped-call]
 
     def _begin_forward(self) -> None:
-        """Before a forward pass: detect gradients that were dropped, or used without a step.
+        """Check before a forward pass whether gradients were dropped, or used without a step.
 
         Raises:
             RunError: the parameters changed without a step.
@@ -294,6 +295,7 @@ class GradientLog:
             _refuse_hidden_scaler()
 
         def finish() -> None:
+            """Judge the step, unless the optimizer itself will skip it."""
             # Fused optimizers unscale the gradients and skip overflowed steps inside `step`.
             found_inf = getattr(optimizer, "found_inf", None)
             if found_inf is not None and bool(found_inf.any()):

@@ -95,6 +95,7 @@ def _nearest(
     rows = max(1, BLOCK_NUMBERS // len(queries))
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the places of a block of the bank, and their cosines to the queries."""
         for start in range(0, len(bank), rows):
             for places, block in features.blocks(bank[start : start + rows]):
                 yield torch.from_numpy(places).to(home), asked @ unit(block).T

@@ -145,7 +145,7 @@ def best_of_blocks(
         k: number of candidates to keep; all if there are fewer.
 
     Returns:
-        (q, k) scores in falling order and (q, k) places. A score of -inf is no neighbour.
+        (q, k) scores in falling order and (q, k) places. A score of -inf is not a neighbour.
     """
     best = torch.full((len(own), 0), -torch.inf, device=own.device)
     places = torch.zeros((len(own), 0), dtype=torch.int64, device=own.device)
@@ -172,6 +172,7 @@ def _nearest(
     )
 
     def scored() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the places of a block, and their scores; a larger score is nearer."""
         for start, block in vectors.blocks(at_once):
             # -|x - y|^2 + |x|^2: the term |x|^2 is the same for all y and does not change the
             # order.

@@ -97,6 +97,8 @@ def layer_similarity(
     where = float64_home(choose_device(device))
 
     def signatures(of: FeatureStore, at: npt.NDArray[np.int64]) -> dict[str, list[torch.Tensor]]:
+        """Compute the unit vectors of every layer of a store; one Gram matrix is in memory at a
+        time."""
         found = {}
         for name in matching_layers(of, layers):
             found[name] = list(
@@ -280,6 +282,7 @@ def _unit(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the dot product of two vectors."""
     return float(a @ b)
 
 

@@ -18,7 +18,7 @@ Table = list[list[float | None]]
 
 @dataclass(frozen=True)
 class Likeness:
-    """Linear CKA of all pairs of layers; None where it is undefined.
+    """Linear CKA of all pairs of layers; None if it is undefined.
 
     Attributes:
         layers: names of the layers.

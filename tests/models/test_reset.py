@@ -168,7 +168,7 @@ def test_it_is_part_of_the_stores_identity(
         load_manifest(tmp_path / out)[0].runs[0].header.fingerprint
         for out in ("store", "untrained")
     ]
-    assert "model.init" not in fingerprints[0]
+    assert fingerprints[0]["model.init"] == "loaded"
     assert fingerprints[1]["model.init"] == "reset"
     assert fingerprints[1]["weights"] == f"{random_id(0)}, reset from {file}"
     with pytest.raises(StoreMismatchError, match=r"weights_sha256"):

@@ -84,9 +84,10 @@ class Listing:
 
 
 IMAGE_STATE = np.dtype([("size", "<i8"), ("mtime_ns", "<i8"), ("tag", "<i8")])
-"""State of an image that a source knows without reading it: size in bytes, modification time in
-nanoseconds since 1970, and a number for anything else that changes with the image (ctime, ETag,
-offset). -1 stands for an unknown value.
+"""State of an image that a source knows without reading it; -1 for unknown values.
+
+Size in bytes, modification time in nanoseconds since 1970, and a number for anything else that
+changes with the image (ctime, ETag, offset).
 """
 
 UNTOLD = np.array((-1, -1, -1), IMAGE_STATE)
@@ -181,9 +182,9 @@ class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an 
 
 
 UNKNOWN_IMAGE, NO_IMAGE = 0, 1
-"""Values in place of an image checksum: UNKNOWN_IMAGE if none was recorded, NO_IMAGE if the data
-set
-returned no bytes (missing, empty).
+"""Values in place of an image checksum.
+
+UNKNOWN_IMAGE: none was recorded. NO_IMAGE: the data set returned no bytes (missing, empty).
 """
 
 

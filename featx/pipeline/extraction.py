@@ -264,9 +264,7 @@ def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[
 
 
 def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
-    """Recompute rows that were lost with damaged chunks, and merge them with the rows a repair
-    kept.
-    """
+    """Recompute rows lost with damaged chunks, and merge them with the rows that a repair kept."""
     rows = session.lost_rows()
     if rows:
         log_message(

@@ -72,9 +72,7 @@ def fingerprint(
 
 
 def _of_device_decoder(decoding: DecodeSettings) -> dict[str, Any]:
-    """Fingerprint entries of decode=gpu: share of images decoded on the device, and version of
-    CUDA.
-    """
+    """Fingerprint entries of decode=gpu: share of images on the device, and version of CUDA."""
     if decoding.device_share is None:
         return {}
     import torch

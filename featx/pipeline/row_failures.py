@@ -51,8 +51,10 @@ def failures_of(
 def _non_finite(
     prepared: RunContext, engine: Engine, batch: Batch, row: int, layer: str
 ) -> Failure:
-    """Failure of a row with a NaN, infinite or too large feature; NonFiniteError with
-    nonfinite=error.
+    """Failure of a row with a NaN, infinite or too large feature.
+
+    Raises:
+        NonFiniteError: nonfinite=error.
     """
     key = bytes(prepared.listing.keys[row])
     labels = prepared.labels_of(batch)

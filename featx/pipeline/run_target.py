@@ -29,8 +29,9 @@ PART_SECONDS = 60.0
 """Upper bound of the work per part in seconds, and so of the work that a kill can cost."""
 
 SHORT_PART_SECONDS, SHORT_PARTS = 2.0, 256
-"""Short runs are cut into about SHORT_PARTS parts of at least SHORT_PART_SECONDS each, so that the
-first rows are committed early and an interruption costs little.
+"""Number of parts of a short run, each with at least SHORT_PART_SECONDS of work.
+
+So the first rows are committed early, and an interruption costs little.
 """
 
 PARTS_PER_LIMIT = 8
@@ -143,11 +144,10 @@ def list_images(
     known_rows_only: bool = False,
     source: Source | None = None,
 ) -> tuple[Source, Listing]:
-    """Open the data set of a config and list its rows, limited by `data.limit`, in the store's
-    order.
+    """Open the data set of a config and list its rows in the order of the store.
 
     Args:
-        config: Checked config.
+        config: Checked config; `data.limit` is applied.
         stored: Manifest of the store that is resumed, or None.
         known_rows_only: Ignore images that the store does not contain yet.
         source: Data set given as a Python object; None opens the data set of the config.

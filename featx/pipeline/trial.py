@@ -10,8 +10,9 @@ LEAST_SHARE = 0.7
 
 _MIN_RUN_S = 5.0
 _MIN_BATCHES = 3
-"""Least seconds of a run, and batches per replica, for a comparison with the trial. A shorter run
-mostly waits for its first images and warms up, and in the end some replicas are idle.
+"""Least seconds of a run, and batches per replica, for a comparison with the trial.
+
+A shorter run mostly waits for its first images and warms up, and in the end replicas are idle.
 """
 
 
@@ -70,9 +71,7 @@ class TrialSpeed:
         return Shortfall(share, self._cause(seconds, rows) if share < LEAST_SHARE else None)
 
     def _cause(self, seconds: Mapping[str, float], rows: int) -> str:
-        """Sentence on the stage that exceeds its trial most; the trial has no copies and no
-        writing.
-        """
+        """Sentence on the stage that exceeds its trial most; copies and writing have no trial."""
         each = {stage: busy / rows for stage, busy in seconds.items()}
         loading = max(
             ("read", self.read_s), ("decode", self.decode_s), key=lambda x: each[x[0]] - x[1]

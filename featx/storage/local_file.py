@@ -63,9 +63,7 @@ class RawFile:
         return os.fstat(self._descriptor).st_size
 
     def items(self, width: int) -> npt.NDArray[np.void]:
-        """View of the mapped file as overlapping items of `width` bytes; item i starts at byte
-        i.
-        """
+        """View of the mapped file as overlapping items of `width` bytes; item i starts at i."""
         assert self.mapped is not None
         shape = (max(0, self.size - width + 1),)
         return np.ndarray(shape, f"V{width}", self.mapped.data, strides=(1,))
@@ -89,9 +87,7 @@ class RawFile:
             self.read_into(target, at, label)
 
     def pread_into(self, target: Bytes, at: int, label: str) -> None:
-        """Fill `target` by system calls, which raise an error where a memory map would raise
-        SIGBUS.
-        """
+        """Fill `target` by system calls, which raise an error where a memory map raises SIGBUS."""
         done = 0
         while done < len(target):
             count = os.preadv(self._descriptor, [target[done:].data], at + done)

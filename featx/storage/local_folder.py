@@ -28,6 +28,7 @@ from featx.storage.reserved_file import ReservedFile
 
 TEMPORARY = ".tmp-"
 """Prefix of the names of temporary files and folders."""
+
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 """Errors of os.link on file systems without hard links, or with a limit on their number."""
 
@@ -120,8 +121,7 @@ class AtomicFolder:
         patiently(path, replace)
 
     def compare_and_swap(self, path: Path, before: bytes, data: bytes) -> bool:
-        """Replace the content of a file that holds `before`, which the lock of the store guarantees
-        here.
+        """Replace the content of a file if it holds `before`; on a disk the lock guarantees that.
 
         Args:
             path: File to replace.
@@ -148,8 +148,9 @@ class AtomicFolder:
             raise failed(path, error) from error
 
     def write_best_effort(self, path: Path, text: str) -> None:
-        """Replace the content of a file that only informs people; not synced, errors are
-        ignored.
+        """Replace the content of a file that only informs people.
+
+        It is not synced, and errors are ignored.
         """
         with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
@@ -330,9 +331,7 @@ class AtomicFolder:
 
     @contextlib.contextmanager
     def _temporary(self, path: Path) -> Iterator[Path]:
-        """Name for a temporary file beside `path`; the file is deleted at the end if it still
-        exists.
-        """
+        """Name for a temporary file beside `path`; if the file exists at the end, it is deleted."""
         temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
         try:
             yield temporary

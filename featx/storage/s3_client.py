@@ -30,9 +30,9 @@ CONNECTIONS = 16
 """Number of concurrent requests of one process."""
 
 ATTEMPTS = 4
-"""Number of attempts of a request without an answer, or with one that asks to retry, until the
-server
-counts as unavailable.
+"""Number of attempts until the server counts as unavailable.
+
+A request is repeated if it gets no answer, or one that asks to retry.
 """
 
 PATIENCE_S = 600.0
@@ -40,6 +40,7 @@ PATIENCE_S = 600.0
 
 _LONGEST_PAUSE_S = 20.0
 """Longest pause in seconds between two attempts during an outage."""
+
 _SLICE_S = 0.5
 """Interval in seconds at which waiting threads check whether the run was told to stop."""
 
@@ -298,8 +299,7 @@ def _meaning(response: dict[str, Any], url: str) -> OSError:
 
 @functools.lru_cache(maxsize=1)
 def client(process: int) -> Any:
-    """S3 client of botocore for a process; the process id keeps forked children from sharing
-    sockets.
+    """S3 client of botocore for a process; forked children do not share connections.
 
     Args:
         process: Id of the current process.

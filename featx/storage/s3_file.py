@@ -32,6 +32,7 @@ BLOCK_BYTES = 64 << 10
 
 _KEPT_BLOCKS = 32
 """Number of blocks that are cached per file."""
+
 _GAP_BYTES = 64 << 10
 """Largest gap between two ranges that are merged: the latency of a request is worth about 2 MB."""
 
@@ -191,9 +192,7 @@ class S3File(io.RawIOBase):
             target[:] = data[at - start : at - start + len(target)]
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        """Fetch the bytes [start, stop) of the object with the entity tag it had when it was
-        opened.
-        """
+        """Fetch the bytes [start, stop) of the object; its entity tag must be unchanged."""
         try:
             data, _ = s3_client.read(
                 self._path.bucket, self._path.key, (start, stop), self._entry.etag

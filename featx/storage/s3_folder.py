@@ -84,9 +84,7 @@ class S3Folder(AtomicFolder):
         return patiently(path, compare_and_swap)
 
     def append(self, path: Path, text: str) -> None:
-        """Do nothing: objects cannot grow, and failures.csv is written completely at the end of a
-        run.
-        """
+        """Do nothing: objects cannot grow, and the end of a run writes failures.csv completely."""
 
     def write_best_effort(self, path: Path, text: str) -> None:
         """Create or replace an object that only informs people; errors are ignored."""

@@ -115,9 +115,7 @@ class S3Path(PosixPath):
         return _as_stat(self.__dict__.pop("_listed", None) or self.entry())
 
     def glob(self, pattern: str) -> Iterator[S3Path]:  # type: ignore[override]
-        """List objects directly in this folder by name; their metadata comes with the same
-        request.
-        """
+        """List objects directly in this folder; one request returns names and metadata."""
         start = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
         folder = f"{self.key}/"
         for key, entry in s3_client.names(self.bucket, folder + start):

@@ -21,9 +21,9 @@ chunks of compressed layers. 'rows': all chunks of which a row is read. False: n
 
 _SHARE = 4
 _SHARE_FAR = 2
-"""Inverse of the share of a chunk that a read must take for the chunk to be compared, which means
-to
-read all of it. In an object store every further byte is more expensive than on a disk.
+"""Inverse of the share of a chunk that a read must take for the chunk to be compared.
+
+To compare a chunk means to read all of it, which is more expensive in an object store.
 """
 
 
@@ -110,9 +110,7 @@ class ChunkCheck:
         ]
 
     def due_of_rows(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Chunks, in ascending order, that must be compared before rows in any order are
-        returned.
-        """
+        """Chunks, in ascending order, to compare before rows in any order are returned."""
         chunks = rows // self._step
         undone = chunks[~self._compared[chunks]]
         if not len(undone):

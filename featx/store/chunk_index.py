@@ -15,9 +15,9 @@ from featx.store.filter_pipeline import Pipeline
 
 _FEW_LOOK_UPS = 32
 _MANY_CHUNKS = 20_000
-"""In an index with more than _MANY_CHUNKS chunks, the first _FEW_LOOK_UPS chunks are looked up one
-by
-one, which takes 20 ns times the number of chunks each; a listing of all takes 3 µs per chunk.
+"""Number of chunks above which the first _FEW_LOOK_UPS chunks are looked up one by one.
+
+A look-up takes 20 ns times the number of chunks, a listing of all 3 µs per chunk.
 """
 
 
@@ -136,9 +136,7 @@ class ChunkIndex:
         self.at[chunk] = at[good]
 
     def _fault_overlaps(self) -> None:
-        """Mark chunks that share bytes as unusable, since one of them would be read for the
-        other.
-        """
+        """Mark chunks that share bytes as unusable: one would be read for the other."""
         order = np.argsort(self.at, kind="stable")
         order = order[self.at[order] >= 0]
         over = self.at[order[:-1]] + self.size[order[:-1]] > self.at[order[1:]]

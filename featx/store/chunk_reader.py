@@ -268,8 +268,9 @@ class ChunkRows:
         return IndexError(f"{self._label} has {self._num_rows} rows, not {first} to {last}")
 
     def _decoded_by_hdf5(self, chunk: int) -> Bytes | None:
-        """Decode a chunk by HDF5 that our decoder refuses, as a filter may ignore some bits of its
-        header.
+        """Decode a chunk by HDF5 that our decoder refuses.
+
+        A filter may ignore some bits of its header, so HDF5 may still decode it.
 
         Returns:
             Bytes of the chunk, or None if HDF5 fails as well or no checksum could confirm them.

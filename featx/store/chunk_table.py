@@ -33,9 +33,8 @@ MAGIC = b"featx chunk table 1\n"
 """First bytes of the table; the length of the rest and its crc32 follow, 8 bytes each."""
 
 _CHUNK = np.dtype([("address", "<u8"), ("size", "<u8"), ("mask", "<u4"), ("crc", "<u4")])
-"""Entry of a chunk: address and size in the file, filter mask, and `layout.checksum` of its
-rows.
-"""
+"""Entry of a chunk: address and size in the file, filter mask, checksum of the rows."""
+
 _WINDOW = 64 << 20
 """Size of the pieces in which a file is searched for the table, from its end."""
 

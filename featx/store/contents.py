@@ -115,9 +115,7 @@ def find_contents(root: Path, handles: Handles) -> Contents:
 
 
 def _packed_state(root: Path) -> tuple[int, int] | None:
-    """Inode and modification time of features.h5, which change when it is replaced; None without
-    one.
-    """
+    """Inode and modification time of features.h5, or None; they change when it is replaced."""
     try:
         state = (root / layout.PACKED).stat()
     except FileNotFoundError:

@@ -1,6 +1,4 @@
-"""HDF5 files open for reading: checked to be harmless, limited in number, never shared across a
-fork.
-"""
+"""HDF5 files open for reading: checked, limited in number, and never shared across a fork."""
 
 from __future__ import annotations
 
@@ -29,9 +27,9 @@ from featx.store.chunk_reader import ChunkRows
 
 _MAX_OPEN_FILES = 128
 _SHARE_OF_LIMIT = 8
-"""Largest number of files that a store keeps open per process: _MAX_OPEN_FILES, or
-1/_SHARE_OF_LIMIT
-of the limit of the process if that is less.
+"""Limits on the number of files that a store keeps open per process.
+
+These are _MAX_OPEN_FILES, and 1/_SHARE_OF_LIMIT of the limit of the process if that is less.
 """
 
 _LZF = h5py.h5z.FILTER_LZF
@@ -223,8 +221,7 @@ class Handles:
 
     @contextlib.contextmanager
     def use(self, path: Path) -> Iterator[OpenFile]:
-        """Open file for the time of the block; never one that a parent process opened before a
-        fork.
+        """Open a file for the time of the block; never one from before a fork.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -255,9 +252,7 @@ class Handles:
             self._close_idle(0)
 
     def _close_idle(self, most: int) -> None:
-        """Close the least recently used files beyond `most`, except those that a thread is
-        reading.
-        """
+        """Close the least recently used files beyond `most` that no thread is reading."""
         idle = [path for path, file in self._files.items() if not file.users]
         for path in idle[: max(0, len(self._files) - most)]:
             self._files.pop(path).close()
@@ -425,9 +420,7 @@ def has_link(file: h5py.File, path: str) -> bool:
 
 
 def check_hard(file: h5py.File, path: str) -> None:
-    """Raise StoreError unless every step of `path` is a hard link, so that it stays in this
-    file.
-    """
+    """Raise StoreError unless every step of `path` is a hard link within this file."""
     where = ""
     for name in path.split("/"):
         where = f"{where}/{name}".lstrip("/")

@@ -25,12 +25,14 @@ from featx.types import Part
 
 BEAT_S = 10.0
 """Seconds between two writes of the file."""
+
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the first pid namespace, PROC_PID_INIT_INO in the kernel's proc_ns.h."""
 
 SILENT_S = 45.0
-"""Seconds without a write after which a process counts as silent; allows for clocks that differ by
-half a minute, and for file systems that show changes late.
+"""Seconds without a write after which a process counts as silent.
+
+They allow for clocks that differ by half a minute, and file systems that show changes late.
 """
 
 

@@ -48,6 +48,7 @@ CHECKSUMS = "checksums"
 _WORDS = 512
 _FOLDED_BYTES = 65536
 """Words per row, and the unit in bytes, of `checksum`; for fewer bytes crc32 alone is faster."""
+
 KEY = "key"
 LABEL = "label"
 STATUS = "status"
@@ -65,12 +66,13 @@ LIBVER = ("v110", "v110")
 
 CHUNK_BYTES = 1 << 20
 """Target size of a chunk without filters."""
+
 CHUNK_BYTES_COMPRESSED = 1 << 18
-"""Target size of a compressed chunk before compression; to read one row, a whole chunk is
-decoded.
-"""
+"""Target size of a compressed chunk before compression; one row decodes a whole chunk."""
+
 PART_BYTES = 256 << 20
 """Largest size of a part with part_rows=auto, as a part is built in memory."""
+
 COLUMN_CHUNK_ROWS = 1 << 14
 """Largest number of rows per chunk of key, label, status and the columns."""
 
@@ -142,9 +144,7 @@ class Grid:
 
     @property
     def slots(self) -> int:
-        """Number of rows that the datasets of a part can hold: part_rows, or less for a small
-        run.
-        """
+        """Number of rows that the datasets of a part can hold: part_rows, or less in small runs."""
         return min(self.part_rows, power_of_two_at_least(self.num_rows))
 
     def __len__(self) -> int:

@@ -83,9 +83,7 @@ def listing_file(listing: Listing) -> memoryview:
 
 
 def make_groups(file: h5py.File, listing: Listing) -> None:
-    """Create the groups for a listing; groups that HDF5 creates implicitly store the time of
-    day.
-    """
+    """Create the groups for a listing; groups that HDF5 creates by itself store the time."""
     names = [layout.CHECKSUMS]
     if listing.columns:
         names += [layout.COLUMNS, f"{layout.CHECKSUMS}/{layout.COLUMNS}"]

@@ -30,9 +30,9 @@ _SUM = "sha256"
 """Entry with the SHA-256 of all other entries of featx.json."""
 
 _MAX_PARTS = 1_000_000
-"""Largest number of parts, as names of parts have six digits; a damaged manifest with a larger
-number
-could demand endless work.
+"""Largest number of parts, as names of parts have six digits.
+
+A damaged manifest with a larger number could demand endless work.
 """
 
 
@@ -73,9 +73,7 @@ class Run:
         return [self.grid.part(i) for i in range(len(self.grid))]
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON types for featx.json: its top level for the first run, else an entry of
-        `additions`.
-        """
+        """JSON types for featx.json: its top level or, for later runs, an entry of `additions`."""
         return {
             "fingerprint": dict(self.header.fingerprint),
             "fingerprint_sha256": self.digest,

@@ -342,9 +342,7 @@ class _Packing:
         images[:] = np.where(found == UNKNOWN_IMAGE, images, found)
 
     def _copy_rows(self, source: h5py.File, path: str, first_row: int) -> None:
-        """Copy the rows of a dataset: aligned whole chunks as stored, others decoded and
-        checked.
-        """
+        """Copy the rows of a dataset: aligned chunks as stored, others decoded and checked."""
         rows, target, sums = source[path], self._packed[path], self._sums[path]
         step = target.chunks[0]
         num_rows = len(rows)

@@ -1,6 +1,4 @@
-"""Reads a store: lazy arrays of features by layer, with keys, labels, status and failures by
-row.
-"""
+"""Reads a store: lazy arrays of features, with keys, labels, status and failures of rows."""
 
 from __future__ import annotations
 
@@ -105,9 +103,7 @@ class FeatureStore:
         self._find()
 
     def refresh(self) -> FeatureStore:
-        """Look again which rows and layers are there, while a run is in progress; returns the
-        store.
-        """
+        """Look again which rows and layers exist, while a run is in progress; returns self."""
         self._handles = Handles(self.verify)
         columns = ("keys", "labels", "status", "failures", "key_bytes", "image_checksums")
         for name in (*columns, "_key_order"):
@@ -239,7 +235,7 @@ class FeatureStore:
 
     @cached_property
     def failures(self) -> list[dict[str, Any]]:
-        """Failed rows in ascending order, each with row, key, status (as a word), error and
+        """Failed rows in ascending order, each with row, key, status (a word), error and
         message.
         """
         found = []
@@ -263,9 +259,7 @@ class FeatureStore:
             raise StoreError(f"{self.root}: row {row} has status {self.status[row]}.") from error
 
     def _read_failures(self) -> list[tuple[int, bytes, bytes]]:
-        """Row, exception and message of each failed row; a row that failed in several runs counts
-        once.
-        """
+        """Row, exception and message of each failed row, from the first run in which it failed."""
         found: dict[int, tuple[int, bytes, bytes]] = {}
         for segment in self._contents.segments:
             with self._open(segment) as opened:
@@ -315,9 +309,7 @@ class FeatureStore:
 
     @cached_property
     def _key_order(self) -> npt.NDArray[np.int64] | None:
-        """(N,) rows sorted by key, or None if the rows are in that order (until a data set
-        grows).
-        """
+        """(N,) rows sorted by key, or None if they are sorted, as they are unless a store grew."""
         keys = self.key_bytes
         return None if (keys[1:] > keys[:-1]).all() else np.argsort(keys, kind="stable")
 
@@ -351,8 +343,7 @@ class FeatureStore:
         return self._places[layer]
 
     def _again_if_packed(self, read: Callable[[], T]) -> T:
-        """Call `read`; if a part vanished because the store was packed meanwhile, refresh and call
-        it again.
+        """Call `read`, and once more after a refresh if a part vanished due to packing.
 
         Raises:
             StoreError: The rows are not in a packed file, or another store took the place of this
@@ -441,9 +432,7 @@ class FeatureStore:
         places: npt.NDArray[np.int64],
         out: npt.NDArray[Any],
     ) -> None:
-        """Write sorted rows of one segment to their places of `out`; rows it does not hold become
-        NaN.
-        """
+        """Write sorted rows of a segment to their places of `out`; absent rows become NaN."""
         if number < 0:
             out[places] = np.nan
             return

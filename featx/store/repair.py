@@ -209,9 +209,7 @@ def _saved(
 
 
 def _path_of(root: Path, manifest: Manifest, rows: Part) -> Path:
-    """Path for rows of a part: that of the part if they are all of it, otherwise that of a
-    piece.
-    """
+    """Path for rows of a part: that of the part if they are all of it, else of a piece."""
     is_whole = manifest.part_of(rows) == rows
     return part_path(root, rows.index) if is_whole else piece_path(root, rows)
 
@@ -298,9 +296,7 @@ def _good_rows(
     part: Part,
     failures: Mapping[int, tuple[bytes, bytes]] | None,
 ) -> _GoodRows | None:
-    """Find the rows of a part whose chunks are intact in all layers; None if a layer is not
-    found.
-    """
+    """Find the rows of a part with intact chunks in all layers; None if a layer is missing."""
     start, stop = part.start - file.start, part.stop - file.start
     features: dict[str, npt.NDArray[Any]] = {}
     good = np.ones(len(part), np.bool_)

@@ -152,9 +152,7 @@ class StoreSession:
         return max((run.grid.stop_row for run in asked), default=0)
 
     def lost_rows(self) -> list[int]:
-        """Rows of the requested layers that were lost with damaged chunks of otherwise repaired
-        parts.
-        """
+        """Rows of the requested layers that were lost with damaged chunks of repaired parts."""
         parts = [part for part in self.missing() if self._pieces.of(part)]
         return [row for part in parts for row in self.lacking_rows(part)]
 
@@ -204,9 +202,7 @@ class StoreSession:
         return run.names == self._asked.names
 
     def parts_with(self, rows: Iterable[int]) -> list[Part]:
-        """Committed parts, and parts with pieces, of the requested layers that hold any of some
-        rows.
-        """
+        """Parts of the requested layers with any of some rows, committed or with pieces."""
         asked = [run for run in self.manifest.runs if self.makes(run)]
         found = {run.grid.part_of(row) for run in asked for row in rows if run.grid.holds(row)}
         there = [part for part in found if part.index in self._done or self._pieces.of(part)]
@@ -323,9 +319,7 @@ class StoreSession:
         return [part for part in run.parts() if part.index not in self._done]
 
     def _mind(self, other: HeartbeatRecord, overwrite: bool) -> None:
-        """Handle another driver on a store without locks: a warning, or an error with
-        overwrite=true.
-        """
+        """Warn about another driver on a store without locks; raise with overwrite=true."""
         if overwrite:
             raise StoreLockedError(
                 f"{self.root} is being written by {other.name}; it was heard of "

@@ -20,9 +20,7 @@ WINDOW_S = 300.0
 """Seconds before the last commit over which the speed is measured."""
 
 _STUCK_PARTS, _STUCK_S = 5.0, 120.0
-"""A part counts as stuck after _STUCK_PARTS times the usual duration, but not before _STUCK_S
-seconds.
-"""
+"""Usual durations, and seconds, after both of which a part counts as stuck."""
 
 
 @dataclass

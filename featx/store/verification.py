@@ -153,9 +153,7 @@ class _Expected:
 
 
 def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
-    """Manifest that a single features.h5 carries; None and a damage if it is missing or not
-    valid.
-    """
+    """Manifest that a single features.h5 carries; None and a damage if it is not valid."""
     try:
         with open_hdf5(path) as file:
             if "featx_format" not in file.attrs:

@@ -43,9 +43,7 @@ from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
 from featx.types import Part
 
 MAX_DEATHS = 3
-"""Number of workers that may die in the same part, or before they have a part, until the run
-ends.
-"""
+"""Number of workers that may die in the same part, or without a part, until the run ends."""
 
 _LISTEN_S = 0.2
 _LAST_WORDS = 20
@@ -189,7 +187,7 @@ class WorkerPool:
         self._ending: BaseException | None = None
 
     def work(self) -> None:
-        """Start the workers and serve them until every part is committed or an error ends the
+        """Start the workers and serve them until all parts are committed or an error ends the
         run.
         """
         session = self._session
@@ -350,9 +348,7 @@ class WorkerPool:
         return bool(queued) or any(worker.held for worker in self._workers)
 
     def _replace(self, worker: _Worker) -> None:
-        """Start another worker in place of one that died, or end the run after MAX_DEATHS
-        deaths.
-        """
+        """Start another worker for one that died, or end the run after MAX_DEATHS deaths."""
         self.harvest.is_labour_complete = False
         held = [worker.held[index] for index in sorted(worker.held)]
         # If a decoder crashed, the in-flight journal names the image and the next worker decodes it

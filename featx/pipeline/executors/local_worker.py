@@ -143,9 +143,7 @@ def main(descriptor: int, parent: int) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its driver dies, even if no Python code can run
-    then.
-    """
+    """Have the kernel end this process with its driver, even while no Python code can run."""
     if sys.platform.startswith("linux"):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

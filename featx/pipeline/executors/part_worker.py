@@ -107,9 +107,7 @@ class PartWorker:
         return failures
 
     def finish_part(self) -> Callable[[], None]:
-        """Detach the part whose last batch was taken; return a function that commits and reports
-        it.
-        """
+        """Detach the finished part; return a function that commits and reports it."""
         assert self._at is not None, "no batch of a part was taken"
         part, begun = self._at
         # These counts are taken here, in the thread of `take`: the commit runs in another thread,

@@ -40,6 +40,7 @@ from featx.types import Part
 
 WAIT_S = 0.5
 """Seconds to wait for results before signals are checked again."""
+
 CONNECT_S = 10.0
 """Seconds to wait for an answer at executor.address."""
 
@@ -48,8 +49,11 @@ MAX_DEATHS = 3
 
 
 def check(config: Config) -> None:
-    """Raise MissingExtraError without Ray, or ConfigError if no cluster answers at
-    executor.address.
+    """Check that Ray is installed and that its cluster answers.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: No cluster answers at executor.address.
     """
     _ray()
     host, _, port = (config.executor.address or "").removeprefix("ray://").rpartition(":")
@@ -108,8 +112,10 @@ class Actor:
         return sign_name(os.getpid())
 
     def do(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
-        """Compute and commit a part; return the results since the last call, and the
-        measurements.
+        """Compute and commit a part.
+
+        Returns:
+            Results since the last call, and the measurements of this part.
         """
         assert self._work is not None, "the actor is not ready"
         with add_worker_context(self._name, lambda: rows_text([part])):

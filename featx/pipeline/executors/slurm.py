@@ -58,6 +58,7 @@ from featx.types import Part
 
 POLL_S = 2.0
 """Seconds between two looks at the parts and tasks."""
+
 SIGNAL_DELAY_S = 90
 """Seconds before its time limit at which a task is told to end, at the most."""
 
@@ -65,9 +66,7 @@ MAX_LOSSES = 3
 """Number of tasks that may end at the same part before the run ends."""
 
 RESULT_S = 15.0
-"""Seconds to wait for the result file of an ended task, which a network file system may show
-late.
-"""
+"""Seconds to wait for the result of an ended task, as network file systems show files late."""
 
 SUBMIT_AGAIN_S = 30.0
 """Seconds until parts are submitted again if the controller does not answer during a run."""
@@ -77,10 +76,9 @@ TIME_LIMIT = "its time limit"
 
 _TASKS = 8
 """Number of tasks if executor.tasks is not given."""
+
 _ENDLESS = 10**9
-"""How often submitit may queue a task again after its time limit; `Task` counts runs in vain
-itself.
-"""
+"""How often submitit may queue a task again after its time limit; `Task` has its own limit."""
 
 
 def check(config: Config) -> None:
@@ -347,8 +345,7 @@ class _Array:
         self._progress.tell(text)
 
     def _submit(self, parts: Sequence[Part], is_first: bool = False) -> None:
-        """Submit parts as tasks; during a run they are kept for later if Slurm cannot take them
-        now.
+        """Submit parts as tasks; during a run they wait if Slurm cannot take them now.
 
         Args:
             parts: Parts to submit; committed ones are left out.

@@ -26,6 +26,7 @@ REPORT_S = 60.0
 
 _ANSWER_S = 60.0
 """Seconds to wait for the answer of a Slurm command."""
+
 _ENDED = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "REVOKED", "TIMEOUT",
@@ -181,8 +182,8 @@ class SlurmQueue:
             _asked(["scancel", *ids])
 
     def _ask(self, ids: list[str]) -> None:
-        """Ask the controller for the states of tasks, and the database for those that it has
-        forgotten.
+        """Update the states of tasks from the controller, or from the database if it forgot
+        them.
         """
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
@@ -255,9 +256,7 @@ class SlurmQueue:
         )
 
     def _is_due(self, what: str, now: float) -> bool:
-        """Whether REPORT_S seconds have passed since this was last reported; restarts the clock if
-        so.
-        """
+        """Whether the last report of this kind is REPORT_S seconds old; if so, one is due now."""
         last = self._reported_at.get(what)
         if last is not None and now - last < REPORT_S:
             return False

@@ -50,9 +50,7 @@ class Maker(Protocol):
         """Compute the values of one batch; called from several threads with different engines."""
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
-        """Consume the next batch of a part, as `BatchSink.take`; return the failures of its
-        rows.
-        """
+        """Consume the next batch of a part, as `BatchSink.take`; return its failures."""
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
         """Detach the part whose last batch was taken.

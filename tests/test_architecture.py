@@ -112,12 +112,6 @@ def test_an_example_runs_as_it_stands(kind: str, tmp_path: Path) -> None:
     commands = make(EXAMPLES[kind], copy)
     pixels = np.random.default_rng(0).integers(0, 256, (5, 40, 50, 3), np.uint8)
     np.save(tmp_path / "images.npy", pixels)
-    (tmp_path / "clone").mkdir()
-    (tmp_path / "clone" / "hubconf.py").write_text(
-        "from collections import OrderedDict\nimport torch\n\n\ndef tiny(pretrained):\n"
-        '    parts = {"conv": torch.nn.Conv2d(3, 4, 16, 16), "flat": torch.nn.Flatten()}\n'
-        "    return torch.nn.Sequential(OrderedDict(parts))\n"
-    )
     printed = ""
     for line in commands:
         done = subprocess.run(
@@ -144,7 +138,7 @@ def check_example(kind: str, folder: Path, printed: str) -> None:
     if kind == "source":
         assert len(store) == store.ok.sum() == 5
     elif kind == "model library":
-        assert rows.shape[1:] == (4, 14, 14)
+        assert rows.shape[1:] == (256,)
     elif kind == "reduction":
         assert rows.shape[1:] == (512,)
         assert (rows[store.ok] >= 0).all()

@@ -216,7 +216,7 @@ class _Commits:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # A complete part is committed even if the run has failed since
+        # A complete part is committed even if the run has failed since.
         self._thread.shutdown(wait=True)
 
     def begin(self, commit: Callable[[], object]) -> None:

@@ -229,7 +229,7 @@ def _probe_images(
     rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.retry_suspects()
-        # This imports the decoders, which must not count as decoding time
+        # This imports the decoders, which must not count as decoding time.
         loader.load(rows[:1].tolist())
         read, decode = loader.times.read, loader.times.decode
         images = loader.load(rows.tolist())

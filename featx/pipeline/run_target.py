@@ -29,9 +29,9 @@ PART_SECONDS = 60.0
 """Upper bound of the work per part in seconds, and so of the work that a kill can cost."""
 
 SHORT_PART_SECONDS, SHORT_PARTS = 2.0, 256
-"""Number of parts of a short run, each with at least SHORT_PART_SECONDS of work.
+"""A run is cut into about SHORT_PARTS parts of SHORT_PART_SECONDS to PART_SECONDS of work each.
 
-So the first rows are committed early, and an interruption costs little.
+So a short run commits its first rows early, and an interruption costs it little.
 """
 
 PARTS_PER_LIMIT = 8
@@ -193,7 +193,7 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
         return before
     if listing_identity(found) == identity:
         return found
-    # An interrupted grow=true: earlier runs know fewer rows
+    # grow=true was interrupted: the files of earlier runs have the first rows of the listing.
     for run in reversed(stored.runs[:-1]):
         rows = str(run.header.fingerprint.get("listing"))
         first = read_listing(root, run.grid.stop_row, rows)

@@ -111,6 +111,7 @@ class _Outage:
         if self._began is None:
             return
         with self._lock:
+            # Checked again under the lock: only one of several threads reports the end.
             began, self._began = self._began, None
             was_reported, self._is_reported = self._is_reported, False
         if began is not None and was_reported:

@@ -228,7 +228,8 @@ def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None
     used: set[int] = set()
     try:
         for number in range(len(objects)):
-            most = number + (_FILES_AHEAD if number else 1)  # the first one shows which blocks
+            # The first file shows which blocks to fetch.
+            most = number + (_FILES_AHEAD if number else 1)
             for path in objects[number + len(begun) : most]:
                 begun.append(s3_client.threads(os.getpid()).submit(S3File, path, used))
             now = begun.popleft()

@@ -62,7 +62,7 @@ class S3Path(PosixPath):
 
     def __str__(self) -> str:
         scheme, rest = self.parts[:1], "/".join(self.parts[1:])
-        return f"s3://{rest}" if scheme == ("s3:",) else "/".join(self.parts)  # relative to another
+        return f"s3://{rest}" if scheme == ("s3:",) else "/".join(self.parts)  # a relative path
 
     def __fspath__(self) -> str:
         raise ObjectStoreError(

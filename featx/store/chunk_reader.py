@@ -184,6 +184,7 @@ class ChunkRows:
             smallest = int(steps.min())
             if smallest < 0 or places.min() < 0 or places.max() >= len(out):
                 raise IndexError("rows must increase, and places lie in the array that is filled")
+            # Consecutive rows for consecutive places are one range of the file.
             joined = smallest == 1 == steps.max() and (moves == 1).all()
         elif not 0 <= place < len(out):
             raise IndexError(f"there is no place {place} among {len(out)}")

@@ -104,9 +104,9 @@ def find_contents(root: Path, handles: Handles) -> Contents:
             contents = _folder_contents(root, before is not None, handles)
         except (FileNotFoundError, StoreError) as error:
             trouble = error
-        # Otherwise the store was packed meanwhile, parts were vanishing, and it needs another look.
         if _packed_state(root) == before:
             break
+        # The store was packed meanwhile and parts were vanishing, so it needs another look.
     if isinstance(trouble, FileNotFoundError):
         raise StoreError(f"{root} holds no store: {trouble.filename} is missing.")
     if trouble is not None:

@@ -170,6 +170,7 @@ def pack(root: Path) -> None:
                 packing.create()
                 seal_texts(packed, file)
                 packing.copy(pieces)
+            # Read back before the file gets its name and the parts are deleted.
             with h5py.File(file, "r") as packed:
                 check_texts(packed, file.pread)
                 check_chunks(packed)

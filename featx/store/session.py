@@ -100,6 +100,7 @@ class StoreSession:
                 self._clear()
             before = self._restored()
             self.manifest = before or self.manifest
+            # Only the holder of the store may delete what other processes have left.
             clear_signs(self.disk)
             clear_leftovers(self.disk)
             if before is not None:
@@ -111,7 +112,7 @@ class StoreSession:
             self._begin(before)
             if not self.packed:
                 self.disk.make_folder(self.root / layout.PARTS)
-            self.write_failures()
+            self.write_failures()  # a killed run may have lost lines, as `append` does not sync
             yield self
 
     @property
@@ -170,6 +171,7 @@ class StoreSession:
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record that a part is committed, by this process or a worker, and its failures."""
         self._done.add(part.index)
+        # A kill in between leaves the part and its pieces; the next run deletes the pieces.
         for piece in self._pieces.of(part):
             self.disk.remove(piece_path(self.root, piece))
         new = [failure for failure in failures if failure.row not in self._failed]

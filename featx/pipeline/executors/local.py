@@ -309,7 +309,7 @@ class WorkerPool:
             queue = self._pending or self._suspects
             return queue.popleft() if queue else None
         alone = any(self._deaths[index] for index in worker.held)
-        # Keep the last parts for workers without one
+        # Keep the last parts for workers without one.
         few = len(self._pending) <= len(self._workers)
         return None if alone or few else self._pending.popleft()
 

@@ -153,5 +153,5 @@ def _die_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):  # the driver died while it was told something
+    with contextlib.suppress(BrokenPipeError):  # the driver died during a message to it
         sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

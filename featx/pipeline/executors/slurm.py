@@ -279,7 +279,7 @@ def _driver_lives(order: WorkerSpec) -> bool:
     try:
         signs = signs_of_life(order.root)
     except OSError:
-        return True  # the store cannot be asked now
+        return True  # the store cannot be read now
     return any(sign.alive for sign in signs if sign.path.name == order.driver)
 
 

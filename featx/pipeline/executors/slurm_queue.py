@@ -188,7 +188,7 @@ class SlurmQueue:
         jobs = ",".join(dict.fromkeys(task.partition("_")[0] for task in ids))
         command = ["squeue", "--noheader", "--array", "--states=all", "--format=%i|%T|%r"]
         code, out, error = _asked([*command, f"--jobs={jobs}"])
-        # squeue fails where it knows none of the jobs, and leaves out those that it does not know.
+        # squeue fails if it knows none of the jobs, and leaves out those that it does not know.
         if code == 0 or "invalid job id" in error.lower():
             found = {}
             for line in out.splitlines():
@@ -241,7 +241,7 @@ class SlurmQueue:
             return
         if self._waiting_since is None:
             self._waiting_since = now
-            # The first report comes early
+            # The first report comes early.
             self._reported_at["waiting"] = now - REPORT_S + 2 * ASK_S
         if not self._is_due("waiting", now):
             return

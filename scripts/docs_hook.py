@@ -1,4 +1,4 @@
-"""Pages of the documentation that are made from the code: every key, every public name."""
+"""Pages of the documentation that are made from the code: every option, every public name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from featx.config.schema import described_keys
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages below reference/."""
-    pages = {"reference/keys.md": keys_page(), "reference/python.md": python_page()}
+    pages = {"reference/options.md": options_page(), "reference/python.md": python_page()}
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
 
 
-def keys_page() -> str:
-    """Every key with its default and its sentence, a table for each group."""
+def options_page() -> str:
+    """Every option with its default and its sentence, a table for each group."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
     rows = described_keys()
     parents = {key.split(".")[0] for key, _, _ in rows if "." in key}
@@ -26,17 +26,17 @@ def keys_page() -> str:
         first = key.split(".")[0]
         groups.setdefault(first if first in parents else "", []).append((key, default, sentence))
     parts = [
-        "# Every key\n\nA key goes on the command line as `key=value` (Hydra's syntax), or into "
-        "`featx.extract(key=value)`. This page is made from the code; `python -m featx --help` "
-        "prints the same."
+        "# Every option\n\nAn option goes on the command line as `option=value` (Hydra's syntax), "
+        "or into `featx.extract(option=value)`. This page is made from the code; "
+        "`python -m featx --help` prints the same."
     ]
     for name, found in sorted(groups.items()):
         lines = "\n".join(
             f"| `{key}` | {_code(default)} | {text}|"
             for key, default, text in [(k, d, t.replace("|", "\\|") + " ") for k, d, t in found]
         )
-        title = f"`{name}`" if name else "Keys of a run"
-        parts.append(f"## {title}\n\n| key | default | meaning |\n|---|---|---|\n{lines}")
+        title = f"`{name}`" if name else "Options of a run"
+        parts.append(f"## {title}\n\n| option | default | meaning |\n|---|---|---|\n{lines}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -98,16 +98,16 @@ def test_pages_have_commands() -> None:
         assert piece in every, f"{piece!r} is in no command any more"
 
 
-def test_the_reference_has_every_key_and_every_name() -> None:
+def test_the_reference_has_every_option_and_every_name() -> None:
     pytest.importorskip("mkdocs", reason="no mkdocs: featx[docs] has it")
     sys.path.insert(0, str(REPOSITORY / "scripts"))
     try:
         import docs_hook
     finally:
         sys.path.pop(0)
-    keys = docs_hook.keys_page()
-    for key, _, _ in described_keys():
-        assert f"| `{key}` |" in keys
+    options = docs_hook.options_page()
+    for option, _, _ in described_keys():
+        assert f"| `{option}` |" in options
     assert "::: featx.write_report" in docs_hook.python_page()
 
 

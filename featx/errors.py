@@ -39,7 +39,7 @@ class FeatxError(Exception):
     """Base class of all exceptions raised on purpose; the message says what to do.
 
     Attributes:
-        exit_code: Exit code of the command.
+        exit_code: exit code of the command.
     """
 
     exit_code = 2
@@ -109,8 +109,8 @@ class ObjectStoreError(StoreError):
     """An object store refuses a request, or cannot be reached; errno tells which.
 
     Args:
-        errno: Error number, as for any OSError.
-        strerror: Error message.
+        errno: error number, as for any OSError.
+        strerror: error message.
         filename: URL of the object.
     """
 
@@ -147,8 +147,8 @@ def require(condition: bool, message: str) -> None:
     """Raise InternalError unless a condition holds; unlike `assert`, also under python -O.
 
     Args:
-        condition: What the following code relies on.
-        message: What is wrong if it does not hold.
+        condition: what the following code relies on.
+        message: what is wrong if it does not hold.
     """
     if not condition:
         raise InternalError(message)
@@ -174,9 +174,9 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     """Number with its noun: '1 row', '2 rows'.
 
     Args:
-        count: The number.
-        one: Noun in the singular.
-        many: Noun in the plural; by default the singular with an s.
+        count: the number.
+        one: noun in the singular.
+        many: noun in the plural; by default the singular with an s.
     """
     return f"{count} {one if count == 1 else many or one + 's'}"
 
@@ -185,9 +185,9 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """Clause with similar known names, to end a message about an unknown name; may be empty.
 
     Args:
-        name: Unknown name.
-        known: Known names.
-        count: Largest number of names in the clause.
+        name: unknown name.
+        known: known names.
+        count: largest number of names in the clause.
     """
     known = list(known)
     if also := [word for word in _ALSO_CALLED.get(name.lower(), ()) if word in known]:

@@ -53,11 +53,11 @@ class Listing:
     Attributes:
         keys: (N,) fixed-length bytes, unique, in bytewise order.
         labels: (N,) int64, indices into `classes`, -1 for rows without a label.
-        classes: Names of the C classes.
-        skipped: Reason -> number of files that were found and left out.
+        classes: names of the C classes.
+        skipped: reason -> number of files that were found and left out.
         marks: (N,) int64 content tags: numbers that change when the image behind a key changes, as
             far as the source knows without reading it (size, ...); None if it knows nothing.
-        columns: Name -> (N,) further values of each row, in bytewise order of the names: int64,
+        columns: name -> (N,) further values of each row, in bytewise order of the names: int64,
             float64 (NaN for missing values), bool, or fixed-length UTF-8 bytes (empty for missing
             values).
     """
@@ -108,8 +108,8 @@ class Source(Protocol):
         """Read the encoded bytes of one image.
 
         Raises:
-            ImageFault: This image cannot be read (missing, empty).
-            OSError: The environment fails (unmounted disk, I/O error), which says nothing about the
+            ImageFault: this image cannot be read (missing, empty).
+            OSError: the environment fails (unmounted disk, I/O error), which says nothing about the
                 image.
         """
 
@@ -131,7 +131,7 @@ class Stateful(Protocol):
             unknown.
 
         Raises:
-            OSError: The environment fails.
+            OSError: the environment fails.
         """
 
 
@@ -139,10 +139,10 @@ class Box(NamedTuple):
     """Rectangle in an upright image, in pixels.
 
     Attributes:
-        x: Left edge.
-        y: Top edge.
-        width: Width.
-        height: Height.
+        x: left edge.
+        y: top edge.
+        width: width.
+        height: height.
     """
 
     x: int
@@ -166,13 +166,13 @@ class ImageFault(Exception):  # noqa: N818 - it is recorded, not reported as an 
     """Raised if an image cannot become a row; the loader records it as a failure.
 
     Args:
-        status: Reason.
-        message: What happened.
-        error: Name of the original exception.
+        status: reason.
+        message: what happened.
+        error: name of the original exception.
 
     Attributes:
-        status: Reason, as stored.
-        error: Name of the original exception.
+        status: reason, as stored.
+        error: name of the original exception.
     """
 
     def __init__(self, status: Status, message: str, error: str = "ImageFault") -> None:
@@ -203,11 +203,11 @@ class Failure:
     """Failed row, as recorded in failures.csv.
 
     Attributes:
-        row: Row of the listing.
-        key: Key of the row.
-        status: Reason.
-        error: Name of the exception.
-        message: What happened.
+        row: row of the listing.
+        key: key of the row.
+        status: reason.
+        error: name of the exception.
+        message: what happened.
     """
 
     row: int
@@ -222,9 +222,9 @@ class Part:
     """Rows [start, stop) of the listing, which are computed, committed and resumed as a whole.
 
     Attributes:
-        index: Number of the part in the store.
-        start: First row of the listing.
-        stop: Row after the last one.
+        index: number of the part in the store.
+        start: first row of the listing.
+        stop: row after the last one.
     """
 
     index: int
@@ -242,9 +242,9 @@ class Batch:
     Attributes:
         images: (B, 3, H, W), normalised float32 with decode=reference, otherwise uint8 in [0, 255].
             Padding and failed rows are zero. With decode=gpu the tensor is on that device.
-        start: First row of the listing in this batch.
-        count: Number of rows of the listing, at most B; the rest is padding.
-        failures: Failed rows among them.
+        start: first row of the listing in this batch.
+        count: number of rows of the listing, at most B; the rest is padding.
+        failures: failed rows among them.
         checksums: (count,) uint64, `image_checksum` of the bytes of each row's image, or None.
     """
 
@@ -264,15 +264,15 @@ class LayerSpec:
     """Dataset of the store: what is captured where, and the form of its rows.
 
     Attributes:
-        name: Name of the dataset in /features.
-        layer: Dotted name of the module.
-        capture: 'output' or 'input' of the module, or a gradient there; for job=attribute a
+        name: name of the dataset in /features.
+        layer: dotted name of the module or operation.
+        capture: 'output', 'input' or 'attention', or a gradient there; for job=attribute a
             description of the method.
-        reduce: Name of the reduction.
-        reduce_args: Parameters of the reduction.
-        shape: Shape of a row, without the batch dimension.
-        dtype: Number type of the store: 'float16', 'float32' or 'bfloat16'.
-        compute_dtype: Dtype of the layer's values before the conversion, such as 'bfloat16'.
+        reduce: name of the reduction.
+        reduce_args: parameters of the reduction.
+        shape: shape of a row, without the batch dimension.
+        dtype: number type of the store: 'float16', 'float32' or 'bfloat16'.
+        compute_dtype: dtype of the layer's values before the conversion, such as 'bfloat16'.
     """
 
     name: str
@@ -295,13 +295,13 @@ class StoreHeader:
     """Header that every file of a run carries as root attributes.
 
     Attributes:
-        fingerprint: Name -> value (JSON types) of every setting that changes values.
-        config: Config as the user wrote it, YAML.
-        model: Name of the backbone.
-        weights: Name of its weights.
+        fingerprint: name -> value (JSON types) of every setting that changes values.
+        config: config as the user wrote it, YAML.
+        model: name of the backbone.
+        weights: name of its weights.
         weights_sha256: SHA-256 of its parameters.
-        transform: Preprocessing, as one readable line.
-        versions: Library -> version.
+        transform: preprocessing, as one readable line.
+        versions: library -> version.
     """
 
     fingerprint: Mapping[str, Any]
@@ -318,9 +318,9 @@ class ResumeState:
     """Choices with which an existing store or statistics were started; a resume keeps them.
 
     Attributes:
-        resolved: Name -> value of every `auto`.
-        part_rows: Rows per part of the layers that are resumed, or None for new layers.
-        what: Subject and verb for messages, such as 'the store was'.
+        resolved: name -> value of every `auto`.
+        part_rows: rows per part of the layers that are resumed, or None for new layers.
+        what: subject and verb for messages, such as 'the store was'.
     """
 
     resolved: Mapping[str, Any]

@@ -13,11 +13,11 @@ def bottleneck(
     """Describe the stage that the others waited for, its share of the time, and what would help.
 
     Args:
-        seconds: Stage -> busy seconds; reading and decoding summed over all threads.
-        took: Seconds of the run, from its first batch to its last commit.
-        threads: Number of threads that read and decode.
-        device: Type of the device: 'cpu', 'cuda' or 'mps'.
-        precision: Option of the config; 'auto' has tried all precisions.
+        seconds: stage -> busy seconds; reading and decoding summed over all threads.
+        took: seconds of the run, from its first batch to its last commit.
+        threads: number of threads that read and decode.
+        device: type of the device: 'cpu', 'cuda' or 'mps'.
+        precision: option of the config; 'auto' has tried all precisions.
     """
     waited = seconds["wait"] / took
     if waited > WAITING_SHARE:

@@ -25,10 +25,10 @@ class EngineSpec:
     All three are module-level functions, since workers receive them pickled by name.
 
     Attributes:
-        build: Creates the engine from the config, a backbone, a device, and the dtype of its
+        build: creates the engine from the config, a backbone, a device, and the dtype of its
             values.
-        select: Finds the requested datasets in one traced forward pass of the engine.
-        bind_reductions: Completes the reductions that need statistics of a data set.
+        select: finds the requested datasets in one traced forward pass of the engine.
+        bind_reductions: completes the reductions that need statistics of a data set.
     """
 
     build: Callable[[Config, Backbone, torch.device, str], Engine]

@@ -56,18 +56,18 @@ def run_extraction(
     """Start or resume the store of a config and complete it; reports progress on stderr.
 
     Args:
-        config: Checked config.
-        config_yaml: Config as the user wrote it; the store keeps this text.
-        engine_spec: How to build the engine that computes the rows.
-        known_rows_only: Ignore images that the store does not contain yet.
-        observe: Creates the observer of the run from its context and its open write session.
-        source: Data set given as a Python object; None opens the data set of the config.
+        config: checked config.
+        config_yaml: config as the user wrote it; the store keeps this text.
+        engine_spec: how to build the engine that computes the rows.
+        known_rows_only: ignore images that the store does not contain yet.
+        observe: creates the observer of the run from its context and its open write session.
+        source: data set given as a Python object; None opens the data set of the config.
 
     Returns:
-        Content of summary.json.
+        content of summary.json.
 
     Raises:
-        FeatxError: The config or the store does not fit, or the run failed.
+        FeatxError: the config or the store does not fit, or the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     mark = OverwriteMark(parse_path(config.out) / layout.OVERWRITING, config, source is None)
@@ -127,9 +127,9 @@ def _check(config: Config, out: Path, writes_images: bool) -> None:
     """Refuse impossible requests before images are listed or a model is loaded.
 
     Args:
-        config: Checked config.
-        out: Path of the store.
-        writes_images: Whether an observer writes images into the folder of the store.
+        config: checked config.
+        out: path of the store.
+        writes_images: whether an observer writes images into the folder of the store.
     """
     if config.grow and is_url(out):
         raise ConfigError(
@@ -152,8 +152,8 @@ def _log_row_problems(session: StoreSession, underflow_rows: Mapping[str, int]) 
     """Report failed rows and underflow rows on stderr.
 
     Args:
-        session: Write session of the store.
-        underflow_rows: Layer -> number of underflow rows.
+        session: write session of the store.
+        underflow_rows: layer -> number of underflow rows.
     """
     if session.failures:
         log_message(failures_text(session.failures))
@@ -169,8 +169,8 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     """Exit code of an extraction: 0, or EXIT_TOO_MANY_FAILURES with a message on stderr.
 
     Args:
-        config: Config of the run.
-        summary: Content of summary.json.
+        config: config of the run.
+        summary: content of summary.json.
     """
     failures = parse_path(config.out) / layout.FAILURES_CSV
     return exit_code(
@@ -185,13 +185,13 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
     """Compare the images with those that the rows in the store were computed from.
 
     Args:
-        prepared: Run context.
-        session: Write session of the store.
-        only_tell: Warn about changed images instead of raising. A repair does so, as it refuses
+        prepared: run context.
+        session: write session of the store.
+        only_tell: warn about changed images instead of raising. A repair does so, as it refuses
             nothing that it can fix.
 
     Raises:
-        StoreMismatchError: Images have changed, and refresh=true was not given or could not compute
+        StoreMismatchError: images have changed, and refresh=true was not given or could not compute
             all layers of their rows.
     """
     config, keys = prepared.config, prepared.listing.keys
@@ -235,7 +235,7 @@ def _anew_text(layers: Sequence[str]) -> str:
     """Clause on what refresh=true computes for runs with these layers.
 
     Args:
-        layers: Override `layers=[...]` of each run.
+        layers: override `layers=[...]` of each run.
     """
     each = f", once with each of {' and '.join(layers)}" if len(layers) > 1 else f" ({layers[0]})"
     return f"computes those rows anew and no others{each}"
@@ -289,13 +289,13 @@ def _compute_anew(
     """Recompute some rows in place; no other row changes.
 
     Args:
-        prepared: Run context.
-        session: Write session of the store.
-        rows: Rows of the listing.
-        option: Name of the option that requests this, for messages.
+        prepared: run context.
+        session: write session of the store.
+        rows: rows of the listing.
+        option: name of the option that requests this, for messages.
 
     Raises:
-        ConfigError: The requested layers are not exactly those of one run.
+        ConfigError: the requested layers are not exactly those of one run.
     """
     if not session.parts_with(rows):
         together = [f"layers=[{','.join(sorted(run.names))}]" for run in session.manifest.runs]
@@ -319,9 +319,9 @@ def product_of(purpose: StoreTarget, prepared: RunContext, session: StoreSession
     """Part task for the workers of a distributed run.
 
     Args:
-        purpose: Run target of the store.
-        prepared: Run context of the driver.
-        session: Write session of the store.
+        purpose: run target of the store.
+        prepared: run context of the driver.
+        session: write session of the store.
     """
     return StorePartTask(
         dtype=purpose.dtype,
@@ -355,7 +355,7 @@ def _is_mixed(session: StoreSession) -> bool:
     """Whether layers of some failed rows were computed from different images; reports them.
 
     Raises:
-        StoreMismatchError: The same holds for rows that have not failed.
+        StoreMismatchError: the same holds for rows that have not failed.
     """
     runs = session.manifest.runs
     if len(runs) == 1:

@@ -34,9 +34,9 @@ class Rows:
     """Features of the n rows of a batch.
 
     Attributes:
-        features: Dataset name -> (n, ...) array in the store's dtype (bfloat16 as uint16 bits).
-        failures: Failed rows of the batch.
-        underflow_rows: Layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
+        features: dataset name -> (n, ...) array in the store's dtype (bfloat16 as uint16 bits).
+        failures: failed rows of the batch.
+        underflow_rows: layer -> number of underflow rows: their largest magnitude is below 6.1e-5,
             the smallest normal float16.
         checksums: (n,) checksums of the encoded images, or None if the batch has none.
     """
@@ -51,15 +51,15 @@ class FeatureSink:
     """Batch sink of a run whose features are stored.
 
     Args:
-        prepared: Run context.
-        commit: Commits a part; returns the failures of the part that the store holds afterwards,
+        prepared: run context.
+        commit: commits a part; returns the failures of the part that the store holds afterwards,
             which another process may have committed first.
-        heart: Heartbeat that records the current part.
-        observer: Notified of each batch.
+        heart: heartbeat that records the current part.
+        observer: notified of each batch.
 
     Attributes:
-        underflow_rows: Layer -> number of underflow rows so far.
-        seconds: Always empty, as features have no stages of their own.
+        underflow_rows: layer -> number of underflow rows so far.
+        seconds: always empty, as features have no stages of their own.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class StorePartTask:
     """Part task of workers that compute parts of a store; picklable.
 
     Attributes:
-        dtype: Name of the dtype in which the engine returns values.
-        settings: Entries of the fingerprint that only this kind of run has.
-        datasets: Names of the datasets to compute.
-        manifest: Content of featx.json when the run was started.
+        dtype: name of the dtype in which the engine returns values.
+        settings: entries of the fingerprint that only this kind of run has.
+        datasets: names of the datasets to compute.
+        manifest: content of featx.json when the run was started.
     """
 
     dtype: str
@@ -149,12 +149,12 @@ def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
     """Compute the features of one batch, without padding; find non-finite and underflow rows.
 
     Args:
-        prepared: Run context.
-        engine: Engine of the run, or a replica of it.
+        prepared: run context.
+        engine: engine of the run, or a replica of it.
         batch: n rows, followed by padding.
 
     Raises:
-        NonFiniteError: A feature is NaN or infinite, and nonfinite=error.
+        NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
     """
     from featx.engine.row_checks import stored_bits
 

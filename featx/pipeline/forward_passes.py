@@ -27,8 +27,8 @@ class Passes:
     """Forward passes of a run, one at a time or in parallel; a context manager.
 
     Args:
-        prepared: Run context.
-        compute: Computes the result of a batch with an engine.
+        prepared: run context.
+        compute: computes the result of a batch with an engine.
     """
 
     def __init__(self, prepared: RunContext, compute: Callable[[Engine, Batch], Any]) -> None:
@@ -57,7 +57,7 @@ class Passes:
         """Iterate over the batches in order.
 
         Args:
-            batches: Parts with their batches.
+            batches: parts with their batches.
 
         Yields:
             part, batch, and a function that returns the result of the batch: it computes the batch,
@@ -105,9 +105,9 @@ class ParallelPasses:
     not depend on the batches that are computed at the same time.
 
     Args:
-        engines: Replicas of one engine.
-        threads: Number of CPU threads that compute one batch, or None on other devices.
-        compute: Computes the result of a batch with an engine.
+        engines: replicas of one engine.
+        threads: number of CPU threads that compute one batch, or None on other devices.
+        compute: computes the result of a batch with an engine.
     """
 
     def __init__(

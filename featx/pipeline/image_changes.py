@@ -49,7 +49,7 @@ class ImagesOfRun:
     """Images from which a run computed its rows.
 
     Attributes:
-        first_row: First row of the run in the listing.
+        first_row: first row of the run in the listing.
         checksums: (n,) uint64 checksum of each row's image; UNKNOWN_IMAGE if none was recorded.
         computed: (n,) bool, whether the row has been computed.
     """
@@ -69,11 +69,11 @@ class ImageChanges:
     """Result of comparing the images of a store or of statistics.
 
     Attributes:
-        changed: For each run, the rows that it computed from an image that has changed.
-        gone: Rows whose image had bytes before and has none now.
-        num_rows: Number of computed rows whose images were checked, by state or by bytes.
-        num_read: Number of these rows whose bytes were compared.
-        num_unknown: Number of computed rows without a checksum of their image.
+        changed: for each run, the rows that it computed from an image that has changed.
+        gone: rows whose image had bytes before and has none now.
+        num_rows: number of computed rows whose images were checked, by state or by bytes.
+        num_read: number of these rows whose bytes were compared.
+        num_unknown: number of computed rows without a checksum of their image.
         states: (N,) IMAGE_STATE to store for the next comparison, or None if the data set tells no
             states.
     """
@@ -102,17 +102,17 @@ def image_changes(
     """Compare the images of a store with those its rows were computed from.
 
     Args:
-        source: Data set that reads the images.
+        source: data set that reads the images.
         keys: (N,) keys of the rows of the store.
-        root: Folder of the store.
-        manifest: Manifest of the store.
+        root: folder of the store.
+        manifest: manifest of the store.
         present: (N,) bool, which keys the data set contains; None for all.
-        read_all: Compare the bytes of all images if the data set tells no states; otherwise such
+        read_all: compare the bytes of all images if the data set tells no states; otherwise such
             images are not compared.
 
     Raises:
-        RunError: The file system of the images keeps failing.
-        StoreError: The store cannot be read now.
+        RunError: the file system of the images keeps failing.
+        StoreError: the store cannot be read now.
     """
     runs = _images_of_runs(root, manifest)
     return compare_images(source, keys, runs, root / layout.IMAGES, present, read_all)
@@ -129,12 +129,12 @@ def compare_images(
     """Compare the images of a data set with those that runs computed their rows from.
 
     Args:
-        source, keys, present, read_all: As for `image_changes`.
-        runs: Images of each run, at least one run.
-        states_file: File with the states of the images at the last comparison.
+        source, keys, present, read_all: as for `image_changes`.
+        runs: images of each run, at least one run.
+        states_file: file with the states of the images at the last comparison.
 
     Raises:
-        RunError: The file system of the images keeps failing.
+        RunError: the file system of the images keeps failing.
     """
     present = np.ones(len(keys), np.bool_) if present is None else present
     now_ns = time.time_ns()  # taken before any state is read
@@ -177,8 +177,8 @@ def rows_of_two_images(root: Path, manifest: Manifest) -> npt.NDArray[np.int64]:
     """Rows whose layers were computed from different images, by the checksums in the store.
 
     Args:
-        root: Folder of the store.
-        manifest: Manifest of the store.
+        root: folder of the store.
+        manifest: manifest of the store.
     """
     _, mixed, _ = _expected(manifest.num_rows, _images_of_runs(root, manifest))
     return np.flatnonzero(mixed)
@@ -190,10 +190,10 @@ def changed_images_text(
     """Message for images that differ from those that a result was computed from.
 
     Args:
-        path: Folder of the result, a store or statistics.
-        keys: Keys of all rows.
-        rows: Rows whose images have changed.
-        what: What refresh=true does, a clause that starts with "computes".
+        path: folder of the result, a store or statistics.
+        keys: keys of all rows.
+        rows: rows whose images have changed.
+        what: what refresh=true does, a clause that starts with "computes".
     """
     return (
         f"{changed_text(len(rows))} since {path} was computed from them: "

@@ -55,19 +55,19 @@ class BatchSink(Protocol):
         """Consume the next batch of a part; batches arrive in order and from one thread.
 
         Args:
-            part: Part that the batch belongs to.
+            part: part that the batch belongs to.
             batch: n rows of the part, followed by padding.
-            computed: Waits for the result of `compute` for this batch and returns it.
+            computed: waits for the result of `compute` for this batch and returns it.
 
         Returns:
-            Failures of the rows of this batch.
+            failures of the rows of this batch.
         """
 
     def finish_part(self) -> Callable[[], object]:
         """Detach the part whose last batch was taken.
 
         Returns:
-            Function that commits the part. It may run in another thread while `take` receives
+            function that commits the part. It may run in another thread while `take` receives
             batches of the next part.
         """
 
@@ -82,18 +82,18 @@ def run_parts(
     """Compute and commit the missing parts.
 
     Args:
-        prepared: Run context.
-        work: Batch sink that receives the batches.
-        disk: Folder for the profiler trace of profile=true, or None if there is no folder.
-        observer: Notified of each committed part.
-        progress: Notified of each batch; None shows a progress bar on stderr.
+        prepared: run context.
+        work: batch sink that receives the batches.
+        disk: folder for the profiler trace of profile=true, or None if there is no folder.
+        observer: notified of each committed part.
+        progress: notified of each batch; None shows a progress bar on stderr.
 
     Returns:
-        Measurements of the run.
+        measurements of the run.
 
     Raises:
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
-        TooManyFailuresError: More images failed than max_failures allows, and much is left to do.
+        TooManyFailuresError: more images failed than max_failures allows, and much is left to do.
     """
     from featx.pipeline.profiler_trace import span  # imports torch
 
@@ -166,12 +166,12 @@ class _Awaited:
     """Iterator over the batches of a run that measures how long engines wait for images.
 
     Args:
-        batches: Batches of the loader, each with its part.
-        idle_share: Share of the engines, 0 to 1, that have nothing to compute at this moment.
+        batches: batches of the loader, each with its part.
+        idle_share: share of the engines, 0 to 1, that have nothing to compute at this moment.
 
     Attributes:
-        waited: Seconds that engines waited for batches so far, weighted by the idle share.
-        last_wait: The same for the last batch.
+        waited: seconds that engines waited for batches so far, weighted by the idle share.
+        last_wait: the same for the last batch.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class _Commits:
     committed and the one that is being filled.
 
     Attributes:
-        seconds: Busy seconds of all commits so far.
+        seconds: busy seconds of all commits so far.
     """
 
     def __init__(self) -> None:

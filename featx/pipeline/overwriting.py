@@ -30,9 +30,9 @@ class OverwriteMark:
     """Marker file with the digest of the command that overwrites a folder.
 
     Args:
-        path: Path of the marker file.
-        config: Config of the command.
-        is_known: Whether the config determines everything that is computed. It does not if the data
+        path: path of the marker file.
+        config: config of the command.
+        is_known: whether the config determines everything that is computed. It does not if the data
             set is a Python object; nothing is resumed then.
     """
 
@@ -64,12 +64,12 @@ def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config],
     """Run a job with overwrite=true, or resume it if the same command started it before.
 
     Args:
-        config: Config of the command.
-        mark: Marker of the output folder.
-        run: The job; it receives a config with overwrite=false when it resumes.
+        config: config of the command.
+        mark: marker of the output folder.
+        run: the job; it receives a config with overwrite=false when it resumes.
 
     Raises:
-        FeatxError: Error of `run`.
+        FeatxError: error of `run`.
     """
     if mark.is_of_this_command:
         log_message(

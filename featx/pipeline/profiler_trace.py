@@ -29,8 +29,8 @@ class Timeline:
     All threads are recorded: reading and decoding, the model, and the commit of a part.
 
     Args:
-        disk: Folder that receives the trace file (TRACE).
-        device: Device that computes.
+        disk: folder that receives the trace file (TRACE).
+        device: device that computes.
     """
 
     def __init__(self, disk: AtomicFolder, device: torch.device) -> None:

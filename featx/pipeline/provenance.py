@@ -32,15 +32,15 @@ def fingerprint(
     """Every setting that changes values; a resume with another fingerprint is refused.
 
     Args:
-        config: Checked config.
-        engine: Engine with all choices made.
-        decoding: How images are decoded.
-        specs: Datasets that are computed.
-        listing: Rows of the run.
-        part_rows: Rows per part.
+        config: checked config.
+        engine: engine with all choices made.
+        decoding: how images are decoded.
+        specs: datasets that are computed.
+        listing: rows of the run.
+        part_rows: rows per part.
 
     Returns:
-        Name -> value; values are JSON types.
+        name -> value; values are JSON types.
     """
     backbone, policy = engine.backbone, decoding.policy
     jpeg = policy.jpeg
@@ -84,8 +84,8 @@ def layer_line(spec: LayerSpec, config: Config) -> str:
     """Description of the values of a layer as one line; for gradients with the gradient target.
 
     Args:
-        spec: Dataset of the layer.
-        config: Config with the gradient target.
+        spec: dataset of the layer.
+        config: config with the gradient target.
     """
     target = f", target {config.target}" if spec.capture in GRADIENTS else ""
     of_layer = f" of {spec.layer}" if spec.layer else ""
@@ -99,9 +99,9 @@ def header(config_yaml: str, backbone: Backbone, settings: dict[str, Any]) -> St
     """Header of a run, which every file of the store records.
 
     Args:
-        config_yaml: Config as the user wrote it.
-        backbone: Backbone of the run.
-        settings: Fingerprint.
+        config_yaml: config as the user wrote it.
+        backbone: backbone of the run.
+        settings: fingerprint.
     """
     from featx.base.version import __version__
 

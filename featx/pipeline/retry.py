@@ -24,8 +24,8 @@ def readable_again(prepared: RunContext, rows: Sequence[int]) -> list[int]:
     """Select those of some failed rows whose image can be read and decoded now.
 
     Args:
-        prepared: Run context.
-        rows: Rows of the listing.
+        prepared: run context.
+        rows: rows of the listing.
     """
     with prepared.loader(1) as loader:
         images = loader.each(rows)
@@ -40,13 +40,13 @@ class RetrySink:
     whole, but only the requested rows are replaced.
 
     Args:
-        prepared: Run context.
-        session: Write session of the store, whose features lie in parts.
-        rows: Rows of the listing. For a part of which a repair kept pieces, all rows that the
+        prepared: run context.
+        session: write session of the store, whose features lie in parts.
+        rows: rows of the listing. For a part of which a repair kept pieces, all rows that the
             pieces lack must be among them.
 
     Attributes:
-        seconds: Always empty, as this sink has no stages of its own.
+        seconds: always empty, as this sink has no stages of its own.
     """
 
     def __init__(self, prepared: RunContext, session: StoreSession, rows: Sequence[int]) -> None:

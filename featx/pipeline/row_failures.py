@@ -26,13 +26,13 @@ def failures_of(
     """Collect the failed rows of a batch: unreadable images and non-finite features.
 
     Args:
-        prepared: Run context.
-        engine: Engine that computed the batch.
+        prepared: run context.
+        engine: engine that computed the batch.
         batch: n rows, followed by padding.
-        values: Dataset name -> (B, ...) tensor on any device.
+        values: dataset name -> (B, ...) tensor on any device.
 
     Raises:
-        NonFiniteError: A feature is NaN or infinite, and nonfinite=error.
+        NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
     """
     from featx.engine.row_checks import finite_rows
 
@@ -74,11 +74,11 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
     """Raise TooManyFailuresError if too many images failed and much work is left.
 
     Args:
-        config: Config of the run.
-        failed: Number of failed images so far.
-        done: Number of computed rows.
-        rows: Number of rows of the finished output.
-        left_s: Seconds that the remaining rows will take.
+        config: config of the run.
+        failed: number of failed images so far.
+        done: number of computed rows.
+        rows: number of rows of the finished output.
+        left_s: seconds that the remaining rows will take.
     """
     if failed > config.allowed_failures(rows) and left_s >= EARLY_STOP_S:
         raise TooManyFailuresError(
@@ -107,10 +107,10 @@ def exit_code(config: Config, num_rows: int, num_failed: int, what_became: str) 
     The latter stands for more failures than max_failures allows, and for runs without any good row.
 
     Args:
-        config: Config of the run.
-        num_rows: Number of images.
-        num_failed: Number of failed images.
-        what_became: Sentence on the failed rows, which ends the message.
+        config: config of the run.
+        num_rows: number of images.
+        num_failed: number of failed images.
+        what_became: sentence on the failed rows, which ends the message.
     """
     allowed = config.allowed_failures(num_rows)
     if num_failed <= allowed and num_failed < num_rows:

@@ -41,20 +41,20 @@ class RunContext:
     """A run with all choices made.
 
     Attributes:
-        config: Checked config of the run.
-        source: Open data set that reads encoded images.
-        listing: Rows of the run, in the order of the store.
-        decoding: How images are decoded, resized and normalised.
-        engine: Engine with the captures of the run attached.
-        engine_spec: How the engine was built; workers build theirs from it.
-        specs: One entry per dataset that is computed.
-        header: Fingerprint, config and versions that every file of the run records.
-        part_rows: Rows per part; the last part may have fewer.
-        trial: Seconds per image for reading, decoding and the model, measured on trial images.
-        at_once: Number of CPU threads per batch, and of parallel batches in each process.
-        devices: Devices of the processes that compute, one per process (torch.device).
-        choices: Name of each `auto` -> its value and the reason, as one line of text.
-        left_out: Layers that a preset asks for but that cannot be stored, with the reason.
+        config: checked config of the run.
+        source: open data set that reads encoded images.
+        listing: rows of the run, in the order of the store.
+        decoding: how images are decoded, resized and normalised.
+        engine: engine with the captures of the run attached.
+        engine_spec: how the engine was built; workers build theirs from it.
+        specs: one entry per dataset that is computed.
+        header: fingerprint, config and versions that every file of the run records.
+        part_rows: rows per part; the last part may have fewer.
+        trial: seconds per image for reading, decoding and the model, measured on trial images.
+        at_once: number of CPU threads per batch, and of parallel batches in each process.
+        devices: devices of the processes that compute, one per process (torch.device).
+        choices: name of each `auto` -> its value and the reason, as one line of text.
+        left_out: layers that a preset asks for but that cannot be stored, with the reason.
     """
 
     config: Config
@@ -99,7 +99,7 @@ class RunContext:
         """Class indices of a batch for gradients of `target=label` or `target=loss`.
 
         Args:
-            batch: Batch of B rows, padding included.
+            batch: batch of B rows, padding included.
 
         Returns:
             (B,) int64 tensor on the CPU with 0 in padding rows, or None for other targets.
@@ -130,16 +130,16 @@ def build_run_context(
     The model is back in its original state when the context ends, also after an exception.
 
     Args:
-        config: Checked config.
-        config_yaml: Config as the user wrote it; the store keeps this text.
-        spec: How to build the engine that computes the rows.
-        purpose: Run target; None stands for the store in `out`, to which nothing is written then.
+        config: checked config.
+        config_yaml: config as the user wrote it; the store keeps this text.
+        spec: how to build the engine that computes the rows.
+        purpose: run target; None stands for the store in `out`, to which nothing is written then.
 
     Yields:
         the run context.
 
     Raises:
-        FeatxError: The config cannot be run. Nothing has been written.
+        FeatxError: the config cannot be run. Nothing has been written.
     """
     suspects = CrashList(None if purpose is None else purpose.folder)
     purpose = StoreTarget(config) if purpose is None else purpose
@@ -220,7 +220,7 @@ def _probe_images(
     Images in the crash list are decoded in a subprocess first, since the trial may include them.
 
     Returns:
-        Normalised or uint8 images (n, 3, H, W), and the busy seconds of one thread for reading and
+        normalised or uint8 images (n, 3, H, W), and the busy seconds of one thread for reading and
         for decoding one image.
     """
     from featx.engine.auto_settings import PROBE_IMAGES

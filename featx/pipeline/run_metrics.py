@@ -14,14 +14,14 @@ class RunMetrics:
     """Measurements of a run.
 
     Attributes:
-        seconds: Stage -> busy seconds; None if a worker ended before it reported them.
-        images_per_second: Speed of the run, or None if nothing was left to do.
-        bytes_read: Bytes of encoded images; None as for seconds.
-        bottleneck: Sentence on the stage that the others waited for.
-        trial_images_per_second: Speed predicted by the trial, or None if workers compute.
-        share_of_trial: Speed of the run divided by that of the trial; None also for short runs.
-        below_trial: Sentence on the likely cause if the share is below 0.7, otherwise None.
-        decoder_warnings: Reason -> number of images whose decoder gave this warning.
+        seconds: stage -> busy seconds; None if a worker ended before it reported them.
+        images_per_second: speed of the run, or None if nothing was left to do.
+        bytes_read: bytes of encoded images; None as for seconds.
+        bottleneck: sentence on the stage that the others waited for.
+        trial_images_per_second: speed predicted by the trial, or None if workers compute.
+        share_of_trial: speed of the run divided by that of the trial; None also for short runs.
+        below_trial: sentence on the likely cause if the share is below 0.7, otherwise None.
+        decoder_warnings: reason -> number of images whose decoder gave this warning.
     """
 
     seconds: dict[str, float | None]

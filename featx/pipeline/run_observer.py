@@ -17,7 +17,7 @@ class RunObserver:
     workers.
 
     Attributes:
-        wants_parts: Whether the run waits for the commit of each part in order to report it.
+        wants_parts: whether the run waits for the commit of each part in order to report it.
     """
 
     wants_parts = False
@@ -29,16 +29,16 @@ class RunObserver:
 
         Args:
             batch: n rows of the run, followed by padding.
-            features: Dataset name -> (n, ...) array in the store's dtype.
-            failures: Failed rows of the batch.
+            features: dataset name -> (n, ...) array in the store's dtype.
+            failures: failed rows of the batch.
         """
 
     def part_committed(self, part: Part, seconds: Mapping[str, float]) -> None:
         """Called after each committed part.
 
         Args:
-            part: Part that was committed.
-            seconds: Stage -> busy seconds of the run so far.
+            part: part that was committed.
+            seconds: stage -> busy seconds of the run so far.
         """
 
     def run_finished(self) -> None:

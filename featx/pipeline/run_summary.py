@@ -87,8 +87,8 @@ def describe_end(summary: Mapping[str, Any], out: str, using: str | None = None)
     """Text after a run: a table, and Python lines that open the result.
 
     Args:
-        summary: Content of summary.json.
-        out: Path or URL of the store.
+        summary: content of summary.json.
+        out: path or URL of the store.
         using: Python lines that use `store`; None reads features and labels of the first layer.
     """
     rate = summary["images_per_second"]

@@ -42,9 +42,9 @@ class RunTarget(Protocol):
     """What a run must produce: rows of a store, or statistics.
 
     Attributes:
-        dtype: Name of the dtype in which the engine returns values, such as 'float16'.
-        folder: Folder that the run writes to, or None if it writes nothing.
-        settings: Entries of the fingerprint that only this kind of run has.
+        dtype: name of the dtype in which the engine returns values, such as 'float16'.
+        folder: folder that the run writes to, or None if it writes nothing.
+        settings: entries of the fingerprint that only this kind of run has.
     """
 
     dtype: str
@@ -66,15 +66,15 @@ class RunTarget(Protocol):
         """Limits for the size of a part.
 
         Args:
-            engine: Engine with captures attached.
-            specs: Datasets that a row consists of.
-            work_s: Seconds that the model takes for all rows.
+            engine: engine with captures attached.
+            specs: datasets that a row consists of.
+            work_s: seconds that the model takes for all rows.
 
         Returns:
-            Largest number of rows per part, and the seconds of work that a part should take.
+            largest number of rows per part, and the seconds of work that a part should take.
 
         Raises:
-            FeatxError: The target cannot be computed from these layers.
+            FeatxError: the target cannot be computed from these layers.
         """
 
 
@@ -82,9 +82,9 @@ class StoreTarget:
     """Run target for features in the store that `out` names.
 
     Args:
-        config: Checked config.
-        known_rows_only: Ignore images that the store does not contain yet.
-        source: Data set given as a Python object; None opens the data set of the config.
+        config: checked config.
+        known_rows_only: ignore images that the store does not contain yet.
+        source: data set given as a Python object; None opens the data set of the config.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ def seconds_of_part(work_s: float, limit_s: float | None = None) -> float:
     """Seconds of work that a part should take.
 
     Args:
-        work_s: Seconds of work of the whole run.
-        limit_s: Time limit of a process in seconds, or None if there is none. A process also loads
+        work_s: seconds of work of the whole run.
+        limit_s: time limit of a process in seconds, or None if there is none. A process also loads
             the model within this limit, and loses the rows of a part that it cannot finish.
     """
     seconds = min(PART_SECONDS, max(SHORT_PART_SECONDS, work_s / SHORT_PARTS))
@@ -147,14 +147,14 @@ def list_images(
     """Open the data set of a config and list its rows in the order of the store.
 
     Args:
-        config: Checked config; `data.limit` is applied.
-        stored: Manifest of the store that is resumed, or None.
-        known_rows_only: Ignore images that the store does not contain yet.
-        source: Data set given as a Python object; None opens the data set of the config.
+        config: checked config; `data.limit` is applied.
+        stored: manifest of the store that is resumed, or None.
+        known_rows_only: ignore images that the store does not contain yet.
+        source: data set given as a Python object; None opens the data set of the config.
 
     Raises:
-        DataError: The data set does not exist or is empty.
-        StoreMismatchError: Rows of the store are missing from the data set, or the data set has new
+        DataError: the data set does not exist or is empty.
+        StoreMismatchError: rows of the store are missing from the data set, or the data set has new
             rows and grow=true is not given.
     """
     source = open_source(config.data) if source is None else with_boxes(source, config.data)
@@ -180,9 +180,9 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
     used, provided that it has the sha256 that the manifest records.
 
     Args:
-        root: Folder of the store.
-        stored: Manifest of the store.
-        found: Current listing of the data set.
+        root: folder of the store.
+        stored: manifest of the store.
+        found: current listing of the data set.
 
     Raises:
         StoreMismatchError: samples.h5 is damaged and the data set has changed.

@@ -19,7 +19,7 @@ class Interrupted(KeyboardInterrupt):
     """Raised when a signal ends the run; complete parts are committed.
 
     Attributes:
-        signum: Number of the signal.
+        signum: number of the signal.
     """
 
     def __init__(self, signum: int) -> None:

@@ -21,8 +21,8 @@ class Shortfall:
     """Comparison of a run with its trial.
 
     Attributes:
-        share: Speed of the run divided by the predicted speed, or None for a short run.
-        cause: Sentence on the likely cause if the share is below LEAST_SHARE, otherwise None.
+        share: speed of the run divided by the predicted speed, or None for a short run.
+        cause: sentence on the likely cause if the share is below LEAST_SHARE, otherwise None.
     """
 
     share: float | None
@@ -34,11 +34,11 @@ class TrialSpeed:
     """Seconds per image, measured on trial images; a busy second is one second of one thread.
 
     Attributes:
-        read_s: Busy seconds per image for reading.
-        decode_s: Busy seconds per image for decoding.
-        model_s: Seconds per image for the model, with all CPU threads or the whole device.
-        threads: Number of threads that read and decode.
-        is_on_cpu: Whether the model runs on the CPUs that also decode.
+        read_s: busy seconds per image for reading.
+        decode_s: busy seconds per image for decoding.
+        model_s: seconds per image for the model, with all CPU threads or the whole device.
+        threads: number of threads that read and decode.
+        is_on_cpu: whether the model runs on the CPUs that also decode.
     """
 
     read_s: float
@@ -60,10 +60,10 @@ class TrialSpeed:
         """Compare a run with its trial.
 
         Args:
-            seconds: Stage -> busy seconds of the run; for the model the mean over the replicas.
-            rows: Number of rows that the run computed.
-            took_s: Seconds from the first batch to the last commit.
-            batches: Number of batches that each replica computed.
+            seconds: stage -> busy seconds of the run; for the model the mean over the replicas.
+            rows: number of rows that the run computed.
+            took_s: seconds from the first batch to the last commit.
+            batches: number of batches that each replica computed.
         """
         if took_s < _MIN_RUN_S or batches < _MIN_BATCHES:
             return Shortfall(None, None)

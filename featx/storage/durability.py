@@ -24,12 +24,12 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
     """Write all data at an offset, by as many pwrite calls as needed.
 
     Args:
-        descriptor: File descriptor, open for writing.
-        data: Bytes to write.
-        offset: Position in the file.
+        descriptor: file descriptor, open for writing.
+        data: bytes to write.
+        offset: position in the file.
 
     Raises:
-        OSError: The disk is full or fails.
+        OSError: the disk is full or fails.
     """
     view = memoryview(data)
     written = 0
@@ -44,14 +44,14 @@ def patiently(path: Path, write: Callable[[], T]) -> T:
     """Call `write`; retry it after each of RETRY_WAITS_S if it fails with an error that may pass.
 
     Args:
-        path: Path that is written, for the message.
-        write: Performs the write; must be safe to repeat.
+        path: path that is written, for the message.
+        write: performs the write; must be safe to repeat.
 
     Returns:
-        Result of `write`.
+        result of `write`.
 
     Raises:
-        StorageError: The write still fails, or fails for good.
+        StorageError: the write still fails, or fails for good.
     """
     for wait_s in (*RETRY_WAITS_S, None):
         try:
@@ -67,9 +67,9 @@ def failed(path: Path | str, error: OSError, doing: str = "writing") -> StorageE
     """Error for a write that failed, with advice that fits its errno.
 
     Args:
-        path: Path of the file.
-        error: Error of the write.
-        doing: Verb in the progressive form that starts the message.
+        path: path of the file.
+        error: error of the write.
+        doing: verb in the progressive form that starts the message.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         hint = "Make room and give the same command again"

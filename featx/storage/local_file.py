@@ -33,13 +33,13 @@ class RawFile:
     be reused for another file while a reader still uses its number.
 
     Args:
-        descriptor: File descriptor that HDF5 uses.
-        may_map: Whether the file may be mapped, if its file system is local.
+        descriptor: file descriptor that HDF5 uses.
+        may_map: whether the file may be mapped, if its file system is local.
 
     Attributes:
-        size: Size of the file in bytes when it was opened.
+        size: size of the file in bytes when it was opened.
         mapped: (size,) uint8 view of the mapped file, or None if it is not mapped.
-        address: Address of the first mapped byte, or 0.
+        address: address of the first mapped byte, or 0.
     """
 
     def __init__(self, descriptor: int, may_map: bool) -> None:
@@ -73,8 +73,8 @@ class RawFile:
 
         Args:
             target: (n,) uint8 array.
-            at: Address of the first byte.
-            label: Name of what is read, for messages.
+            at: address of the first byte.
+            label: name of what is read, for messages.
         """
         if self.mapped is None:
             self.pread_into(target, at, label)

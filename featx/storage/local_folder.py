@@ -37,11 +37,11 @@ class AtomicFolder:
     """Folder of one store; performs every write to it.
 
     Args:
-        root: Folder of the store.
+        root: folder of the store.
 
     Attributes:
-        root: Folder of the store.
-        has_locks: Whether `locked` keeps all other writers out.
+        root: folder of the store.
+        has_locks: whether `locked` keeps all other writers out.
     """
 
     has_locks = True
@@ -56,8 +56,8 @@ class AtomicFolder:
         without syncing them, so it is synced here.
 
         Raises:
-            StoreError: A folder cannot be created.
-            RunError: The disk is full or fails.
+            StoreError: a folder cannot be created.
+            RunError: the disk is full or fails.
         """
         new = [folder for folder in (path, *path.parents) if not folder.exists()]
         there = new[-1].parent if new else path
@@ -84,14 +84,14 @@ class AtomicFolder:
         """Create a file, complete or not at all.
 
         Args:
-            path: Final name; its folder exists.
-            data: Content.
+            path: final name; its folder exists.
+            data: content.
 
         Returns:
-            Whether the file was created. If not, the name was taken, and the existing file is kept.
+            whether the file was created. If not, the name was taken, and the existing file is kept.
 
         Raises:
-            RunError: The disk is full or fails; nothing is left behind.
+            RunError: the disk is full or fails; nothing is left behind.
         """
 
         def publish() -> bool:
@@ -109,7 +109,7 @@ class AtomicFolder:
         """Replace the content of a file, completely or not at all.
 
         Raises:
-            RunError: The disk is full or fails; the old content is still there.
+            RunError: the disk is full or fails; the old content is still there.
         """
 
         def replace() -> None:
@@ -124,12 +124,12 @@ class AtomicFolder:
         """Replace the content of a file if it holds `before`; on a disk the lock guarantees that.
 
         Args:
-            path: File to replace.
-            before: Content that the caller has read.
-            data: New content.
+            path: file to replace.
+            before: content that the caller has read.
+            data: new content.
 
         Returns:
-            Whether the file held `before` and was replaced; always True on a disk.
+            whether the file held `before` and was replaced; always True on a disk.
         """
         self.replace(path, data)
         return True
@@ -138,8 +138,8 @@ class AtomicFolder:
         """Append text to a file that can be rebuilt from the store, so it is not synced.
 
         Args:
-            path: File, created if it does not exist.
-            text: Text; surrogates from undecodable keys become their original bytes.
+            path: file, created if it does not exist.
+            text: text; surrogates from undecodable keys become their original bytes.
         """
         try:
             with path.open("a", encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -170,15 +170,15 @@ class AtomicFolder:
         """File of limited size whose space is reserved first; published when the block succeeds.
 
         Args:
-            path: Final name.
-            size: Largest size in bytes.
-            replace: Replace an existing file; otherwise an existing file is kept.
+            path: final name.
+            size: largest size in bytes.
+            replace: replace an existing file; otherwise an existing file is kept.
 
         Yields:
             file object for h5py.
 
         Raises:
-            RunError: The disk is full or fails; nothing is left behind.
+            RunError: the disk is full or fails; nothing is left behind.
         """
         try:
             with self._temporary(path) as temporary:
@@ -208,7 +208,7 @@ class AtomicFolder:
         """File of any size, written sequentially; it replaces `path` when the block succeeds.
 
         Raises:
-            RunError: The disk is full or fails; the old content is still there.
+            RunError: the disk is full or fails; the old content is still there.
         """
         try:
             self._remove_dead(path)
@@ -251,7 +251,7 @@ class AtomicFolder:
             path of the temporary folder.
 
         Raises:
-            RunError: The disk is full or fails, or `path` is a folder with files.
+            RunError: the disk is full or fails, or `path` is a folder with files.
         """
         temporary = path.parent / f"{TEMPORARY}{path.name}.{os.getpid()}.{time.monotonic_ns()}"
         try:
@@ -279,11 +279,11 @@ class AtomicFolder:
         The new name is synced before the old name is removed, so that a crash leaves at least one.
 
         Args:
-            path: Damaged file.
-            folder: Folder of the quarantine.
+            path: damaged file.
+            folder: folder of the quarantine.
 
         Returns:
-            New path of the file.
+            new path of the file.
         """
         self.make_folder(folder)
         names = (folder / f"{path.name}.{number}" for number in itertools.count(1))
@@ -388,14 +388,14 @@ def exclusive_lock(path: Path) -> Iterator[int]:
     """Hold an exclusive lock on the store within the block.
 
     Args:
-        path: Lock file.
+        path: lock file.
 
     Yields:
         file descriptor that holds the lock; processes that inherit it hold the lock as well.
 
     Raises:
-        StoreLockedError: Another process holds the lock; the message names it.
-        StoreError: The folder is not writable, or its file system has no locks.
+        StoreLockedError: another process holds the lock; the message names it.
+        StoreError: the folder is not writable, or its file system has no locks.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -450,8 +450,8 @@ def reads_back_differently(path: Path | str, dataset: str) -> RunError:
     """Error for an HDF5 file in memory whose content differs from what was written to it.
 
     Args:
-        path: File that was to be written.
-        dataset: Path of the dataset that differs.
+        path: file that was to be written.
+        dataset: path of the dataset that differs.
     """
     return RunError(
         f"{path} was not written: /{dataset} reads back differently, still in memory. That is a "

@@ -18,11 +18,11 @@ class ReservedFile(io.RawIOBase):
     kept, further writes are dropped, and `finish` raises it.
 
     Args:
-        descriptor: File descriptor of an empty file, open for reading and writing.
-        size: Bytes to reserve.
+        descriptor: file descriptor of an empty file, open for reading and writing.
+        size: bytes to reserve.
 
     Raises:
-        OSError: The disk has less free space.
+        OSError: the disk has less free space.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:

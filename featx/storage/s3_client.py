@@ -74,9 +74,9 @@ class Entry:
     """Metadata of an object at one moment.
 
     Attributes:
-        size: Size in bytes.
-        etag: Entity tag; changes with the content.
-        modified: Time of the last write in seconds since 1970, by the clock of the server.
+        size: size in bytes.
+        etag: entity tag; changes with the content.
+        modified: time of the last write in seconds since 1970, by the clock of the server.
     """
 
     size: int
@@ -88,7 +88,7 @@ class _Outage:
     """Whether the server answers this process now; shared by all threads.
 
     Attributes:
-        limit_s: Seconds that a request waits for the server; 0 outside of `patience`.
+        limit_s: seconds that a request waits for the server; 0 outside of `patience`.
     """
 
     def __init__(self) -> None:
@@ -121,12 +121,12 @@ class _Outage:
         """Pause before a request is repeated.
 
         Args:
-            error: Error of the last attempt.
-            since: Time of the first failure of this request, by time.monotonic.
-            pause_s: Longest pause in seconds.
+            error: error of the last attempt.
+            since: time of the first failure of this request, by time.monotonic.
+            pause_s: longest pause in seconds.
 
         Returns:
-            False if the time limit is over or the run was told to stop, otherwise True.
+            false if the time limit is over or the run was told to stop, otherwise True.
         """
         now = time.monotonic()
         with self._lock:
@@ -165,7 +165,7 @@ def patience(limit_s: float | None = None) -> Iterator[None]:
     wait, and one when the server answers again.
 
     Args:
-        limit_s: Seconds from the first failed request; None for PATIENCE_S.
+        limit_s: seconds from the first failed request; None for PATIENCE_S.
     """
     before = _outage.limit_s
     _outage.start(PATIENCE_S if limit_s is None else limit_s)
@@ -194,17 +194,17 @@ def request(operation: str, **parameters: Any) -> dict[str, Any]:
     """Perform one request.
 
     Args:
-        operation: Name of a method of botocore's S3 client, such as 'get_object'.
-        parameters: Its arguments; `Bucket` is required.
+        operation: name of a method of botocore's S3 client, such as 'get_object'.
+        parameters: its arguments; `Bucket` is required.
 
     Returns:
-        The answer; its `Body` is read completely, as bytes.
+        the answer; its `Body` is read completely, as bytes.
 
     Raises:
-        FileNotFoundError: The object does not exist.
-        TakenError: The condition of the request does not hold.
-        EmptyError: The range starts behind the end of the object.
-        ObjectStoreError: The server refuses the request, has no such bucket, or does not answer;
+        FileNotFoundError: the object does not exist.
+        TakenError: the condition of the request does not hold.
+        EmptyError: the range starts behind the end of the object.
+        ObjectStoreError: the server refuses the request, has no such bucket, or does not answer;
             within `patience` only after the time limit.
     """
     own = client(os.getpid())  # raises an error with the name of a missing extra
@@ -236,7 +236,7 @@ def _asked(own: Any, operation: str, parameters: dict[str, Any], url: str) -> di
     """Perform a request with up to ATTEMPTS attempts.
 
     Raises:
-        OSError: As `request`; errno is EAGAIN if the server may answer later.
+        OSError: as `request`; errno is EAGAIN if the server may answer later.
     """
     from botocore.exceptions import (
         BotoCoreError,
@@ -303,7 +303,7 @@ def client(process: int) -> Any:
     """S3 client of botocore for a process; forked children do not share connections.
 
     Args:
-        process: Id of the current process.
+        process: id of the current process.
 
     Raises:
         MissingExtraError: botocore is not installed.
@@ -329,7 +329,7 @@ def threads(process: int) -> ThreadPoolExecutor:
     """Thread pool for concurrent requests of a process; threads do not survive a fork.
 
     Args:
-        process: Id of the current process.
+        process: id of the current process.
     """
     return ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="featx-s3")
 
@@ -340,13 +340,13 @@ def read(bucket: str, key: str, span: tuple[int, int] | None = None, etag: str |
     """Read an object, or the bytes [start, stop) of it as far as they exist.
 
     Args:
-        bucket: Name of the bucket.
-        key: Key of the object.
+        bucket: name of the bucket.
+        key: key of the object.
         span: start and stop with start < stop; None for the whole object.
-        etag: Entity tag that the object must still have; None accepts any.
+        etag: entity tag that the object must still have; None accepts any.
 
     Returns:
-        The bytes, and the metadata of the whole object.
+        the bytes, and the metadata of the whole object.
     """
     conditions = {} if etag is None else {"IfMatch": etag}
     if span is not None:
@@ -368,9 +368,9 @@ def write(bucket: str, key: str, data: bytes | memoryview, **condition: str) -> 
     """Create or replace an object, completely or not at all; it is committed when this returns.
 
     Args:
-        bucket: Name of the bucket.
-        key: Key of the object.
-        data: Content, at most 5 GiB.
+        bucket: name of the bucket.
+        key: key of the object.
+        data: content, at most 5 GiB.
         condition: IfNoneMatch="*" if the object must not exist yet, or IfMatch=etag.
     """
     request("put_object", Bucket=bucket, Key=key, Body=bytes(data), **condition)
@@ -380,8 +380,8 @@ def delete(bucket: str, key: str, **condition: str) -> None:
     """Delete an object, if it exists.
 
     Args:
-        bucket: Name of the bucket.
-        key: Key of the object.
+        bucket: name of the bucket.
+        key: key of the object.
         condition: IfMatch=etag deletes only an object with this entity tag.
     """
     try:
@@ -394,10 +394,10 @@ def copy(bucket: str, key: str, target: str, etag: str) -> None:
     """Copy an object to another key of its bucket, provided that it has this entity tag.
 
     Args:
-        bucket: Name of the bucket.
-        key: Key of the object.
-        target: Key of the copy.
-        etag: Entity tag that the object must have.
+        bucket: name of the bucket.
+        key: key of the object.
+        target: key of the copy.
+        etag: entity tag that the object must have.
     """
     source = {"Bucket": bucket, "Key": key}
     request("copy_object", Bucket=bucket, Key=target, CopySource=source, CopySourceIfMatch=etag)
@@ -407,9 +407,9 @@ def names(bucket: str, prefix: str, most: int | None = None) -> Iterator[tuple[s
     """List the keys that begin with a prefix, in bytewise order.
 
     Args:
-        bucket: Name of the bucket.
-        prefix: First characters of the keys.
-        most: Largest number of keys; None for all.
+        bucket: name of the bucket.
+        prefix: first characters of the keys.
+        most: largest number of keys; None for all.
 
     Yields:
         key and metadata of each object.

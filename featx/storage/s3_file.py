@@ -47,18 +47,18 @@ class S3File(io.RawIOBase):
     """Object as it was when it was opened; reads fail if it has been replaced since.
 
     Args:
-        path: Path of the object.
-        ahead: Numbers of blocks to fetch now, besides the first one, as far as the object has them.
+        path: path of the object.
+        ahead: numbers of blocks to fetch now, besides the first one, as far as the object has them.
 
     Attributes:
-        size: Size in bytes.
-        mapped: Always None, as for a RawFile that is not mapped.
-        error: Error of the last failed read, which HDF5 may replace by its own.
-        used: Numbers of the blocks that were read.
+        size: size in bytes.
+        mapped: always None, as for a RawFile that is not mapped.
+        error: error of the last failed read, which HDF5 may replace by its own.
+        used: numbers of the blocks that were read.
 
     Raises:
-        FileNotFoundError: The object does not exist.
-        OSError: The object cannot be read now.
+        FileNotFoundError: the object does not exist.
+        OSError: the object cannot be read now.
     """
 
     mapped: Bytes | None = None
@@ -152,11 +152,11 @@ class S3File(io.RawIOBase):
 
         Args:
             pieces: (target, address) in any order; each target is a (n,) uint8 array.
-            label: Name of what is read, for messages.
+            label: name of what is read, for messages.
 
         Raises:
-            StoreError: The object ends before the last byte.
-            OSError: The object cannot be read now, or was replaced.
+            StoreError: the object ends before the last byte.
+            OSError: the object cannot be read now, or was replaced.
         """
         pieces = list(pieces)
         over = max((at + len(target) for target, at in pieces), default=0)
@@ -214,7 +214,7 @@ def fetched_ahead(paths: Sequence[Path]) -> Iterator[Callable[[], S3File] | None
     needed.
 
     Args:
-        paths: Paths of the files.
+        paths: paths of the files.
 
     Yields:
         for each file, a function that returns the open object or raises why it cannot be opened;

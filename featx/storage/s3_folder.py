@@ -47,11 +47,11 @@ class S3Folder(AtomicFolder):
         """Create an object, completely or not at all.
 
         Returns:
-            Whether the object was created. If not, the name was taken and the existing object is
+            whether the object was created. If not, the name was taken and the existing object is
             kept; it may be our own if the answer to the first request was lost.
 
         Raises:
-            RunError: The server refuses the request or does not answer.
+            RunError: the server refuses the request or does not answer.
         """
         return patiently(path, lambda: _created(path, data, IfNoneMatch="*"))
 
@@ -67,12 +67,12 @@ class S3Folder(AtomicFolder):
         """Replace the content of an object if it still holds `before`.
 
         Args:
-            path: Object to replace.
-            before: Content that the caller has read.
-            data: New content.
+            path: object to replace.
+            before: content that the caller has read.
+            data: new content.
 
         Returns:
-            False if the object holds something else by now, otherwise True.
+            false if the object holds something else by now, otherwise True.
         """
 
         def compare_and_swap() -> bool:
@@ -103,7 +103,7 @@ class S3Folder(AtomicFolder):
         and neither deletes the object that the other has put in its place.
 
         Returns:
-            Path of the copy, or `folder` if another writer moved the object first.
+            path of the copy, or `folder` if another writer moved the object first.
         """
 
         def set_aside() -> Path:
@@ -146,9 +146,9 @@ class S3Folder(AtomicFolder):
             file descriptor that child processes can inherit like that of a lock; it locks nothing.
 
         Raises:
-            StoreError: At the start, the server ignores the condition of a write, refuses to write,
+            StoreError: at the start, the server ignores the condition of a write, refuses to write,
                 or cannot be reached.
-            RunError: Later, the server refuses a request, or does not answer for PATIENCE_S
+            RunError: later, the server refuses a request, or does not answer for PATIENCE_S
                 seconds.
         """
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.ctime()}

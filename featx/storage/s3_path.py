@@ -29,7 +29,7 @@ def parse_path(text: str | os.PathLike[str]) -> Path:
     """Parse the location of a store as users type it: a path, or s3://bucket/run.
 
     Raises:
-        ConfigError: The URL has another scheme, or names no folder of a bucket.
+        ConfigError: the URL has another scheme, or names no folder of a bucket.
     """
     if isinstance(text, S3Path):
         return text

@@ -24,8 +24,8 @@ def seal_texts(file: h5py.File, raw: io.RawIOBase | io.BytesIO) -> None:
     """Record the addresses and checksums of the heaps in an attribute.
 
     Args:
-        file: File open for writing, with all of its texts and without rows.
-        raw: Bytes of the same file.
+        file: file open for writing, with all of its texts and without rows.
+        raw: bytes of the same file.
     """
     file.flush()
     raw.seek(0)
@@ -44,11 +44,11 @@ def check_texts(file: h5py.File, read: Callable[[int, int], bytes]) -> None:
     """Compare the heaps of a file with their checksums.
 
     Args:
-        file: File open for reading.
+        file: file open for reading.
         read: (size, address) -> bytes of the same file.
 
     Raises:
-        StoreError: A heap is damaged.
+        StoreError: a heap is damaged.
     """
     # samples.h5 has no attributes with texts, so it has no heaps and no checksums of heaps.
     heaps = np.reshape(file.attrs.get(layout.TEXT_CHECKSUMS, ()), (-1, 3))

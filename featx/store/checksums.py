@@ -35,9 +35,9 @@ def chunks_with_verdict(
     """Read a dataset chunk by chunk and compare each chunk with its checksum.
 
     Args:
-        file: Part or features.h5.
-        path: Path of the dataset.
-        first_row: Row to start at, the first row of a chunk.
+        file: part or features.h5.
+        path: path of the dataset.
+        first_row: row to start at, the first row of a chunk.
 
     Yields:
         first row of the chunk, its rows as stored (bfloat16 as uint16), and whether they are good.
@@ -65,15 +65,15 @@ def good_chunks(
     """Read a dataset chunk by chunk.
 
     Args:
-        file: Part or features.h5.
-        path: Path of the dataset.
-        first_row: Row to start at, the first row of a chunk.
+        file: part or features.h5.
+        path: path of the dataset.
+        first_row: row to start at, the first row of a chunk.
 
     Yields:
         first row of the chunk, and its rows as stored.
 
     Raises:
-        StoreError: A chunk is damaged.
+        StoreError: a chunk is damaged.
     """
     for start, rows, good in chunks_with_verdict(file, path, first_row):
         if not good:

@@ -58,8 +58,8 @@ class Process:
     """Thread pool and cache of one process; use `process()` to get them.
 
     Attributes:
-        pid: Process id.
-        cache: Decoded chunks.
+        pid: process id.
+        cache: decoded chunks.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,8 @@ class Process:
         """Call work(item) for all items in the threads; raise the first error after all have ended.
 
         Args:
-            work: Function to call.
-            items: Arguments; a single item is handled in the calling thread.
+            work: function to call.
+            items: arguments; a single item is handled in the calling thread.
         """
         if len(items) == 1 or self._threads == 1:
             for item in items:

@@ -50,15 +50,15 @@ class ChunkCheck:
     share an object; at worst two of them compare the same chunk.
 
     Args:
-        dataset: Chunked dataset of a file open for reading.
+        dataset: chunked dataset of a file open for reading.
         sums: (chunks,) uint32, `layout.checksum` of the rows of each chunk.
-        path: Path of the file, for messages.
-        first_row: First row of the dataset in the store, for messages.
-        all_rows: Compare every chunk of which a row is read.
-        is_far: Whether the file lies in an object store.
+        path: path of the file, for messages.
+        first_row: first row of the dataset in the store, for messages.
+        all_rows: compare every chunk of which a row is read.
+        is_far: whether the file lies in an object store.
 
     Raises:
-        StoreError: The number of checksums differs from the number of chunks.
+        StoreError: the number of checksums differs from the number of chunks.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class ChunkCheck:
         """Compare a chunk with its checksum, unless that was done before.
 
         Args:
-            chunk: Number of the chunk.
-            data: Its rows as stored, decoded and contiguous; bytes behind them are ignored.
+            chunk: number of the chunk.
+            data: its rows as stored, decoded and contiguous; bytes behind them are ignored.
 
         Raises:
-            StoreError: The rows differ from the checksum.
+            StoreError: the rows differ from the checksum.
         """
         if self._compared[chunk]:
             return

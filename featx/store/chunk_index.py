@@ -25,20 +25,20 @@ class ChunkIndex:
     """Addresses of the chunks of a dataset, requested from HDF5 when needed and checked.
 
     Args:
-        dataset: Chunked dataset.
-        label: Name of the dataset, for messages.
-        pipeline: Filters of the dataset.
-        file_bytes: Size of the file.
+        dataset: chunked dataset.
+        label: name of the dataset, for messages.
+        pipeline: filters of the dataset.
+        file_bytes: size of the file.
 
     Attributes:
         at: (chunks,) address of the first byte, -1 if unknown or not usable.
         origin: (chunks,) address that row 0 would have if all chunks lay in line with this one.
         size: (chunks,) bytes in the file.
         mask: (chunks,) filter mask.
-        whole: Whether every chunk is known and usable.
+        whole: whether every chunk is known and usable.
 
     Raises:
-        StoreError: The dataset claims more chunks than fit into the file.
+        StoreError: the dataset claims more chunks than fit into the file.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ChunkIndex:
         """Make `at`, `size`, `mask` and `origin` valid for some chunks.
 
         Raises:
-            StoreError: A chunk is not in the file, or its address is impossible.
+            StoreError: a chunk is not in the file, or its address is impossible.
         """
         if self.whole or (self.at[chunks] >= 0).all():
             return

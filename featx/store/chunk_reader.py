@@ -46,7 +46,7 @@ class ChunkRows:
 
     Attributes:
         dtype: numpy dtype of the values that are read; float32 for bfloat16.
-        way: How rows are read: "map" or "file" (no filters), "decode" (known filters) or "h5py".
+        way: how rows are read: "map" or "file" (no filters), "decode" (known filters) or "h5py".
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class ChunkRows:
         """Prepare reading; the dataset must stay open until `close`.
 
         Args:
-            dataset: Dataset of a file open for reading.
-            path: Path of the file, for messages.
-            far: File object of h5py for a file in an object store, otherwise None.
-            check: Compares chunks with their checksums; None compares nothing.
-            first_row: First row of the dataset in the store, for messages.
+            dataset: dataset of a file open for reading.
+            path: path of the file, for messages.
+            far: file object of h5py for a file in an object store, otherwise None.
+            check: compares chunks with their checksums; None compares nothing.
+            first_row: first row of the dataset in the store, for messages.
 
         Raises:
-            StoreError: The dtype is none of a store, or the dataset is larger than the file.
+            StoreError: the dtype is none of a store, or the dataset is larger than the file.
         """
         self._kind = dtypes.name_of(dataset)
         self.dtype = dtypes.memory_dtype(self._kind)
@@ -104,7 +104,7 @@ class ChunkRows:
             (n, *row shape) array.
 
         Raises:
-            IndexError, StoreError, OSError: As `read`.
+            IndexError, StoreError, OSError: as `read`.
         """
         small = self.way == "map" and self._row_bytes <= _GATHER_ROW_BYTES
         if small and self._kind != "bfloat16" and len(rows) > 1:
@@ -128,14 +128,14 @@ class ChunkRows:
         """Read consecutive rows.
 
         Args:
-            first: First row.
-            count: Number of rows.
+            first: first row.
+            count: number of rows.
 
         Returns:
             (count, *row shape) array.
 
         Raises:
-            IndexError, StoreError, OSError: As `read`.
+            IndexError, StoreError, OSError: as `read`.
         """
         last = first + count - 1
         if self.way == "map" and self._index.whole and 0 <= first <= last < self._num_rows:
@@ -169,9 +169,9 @@ class ChunkRows:
             places: (n,) distinct indices in [0, m).
 
         Raises:
-            IndexError: A row or an index is out of range.
-            StoreError: A row is not in the file, or is damaged.
-            OSError: The file cannot be read now.
+            IndexError: a row or an index is out of range.
+            StoreError: a row is not in the file, or is damaged.
+            OSError: the file cannot be read now.
         """
         if len(rows) != len(places):
             raise ValueError(f"{len(rows)} rows, {len(places)} places")
@@ -198,11 +198,11 @@ class ChunkRows:
         """Read consecutive rows into an array.
 
         Args:
-            first: First row.
+            first: first row.
             out: (n, *row shape) contiguous array of `dtype`; n rows are read.
 
         Raises:
-            IndexError, StoreError, OSError: As `read`.
+            IndexError, StoreError, OSError: as `read`.
         """
         count = len(out)
         self._check(first, first + count - 1, out)
@@ -274,7 +274,7 @@ class ChunkRows:
         A filter may ignore some bits of its header, so HDF5 may still decode it.
 
         Returns:
-            Bytes of the chunk, or None if HDF5 fails as well or no checksum could confirm them.
+            bytes of the chunk, or None if HDF5 fails as well or no checksum could confirm them.
         """
         dataset, first = self._dataset, chunk * self._chunk_rows
         if dataset is None or self._check_of_chunks is None:
@@ -323,11 +323,11 @@ class ChunkRows:
         """Compare chunks that were read completely.
 
         Args:
-            due: Numbers of the chunks.
-            data: Rows as stored, or their bytes, in order.
-            start: Position of the first item of `data`, counted in items from the start of the
+            due: numbers of the chunks.
+            data: rows as stored, or their bytes, in order.
+            start: position of the first item of `data`, counted in items from the start of the
                 dataset.
-            width: Items per row.
+            width: items per row.
         """
         check = self._check_of_chunks
         if not due or check is None:
@@ -429,7 +429,7 @@ class ChunkRows:
         If the file is not mapped, the rows of these chunks are read at the same time.
 
         Returns:
-            Rows that are still to be read, and their places.
+            rows that are still to be read, and their places.
         """
         file, check = self._checked_file(), self._check_of_chunks
         due = [] if check is None else check.due_of_rows(rows)
@@ -498,9 +498,9 @@ def _taken(file: RawFile, at: Rows, width: int) -> npt.NDArray[np.void]:
     """Gather items of `width` bytes of a mapped file.
 
     Args:
-        file: Mapped file.
+        file: mapped file.
         at: (n,) address of each item.
-        width: Bytes per item.
+        width: bytes per item.
     """
     assert file.mapped is not None
     rest = int(at[0]) % width
@@ -523,8 +523,8 @@ def _empty_beside(source: int, size: int) -> Bytes:
     Large numpy arrays start 16 bytes behind a page boundary, and rows in a file often on one.
 
     Args:
-        source: Address of the data to copy.
-        size: Bytes to allocate.
+        source: address of the data to copy.
+        size: bytes to allocate.
     """
     raw = np.empty(size + _PAGE, np.uint8)
     start = (source + _PAGE // 8 - raw.ctypes.data) % _PAGE

@@ -48,10 +48,10 @@ def write_chunk_table(file: h5py.File, identity: str, num_runs: int, start: int)
     """Write /chunk_table as the last dataset of a file.
 
     Args:
-        file: File open for writing, with all rows and their checksums.
-        identity: Digest that the file carries as its fingerprint.
-        num_runs: Number of runs that the file holds; 1 for a part.
-        start: First row of the file in the store.
+        file: file open for writing, with all rows and their checksums.
+        identity: digest that the file carries as its fingerprint.
+        num_runs: number of runs that the file holds; 1 for a part.
+        start: first row of the file in the store.
     """
     file.flush()
     failures = [f"{layout.FAILURES}/{name}" for name in layout.FAILURE_COLUMNS]
@@ -104,10 +104,10 @@ class _Rows:
     """Description of a dataset in the table.
 
     Attributes:
-        shape: Shape of the dataset.
-        dtype: Name of a number type of stores, or a numpy dtype string.
-        chunk_rows: Rows per chunk.
-        filters: Number and parameters of each filter.
+        shape: shape of the dataset.
+        dtype: name of a number type of stores, or a numpy dtype string.
+        chunk_rows: rows per chunk.
+        filters: number and parameters of each filter.
         table: (chunks,) entries of dtype _CHUNK.
     """
 
@@ -152,13 +152,13 @@ class DamagedFile:
     """Part or features.h5 from which every intact chunk can be read.
 
     Args:
-        raw: File object for bytes.
+        raw: file object for bytes.
         file: h5py file, or None if HDF5 refuses the file.
 
     Attributes:
-        identity: Digest that the file carries as its fingerprint, or None if unknown.
-        num_runs: Number of runs that it holds.
-        start: First row of the file in the store.
+        identity: digest that the file carries as its fingerprint, or None if unknown.
+        num_runs: number of runs that it holds.
+        start: first row of the file in the store.
     """
 
     def __init__(self, raw: S3File | WatchedFile, file: h5py.File | None) -> None:
@@ -178,7 +178,7 @@ class DamagedFile:
         """Open a file as far as it is readable.
 
         Raises:
-            OSError: With errno, if the file cannot be read now.
+            OSError: with errno, if the file cannot be read now.
         """
         with contextlib.ExitStack() as stack:
             file = None
@@ -201,15 +201,15 @@ class DamagedFile:
         """Read rows [start, stop) of a dataset.
 
         Args:
-            name: Path of the dataset.
-            start: First row, counted in the file.
-            stop: Row after the last one.
+            name: path of the dataset.
+            start: first row, counted in the file.
+            stop: row after the last one.
 
         Returns:
-            The rows, or None if their addresses are unknown.
+            the rows, or None if their addresses are unknown.
 
         Raises:
-            OSError: With errno, if the file cannot be read now.
+            OSError: with errno, if the file cannot be read now.
         """
         found = None
         for read in (self._by_table, self._by_hdf5):

@@ -25,17 +25,17 @@ def merge_manifest(
     """Add a request to the runs of a store.
 
     Args:
-        root: Folder of the store, for messages.
-        before: Manifest of the store.
-        asked: All rows and the requested layers, as a run of their own.
-        unfinished: Runs of the store that lack parts.
-        grow: Whether new rows may be added to the store.
+        root: folder of the store, for messages.
+        before: manifest of the store.
+        asked: all rows and the requested layers, as a run of their own.
+        unfinished: runs of the store that lack parts.
+        grow: whether new rows may be added to the store.
 
     Returns:
         `before` if nothing is new, otherwise a manifest with one more run.
 
     Raises:
-        StoreMismatchError: The request does not fit the store.
+        StoreMismatchError: the request does not fit the store.
     """
     new_rows = asked.grid.num_rows - before.num_rows
     _refuse_other_settings(root, before, asked, new_rows > 0)
@@ -149,9 +149,9 @@ def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, A
     """Raise StoreMismatchError if two mappings differ; the message names keys and both values.
 
     Args:
-        root: Folder of the store.
-        before: Settings of the store.
-        now: Settings that are requested.
+        root: folder of the store.
+        before: settings of the store.
+        now: settings that are requested.
     """
     changed = differences(before, now)
     if not changed:

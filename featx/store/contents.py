@@ -27,11 +27,11 @@ class Segment:
     """File with rows [start, stop) of some layers.
 
     Attributes:
-        path: Path of the file.
-        start: First row in the store.
-        stop: Row after the last one.
-        identity: Digest that the file must carry as its fingerprint.
-        layers: Names of the datasets.
+        path: path of the file.
+        start: first row in the store.
+        stop: row after the last one.
+        identity: digest that the file must carry as its fingerprint.
+        layers: names of the datasets.
     """
 
     path: Path
@@ -46,9 +46,9 @@ class LayerInfo:
     """Description of a dataset.
 
     Attributes:
-        row_shape: Shape of a row.
+        row_shape: shape of a row.
         dtype: numpy dtype that readers get.
-        attrs: Attributes of the dataset.
+        attrs: attributes of the dataset.
     """
 
     row_shape: tuple[int, ...]
@@ -61,14 +61,14 @@ class Contents:
     """Snapshot of a store.
 
     Attributes:
-        num_rows: Number of rows of the listing, computed or not.
-        complete: Whether every row of every layer is there.
-        segments: Files with rows; those of earlier runs come first.
-        layers: Dataset name -> description.
-        columns: File with /key, /label and /columns of all rows.
-        column_names: Names of the columns.
-        classes: Names of the classes.
-        attrs: Root attributes.
+        num_rows: number of rows of the listing, computed or not.
+        complete: whether every row of every layer is there.
+        segments: files with rows; those of earlier runs come first.
+        layers: dataset name -> description.
+        columns: file with /key, /label and /columns of all rows.
+        column_names: names of the columns.
+        classes: names of the classes.
+        attrs: root attributes.
     """
 
     num_rows: int
@@ -85,11 +85,11 @@ def find_contents(root: Path, handles: Handles) -> Contents:
     """Find what a store holds.
 
     Args:
-        root: Folder of a store, or a features.h5.
-        handles: Open files.
+        root: folder of a store, or a features.h5.
+        handles: open files.
 
     Raises:
-        StoreError: There is no store, or it is damaged, of a newer format, or refers to other
+        StoreError: there is no store, or it is damaged, of a newer format, or refers to other
             files.
     """
     if not root.exists():

@@ -46,7 +46,7 @@ def name_of(dataset: h5py.Dataset) -> str:
     h5py reports bfloat16 as float32, so the HDF5 types are compared.
 
     Raises:
-        StoreError: It is no number type of stores.
+        StoreError: it is no number type of stores.
     """
     kind = dataset.id.get_type()
     for name in NAMES:
@@ -62,11 +62,11 @@ def from_raw(array: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """Convert stored bits to the values that a reader gets; exact, NaN keeps its bits.
 
     Args:
-        array: Array of dtype `raw_dtype(name)`.
-        name: Name of the number type.
+        array: array of dtype `raw_dtype(name)`.
+        name: name of the number type.
 
     Returns:
-        Array of the same shape and dtype `memory_dtype(name)`: a copy for bfloat16, otherwise
+        array of the same shape and dtype `memory_dtype(name)`: a copy for bfloat16, otherwise
         `array`.
     """
     require(array.dtype == raw_dtype(name), f"{array.dtype} are no raw bits of {name}")
@@ -91,9 +91,9 @@ def read_raw(dataset: h5py.Dataset, start: int, stop: int) -> npt.NDArray[Any]:
     Datasets with other types, such as keys, are read as h5py returns them.
 
     Args:
-        dataset: Dataset with rows along the first axis.
-        start: First row.
-        stop: Row after the last one.
+        dataset: dataset with rows along the first axis.
+        start: first row.
+        stop: row after the last one.
     """
     if dataset.dtype != memory_dtype("bfloat16") or name_of(dataset) != "bfloat16":
         rows: npt.NDArray[Any] = dataset[start:stop]
@@ -111,8 +111,8 @@ def write_raw(dataset: h5py.Dataset, start: int, rows: npt.NDArray[Any]) -> None
     """Write rows into a dataset.
 
     Args:
-        dataset: Dataset open for writing.
-        start: First row.
+        dataset: dataset open for writing.
+        start: first row.
         rows: (n, ...) values as `read_raw` returns them.
     """
     if rows.dtype != raw_dtype("bfloat16"):

@@ -36,12 +36,12 @@ class Pipeline:
     """Filters of a dataset, in the order in which they are applied when writing.
 
     Args:
-        filters: Number and parameters of each filter.
-        chunk_bytes: Size of a decoded chunk; edge chunks have the same size.
+        filters: number and parameters of each filter.
+        chunk_bytes: size of a decoded chunk; edge chunks have the same size.
 
     Attributes:
-        chunk_bytes: As above.
-        supported: Whether all filters are known here; otherwise h5py must be used.
+        chunk_bytes: as above.
+        supported: whether all filters are known here; otherwise h5py must be used.
     """
 
     def __init__(self, filters: list[tuple[int, tuple[int, ...]]], chunk_bytes: int) -> None:
@@ -76,7 +76,7 @@ class Pipeline:
         """Encode a whole chunk for write_direct_chunk with filter mask 0.
 
         Args:
-            chunk: Object with chunk_bytes contiguous bytes, in C order.
+            chunk: object with chunk_bytes contiguous bytes, in C order.
         """
         require(self.supported, "this pipeline is a case for h5py")
         data = _flat(chunk)
@@ -89,14 +89,14 @@ class Pipeline:
         """Decode a chunk.
 
         Args:
-            stored: Bytes of the chunk in the file.
-            filter_mask: Bit i is set if filter i was skipped when the chunk was written.
+            stored: bytes of the chunk in the file.
+            filter_mask: bit i is set if filter i was skipped when the chunk was written.
 
         Returns:
             (chunk_bytes,) uint8.
 
         Raises:
-            StoreError: The bytes are damaged; never more than a chunk is decoded.
+            StoreError: the bytes are damaged; never more than a chunk is decoded.
         """
         require(self.supported, "this pipeline is a case for h5py")
         data = _flat(stored)

@@ -65,7 +65,7 @@ class PluginFilter(abc.ABC):
     use it. The decoders of the libraries write into our memory, at most one chunk.
 
     Attributes:
-        name: Name of the filter.
+        name: name of the filter.
         number: HDF5 filter number.
     """
 
@@ -90,7 +90,7 @@ class PluginFilter(abc.ABC):
         """Encode a chunk as HDF5 would store it.
 
         Args:
-            values: Parameters of the filter in the file.
+            values: parameters of the filter in the file.
             data: (n,) uint8 bytes of the chunk.
         """
         buffer = ctypes.c_void_p(self._c.malloc(max(1, len(data))))
@@ -244,7 +244,7 @@ def _blosc2_fault(frame: Bytes, size: int) -> str:
     with several dimensions its blocks may extend beyond the HDF5 chunk and make it larger.
 
     Returns:
-        What is wrong, or an empty text.
+        what is wrong, or an empty text.
     """
     header = frame[:_BLOSC2_HEADER].tobytes()
     if len(header) < _BLOSC2_HEADER or not header.startswith(_BLOSC2_MAGIC):
@@ -267,7 +267,7 @@ def _array_fault(frame: Bytes, shape: tuple[int, ...]) -> str:
     shape and more, with shapes as lists of big-endian numbers. blosc2 would loop over any shape.
 
     Returns:
-        What is wrong, or an empty text.
+        what is wrong, or an empty text.
     """
     if not shape:
         return ""

@@ -46,14 +46,14 @@ class OpenFile:
     """File open for reading, with those of its datasets that were checked.
 
     Args:
-        path: Path of the file.
-        verify: Which chunks are compared with their checksums.
+        path: path of the file.
+        verify: which chunks are compared with their checksums.
 
     Attributes:
-        path: Path of the file.
+        path: path of the file.
         file: h5py file.
-        known: Whether the file was checked to belong to the run of the store.
-        users: Number of threads that are reading from it.
+        known: whether the file was checked to belong to the run of the store.
+        users: number of threads that are reading from it.
     """
 
     def __init__(self, path: Path, verify: Verify = "chunks") -> None:
@@ -96,7 +96,7 @@ class OpenFile:
         """Read a whole dataset and compare it with its checksums.
 
         Raises:
-            StoreError: A checksum differs.
+            StoreError: a checksum differs.
         """
         dataset = self.dataset(path)
         values: npt.NDArray[Any] = dataset[:]
@@ -122,7 +122,7 @@ class OpenFile:
         """Read the rows, exception names and messages of /failures.
 
         Raises:
-            StoreError: They differ from their checksum.
+            StoreError: they differ from their checksum.
         """
         columns = [self.dataset(f"{layout.FAILURES}/{n}")[:] for n in layout.FAILURE_COLUMNS]
         sums = self._checksums(layout.FAILURES)
@@ -137,12 +137,12 @@ class OpenFile:
         """Read the first rows of a dataset with one entry per row.
 
         Args:
-            path: Path of the dataset.
-            num_rows: Number of rows; a listing that is about to grow may have more.
-            kind: Permitted kinds of numpy dtypes, such as 'S' or 'iu'.
+            path: path of the dataset.
+            num_rows: number of rows; a listing that is about to grow may have more.
+            kind: permitted kinds of numpy dtypes, such as 'S' or 'iu'.
 
         Raises:
-            StoreError: The dataset has fewer rows or another kind.
+            StoreError: the dataset has fewer rows or another kind.
         """
         dataset = self.dataset(path)
         if dataset.ndim != 1 or len(dataset) < num_rows or dataset.dtype.kind not in kind:
@@ -158,13 +158,13 @@ class OpenFile:
         """Reader for the rows of a dataset, which bypasses HDF5 where possible.
 
         Args:
-            path: Path of the dataset.
-            shape: Expected shape.
-            dtype: Expected dtype.
-            first_row: First row of the file in the store, for messages.
+            path: path of the dataset.
+            shape: expected shape.
+            dtype: expected dtype.
+            first_row: first row of the file in the store, for messages.
 
         Raises:
-            StoreError: The dataset has another shape or dtype.
+            StoreError: the dataset has another shape or dtype.
         """
         if path not in self._rows:
             dataset = self.dataset(path)
@@ -197,7 +197,7 @@ class Handles:
     """Open files of this process; the least recently used ones are closed first.
 
     Args:
-        verify: Which chunks are compared with their checksums when they are read.
+        verify: which chunks are compared with their checksums when they are read.
     """
 
     def __init__(self, verify: Verify = "chunks") -> None:
@@ -224,8 +224,8 @@ class Handles:
         """Open a file for the time of the block; never one from before a fork.
 
         Raises:
-            FileNotFoundError: There is no such file.
-            StoreError: The file is damaged or cannot be read now.
+            FileNotFoundError: there is no such file.
+            StoreError: the file is damaged or cannot be read now.
         """
         if self._pid != os.getpid():
             self._reset()
@@ -282,7 +282,7 @@ def _open_far(raw: S3File, **options: Any) -> h5py.File:
     """Open an object for reading with h5py, which keeps a reference to it.
 
     Raises:
-        OSError: With errno if it cannot be read now, without errno if it is damaged.
+        OSError: with errno if it cannot be read now, without errno if it is damaged.
     """
     try:
         file = h5py.File(raw, "r", **options)
@@ -300,7 +300,7 @@ class WatchedFile(io.FileIO):
     """File object that keeps the error of a failed read, as HDF5 loses the reason.
 
     Attributes:
-        error: Error of the last failed read, or None.
+        error: error of the last failed read, or None.
     """
 
     error: OSError | None = None
@@ -327,11 +327,11 @@ def open_metadata(path: Path, opened: Callable[[], S3File] | None = None) -> Ite
     """Open a file through Python, for its metadata; HDF5 gets no handle of the real file.
 
     Args:
-        path: Path of the file.
-        opened: Returns the object if it was opened before; None opens the path.
+        path: path of the file.
+        opened: returns the object if it was opened before; None opens the path.
 
     Raises:
-        OSError: With errno if the file cannot be read now, without errno if it is damaged.
+        OSError: with errno if the file cannot be read now, without errno if it is damaged.
     """
     with opened() if opened is not None else open_raw(path) as raw:
         try:
@@ -348,14 +348,14 @@ def damage_text(path: Path, error: Exception) -> str:
     """Describe an error that shows damage of a file.
 
     Args:
-        path: Path of the file.
-        error: One of layout.UNREADABLE.
+        path: path of the file.
+        error: one of layout.UNREADABLE.
 
     Returns:
-        Clause for a message.
+        clause for a message.
 
     Raises:
-        StoreError: The error is no damage: the file cannot be read now.
+        StoreError: the error is no damage: the file cannot be read now.
     """
     if not layout.is_damage(error):
         raise StoreError(
@@ -388,11 +388,11 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
     """Dataset at `path`, if it lies in this file and is not larger than the file can hold.
 
     Args:
-        file: File open for reading.
-        path: Path of the dataset.
+        file: file open for reading.
+        path: path of the dataset.
 
     Raises:
-        StoreError: It is missing, a link, virtual, external, or impossibly large.
+        StoreError: it is missing, a link, virtual, external, or impossibly large.
     """
     check_hard(file, path)
     dataset = file[path]

@@ -40,10 +40,10 @@ class Heartbeat:
     """Heartbeat file of this process; a context manager with a thread that writes the file.
 
     Args:
-        disk: Writes to the store.
-        what: Role of the process, such as 'driver' or 'worker on cuda:0'.
+        disk: writes to the store.
+        what: role of the process, such as 'driver' or 'worker on cuda:0'.
         driver: `sign_name` of the driver of this worker, or None for a process without driver.
-        outlives: Whether the process continues when its driver dies, so that no other run may write
+        outlives: whether the process continues when its driver dies, so that no other run may write
             before it ends.
     """
 
@@ -109,10 +109,10 @@ class HeartbeatRecord:
     """Content of a heartbeat file.
 
     Attributes:
-        path: Path of the file.
-        values: Content, as `Heartbeat` wrote it.
-        age_s: Seconds since the last write, by the time of the file and the clock of this machine.
-        alive: Whether the process wrote recently and, on this machine, still exists.
+        path: path of the file.
+        values: content, as `Heartbeat` wrote it.
+        age_s: seconds since the last write, by the time of the file and the clock of this machine.
+        alive: whether the process wrote recently and, on this machine, still exists.
     """
 
     path: Path
@@ -147,7 +147,7 @@ def clear_signs(disk: AtomicFolder, driver: str | None = None) -> None:
     processes are kept, except those of the workers of `driver`, which has just ended them.
 
     Args:
-        disk: Writes to the store.
+        disk: writes to the store.
         driver: `sign_name` of the driver that calls this, or None.
     """
     for sign in signs_of_life(disk.root):
@@ -160,10 +160,10 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     """Find other processes that write to a store, besides its holder.
 
     Returns:
-        Heartbeats of living processes.
+        heartbeats of living processes.
 
     Raises:
-        StoreLockedError: A worker is alive that continues without its driver.
+        StoreLockedError: a worker is alive that continues without its driver.
     """
     alive = [sign for sign in signs_of_life(root) if sign.alive]
     for sign in alive:
@@ -191,7 +191,7 @@ def pid_namespace() -> int | None:
     """Namespace in which a pid is unique; containers may share a host name, but not their pids.
 
     Returns:
-        Inode of the namespace; None for the first one of a machine, and without namespaces.
+        inode of the namespace; None for the first one of a machine, and without namespaces.
     """
     try:
         space = int(os.readlink("/proc/self/ns/pid").strip("pid:[]"))  # noqa: PTH115 - no path

@@ -44,8 +44,8 @@ def keep_image_states(disk: AtomicFolder, path: Path, states: npt.NDArray[np.voi
     """Write images.h5 if its content changes.
 
     Args:
-        disk: Writes to the store.
-        path: Path of images.h5.
+        disk: writes to the store.
+        path: path of images.h5.
         states: (N,) IMAGE_STATE.
     """
     if not np.array_equal(read_image_states(path, len(states)), states):
@@ -56,8 +56,8 @@ def read_image_states(path: Path, num_rows: int) -> npt.NDArray[np.void]:
     """Read images.h5; unknown states are UNSETTLED.
 
     Args:
-        path: Path of the file, which may be missing.
-        num_rows: Number of rows of the listing; the file has fewer if the data set has grown.
+        path: path of the file, which may be missing.
+        num_rows: number of rows of the listing; the file has fewer if the data set has grown.
 
     Returns:
         (N,) IMAGE_STATE.
@@ -102,15 +102,15 @@ def stored_image_checksums(
     """Read the image checksums of each run of a store.
 
     Args:
-        root: Folder of the store.
-        manifest: Manifest of the store.
+        root: folder of the store.
+        manifest: manifest of the store.
 
     Returns:
-        For each run, (n,) uint64 checksums of its rows (UNKNOWN_IMAGE if unknown), and (n,) bool
+        for each run, (n,) uint64 checksums of its rows (UNKNOWN_IMAGE if unknown), and (n,) bool
         whether the rows are there.
 
     Raises:
-        StoreError: A file cannot be read now.
+        StoreError: a file cannot be read now.
     """
     sizes = [run.grid.num_rows for run in manifest.runs]
     found = [(np.full(n, UNKNOWN_IMAGE, np.uint64), np.zeros(n, np.bool_)) for n in sizes]

@@ -18,11 +18,11 @@ class LayerArray:
     mask; further axes may follow: `store["layer4"][10:20, :, 3]`.
 
     Args:
-        store: Open store.
-        name: Name of the layer.
+        store: open store.
+        name: name of the layer.
 
     Attributes:
-        name: Name of the layer.
+        name: name of the layer.
         dtype: numpy dtype of the values; float32 for bfloat16 layers.
         shape: (N, ...).
     """
@@ -103,7 +103,7 @@ def _row_indices(index: Any, length: int) -> tuple[npt.NDArray[np.int64], bool]:
         (n,) int64 in [0, length), and whether the index was a single int.
 
     Raises:
-        IndexError: An index is out of range, a mask has another length, or the type is not
+        IndexError: an index is out of range, a mask has another length, or the type is not
             supported.
     """
     if isinstance(index, slice):

@@ -14,12 +14,12 @@ def matching_layers(store: FeatureStore, asked: Any) -> tuple[str, ...]:
     """Layers that match names and globs, each once, in the requested order.
 
     Args:
-        store: Open store.
-        asked: Name, glob, list of these, or None for all layers.
+        store: open store.
+        asked: name, glob, list of these, or None for all layers.
 
     Raises:
         ConfigError: `asked` has another type or is an empty list.
-        LayerError: The store has no matching layer, or no layers at all.
+        LayerError: the store has no matching layer, or no layers at all.
     """
     if not store.layers:
         raise LayerError(f"{store.root} has no layers yet.")

@@ -126,10 +126,10 @@ class Grid:
     """Division of the rows of a run into parts; part k starts at first_row + k * part_rows.
 
     Attributes:
-        num_rows: Number of rows of the run.
-        part_rows: Rows per part, a power of two.
-        first_row: First row of the run in the listing.
-        first_part: Index of the first part of the run in the store.
+        num_rows: number of rows of the run.
+        part_rows: rows per part, a power of two.
+        first_row: first row of the run in the listing.
+        first_part: index of the first part of the run in the store.
     """
 
     num_rows: int
@@ -168,8 +168,8 @@ class Grid:
         """Rows per chunk: a power of two, so that no chunk extends over two parts.
 
         Args:
-            row_bytes: Bytes of a row.
-            compressed: Whether the chunks are compressed; they are smaller then.
+            row_bytes: bytes of a row.
+            compressed: whether the chunks are compressed; they are smaller then.
         """
         budget = CHUNK_BYTES_COMPRESSED if compressed else CHUNK_BYTES
         return min(self.slots, power_of_two_at_most(budget / max(1, row_bytes)))
@@ -198,9 +198,9 @@ def root_attributes(header: StoreHeader, identity: str, complete: bool) -> dict[
     """Root attributes of a part or of features.h5.
 
     Args:
-        header: Header of the run.
+        header: header of the run.
         identity: SHA-256 of the fingerprint of the run; for features.h5, of all its runs.
-        complete: Whether the file holds every row.
+        complete: whether the file holds every row.
     """
     return {
         "featx_format": FORMAT_PLAIN,
@@ -231,7 +231,7 @@ def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[
 
     Args:
         rows: (N, ...) array; taken in C order, little-endian.
-        rows_per_chunk: Rows per chunk; the last chunk may have fewer rows, padding is not counted.
+        rows_per_chunk: rows per chunk; the last chunk may have fewer rows, padding is not counted.
 
     Returns:
         (ceil(N / rows_per_chunk),) uint32.
@@ -259,7 +259,7 @@ def checksum(values: npt.NDArray[Any] | bytes | bytearray) -> int:
         values: a C-contiguous array, or bytes.
 
     Returns:
-        The checksum, in [0, 2^32).
+        the checksum, in [0, 2^32).
     """
     if not isinstance(values, np.ndarray):
         values = np.frombuffer(values, np.uint8)

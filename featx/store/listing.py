@@ -44,11 +44,11 @@ def marks_digest(listing: Listing, num_rows: int | None = None) -> str | None:
     """SHA-256 over the content tags of the first rows.
 
     Args:
-        listing: Listing with or without content tags.
-        num_rows: Number of rows; None for all.
+        listing: listing with or without content tags.
+        num_rows: number of rows; None for all.
 
     Returns:
-        Hexadecimal digest, or None if the listing has no content tags.
+        hexadecimal digest, or None if the listing has no content tags.
     """
     if listing.marks is None:
         return None
@@ -104,10 +104,10 @@ def compare_listing(path: Path, listing: Listing) -> tuple[int, str | None]:
     """Compare samples.h5 with a listing.
 
     Returns:
-        Number of rows in samples.h5, and the reason why the common rows differ, or None.
+        number of rows in samples.h5, and the reason why the common rows differ, or None.
 
     Raises:
-        StoreError: The file cannot be read now.
+        StoreError: the file cannot be read now.
     """
     try:
         with open_metadata(path) as file:
@@ -151,16 +151,16 @@ def read_listing(root: Path, num_rows: int, identity: str | None = None) -> List
     """Read the first rows of the listing of a store from samples.h5, features.h5, or the parts.
 
     Args:
-        root: Folder of the store.
-        num_rows: Number of rows.
-        identity: Digest in the fingerprint. The first of these sources that matches it is used, or
+        root: folder of the store.
+        num_rows: number of rows.
+        identity: digest in the fingerprint. The first of these sources that matches it is used, or
             else the first one with enough rows.
 
     Returns:
-        The listing, or None if no source has enough rows.
+        the listing, or None if no source has enough rows.
 
     Raises:
-        StoreError: A file cannot be read now.
+        StoreError: a file cannot be read now.
     """
     second_best = None
     for read in (_from_samples, _from_packed, _from_parts):
@@ -175,7 +175,7 @@ def listing_in(path: Path, num_rows: int) -> Listing | None:
     """Read the first rows of the listing in a file; None if it is damaged or has fewer rows.
 
     Raises:
-        StoreError: The file cannot be read now.
+        StoreError: the file cannot be read now.
     """
     try:
         with open_metadata(path) as file:
@@ -256,12 +256,12 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
     their keys, and new classes follow the known ones.
 
     Args:
-        root: Folder of the store, for messages.
-        stored: Listing of the store.
-        found: Current listing of the data set, in bytewise order.
+        root: folder of the store, for messages.
+        stored: listing of the store.
+        found: current listing of the data set, in bytewise order.
 
     Raises:
-        StoreMismatchError: Rows of the store are missing, or have another label or other columns.
+        StoreMismatchError: rows of the store are missing, or have another label or other columns.
     """
     _refuse_other_columns(root, stored, found)
     before, now = row_values(stored), row_values(found)

@@ -45,11 +45,11 @@ class Run:
     """Run that wrote to a store: some layers of some rows, computed with the same settings.
 
     Attributes:
-        header: Settings and versions, as every part of the run records them.
-        layers: Datasets that the run computes.
-        grid: Rows of the run and their division into parts.
-        codec: Codec of its parts.
-        resolved: Name -> value of every `auto`.
+        header: settings and versions, as every part of the run records them.
+        layers: datasets that the run computes.
+        grid: rows of the run and their division into parts.
+        codec: codec of its parts.
+        resolved: name -> value of every `auto`.
     """
 
     header: StoreHeader
@@ -92,7 +92,7 @@ class Run:
         """Create a run from the result of `as_dict`.
 
         Raises:
-            ValueError, TypeError, LookupError: The values are not valid.
+            ValueError, TypeError, LookupError: the values are not valid.
         """
         missing = set(_NEEDED) - set(values)
         if missing:
@@ -137,7 +137,7 @@ class Manifest:
     """Runs of a store.
 
     Attributes:
-        runs: Runs in the order in which they were started; at least one.
+        runs: runs in the order in which they were started; at least one.
     """
 
     runs: tuple[Run, ...]
@@ -214,12 +214,12 @@ class Manifest:
         """Parse the content of featx.json.
 
         Args:
-            data: Content.
-            path: Path of the file, for messages.
+            data: content.
+            path: path of the file, for messages.
 
         Raises:
-            DamagedManifestError: The content is not valid.
-            StoreError: It has a newer format.
+            DamagedManifestError: the content is not valid.
+            StoreError: it has a newer format.
         """
         try:
             values = json.loads(data)
@@ -250,7 +250,7 @@ def read_manifest(root: Path) -> Manifest | None:
     """Read featx.json of a store; None if there is no such file.
 
     Raises:
-        StoreError: The file cannot be read, is damaged, or has a newer format.
+        StoreError: the file cannot be read, is damaged, or has a newer format.
     """
     path = root / layout.DESCRIPTOR
     try:
@@ -266,7 +266,7 @@ def load_manifest(root: Path) -> tuple[Manifest | None, bool]:
     """Read the manifest of a store, from a copy if featx.json is lost or damaged.
 
     Returns:
-        The manifest, or None if there is none, and whether featx.json itself is intact.
+        the manifest, or None if there is none, and whether featx.json itself is intact.
 
     Raises:
         StoreError: featx.json is damaged and there is no copy, or it has a newer format.

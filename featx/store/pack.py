@@ -57,12 +57,12 @@ def pack_in_child(root: Path, lock: int) -> None:
     """Pack a store in a child process.
 
     Args:
-        root: Folder of the store.
-        lock: File descriptor that holds the lock. The child inherits it, so no other run can start
+        root: folder of the store.
+        lock: file descriptor that holds the lock. The child inherits it, so no other run can start
             to write while it works, even if this process is killed.
 
     Raises:
-        RunError: Packing failed. The parts are kept; damaged ones are in quarantine/.
+        RunError: packing failed. The parts are kept; damaged ones are in quarantine/.
     """
     # -P keeps the current folder off sys.path, where a types.py would shadow the library's.
     command = [sys.executable, "-P", "-m", "featx.store.pack", str(root)]
@@ -90,11 +90,11 @@ def pack_store(root: Path) -> bool:
     """Pack a finished store that was kept in parts, and delete the parts.
 
     Returns:
-        Whether there was anything to pack.
+        whether there was anything to pack.
 
     Raises:
-        StoreError: There is no store, or rows are missing.
-        RunError: The disk is full or fails; the parts are kept.
+        StoreError: there is no store, or rows are missing.
+        RunError: the disk is full or fails; the parts are kept.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
@@ -123,11 +123,11 @@ class _Piece:
     """Source file with rows [start, stop) of the layers of some runs.
 
     Attributes:
-        path: Path of the file.
-        start: First row in the store.
-        stop: Row after the last one.
-        identity: Digest that the file must carry as its fingerprint.
-        part: Part that the file holds, or None for features.h5.
+        path: path of the file.
+        start: first row in the store.
+        stop: row after the last one.
+        identity: digest that the file must carry as its fingerprint.
+        part: part that the file holds, or None for features.h5.
     """
 
     path: Path
@@ -141,8 +141,8 @@ def pack(root: Path) -> None:
     """Create features.h5 from the files of a store and check every chunk of it.
 
     Raises:
-        StoreError: A part is missing or does not fit the others.
-        RunError: The disk is full or fails; nothing is left behind.
+        StoreError: a part is missing or does not fit the others.
+        RunError: the disk is full or fails; nothing is left behind.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:
@@ -219,7 +219,7 @@ def _set_damaged_aside(
     """Move sources that differ from their checksums to quarantine, and keep their good rows.
 
     Returns:
-        Sentences on what was done, empty if no source is damaged.
+        sentences on what was done, empty if no source is damaged.
     """
     text = ""
     for piece in pieces:
@@ -243,8 +243,8 @@ class _Packing:
     """Packed file that is being filled.
 
     Args:
-        manifest: Manifest of the store.
-        listing: All rows.
+        manifest: manifest of the store.
+        listing: all rows.
         packed: features.h5 open for writing.
     """
 
@@ -392,10 +392,10 @@ def copy_chunks(
     """Copy the stored bytes of the first chunks of a dataset to rows from `first_row` on.
 
     Args:
-        source: Dataset to copy from.
-        target: Dataset with the same filters and chunk shape.
-        first_row: First row in the target, a multiple of the rows per chunk.
-        num_chunks: Number of chunks.
+        source: dataset to copy from.
+        target: dataset with the same filters and chunk shape.
+        first_row: first row in the target, a multiple of the rows per chunk.
+        num_chunks: number of chunks.
     """
     step = source.chunks[0]
     rest = (0,) * (source.ndim - 1)

@@ -32,12 +32,12 @@ class PartBuilder:
     Rows that were never added keep NaN and status 255; `build` refuses such a part.
 
     Args:
-        part: Rows of the part.
-        specs: Datasets of the part.
+        part: rows of the part.
+        specs: datasets of the part.
 
     Attributes:
-        part: Rows of the part.
-        failures: Failed rows added so far.
+        part: rows of the part.
+        failures: failed rows added so far.
     """
 
     def __init__(self, part: Part, specs: Sequence[LayerSpec]) -> None:
@@ -63,10 +63,10 @@ class PartBuilder:
         """Add rows [start, start + n) of the listing.
 
         Args:
-            start: First row in the listing.
-            features: Dataset name -> (n, ...) for every dataset of the run; bfloat16 as uint16
+            start: first row in the listing.
+            features: dataset name -> (n, ...) for every dataset of the run; bfloat16 as uint16
                 bits.
-            failures: Failed rows among them; their values become NaN in every dataset.
+            failures: failed rows among them; their values become NaN in every dataset.
             checksums: (n,) uint64 checksums of the encoded images, or None if unknown.
         """
         first = start - self.part.start
@@ -97,15 +97,15 @@ class PartBuilder:
         """Build the HDF5 file in memory and check it.
 
         Args:
-            run: Run that the part belongs to.
-            listing: Listing of the whole store; the part gets its keys, labels and columns.
-            manifest: Content of featx.json; every part carries a copy, for a store that loses it.
+            run: run that the part belongs to.
+            listing: listing of the whole store; the part gets its keys, labels and columns.
+            manifest: content of featx.json; every part carries a copy, for a store that loses it.
 
         Returns:
-            Bytes of the file.
+            bytes of the file.
 
         Raises:
-            RunError: The file reads back differently.
+            RunError: the file reads back differently.
         """
         require(Status.ABSENT not in self._status, "a row of the part never arrived")
         buffer = io.BytesIO()
@@ -161,9 +161,9 @@ class Extent:
     """Length of a dataset.
 
     Attributes:
-        num_rows: Number of rows.
-        max_rows: Largest number of rows that it can be resized to.
-        chunk_rows: Rows per chunk.
+        num_rows: number of rows.
+        max_rows: largest number of rows that it can be resized to.
+        chunk_rows: rows per chunk.
     """
 
     num_rows: int
@@ -175,10 +175,10 @@ def create_layer(file: h5py.File, spec: LayerSpec, extent: Extent, codec: str) -
     """Create an empty dataset for the rows of a layer, with its attributes.
 
     Args:
-        file: File open for writing.
-        spec: Description of the dataset.
-        extent: Its length.
-        codec: Codec of the run.
+        file: file open for writing.
+        spec: description of the dataset.
+        extent: its length.
+        codec: codec of the run.
     """
     dataset = file.create_dataset(
         f"{layout.FEATURES}/{spec.name}",
@@ -223,9 +223,9 @@ def create_columns(
     """Create /key, /label, /status, /image_checksum and /columns without values.
 
     Args:
-        file: File open for writing.
-        columns: Dataset path -> values, of which only the dtypes are used.
-        extent: Length of the datasets.
+        file: file open for writing.
+        columns: dataset path -> values, of which only the dtypes are used.
+        extent: length of the datasets.
     """
     for name, values in columns.items():
         file.create_dataset(

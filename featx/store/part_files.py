@@ -38,17 +38,17 @@ def publish_part(
     """Commit a part; a part that another process has committed first is kept.
 
     Args:
-        disk: Writes to the store.
-        builder: Part with all of its rows.
-        manifest: Manifest of the store.
-        listing: Listing of the whole store.
+        disk: writes to the store.
+        builder: part with all of its rows.
+        manifest: manifest of the store.
+        listing: listing of the whole store.
 
     Returns:
-        Failures of the part that the store holds then.
+        failures of the part that the store holds then.
 
     Raises:
-        RunError: The disk is full or fails.
-        StoreError: The file of the other process is not valid.
+        RunError: the disk is full or fails.
+        StoreError: the file of the other process is not valid.
     """
     run = manifest.run_of(builder.part)
     path = part_path(disk.root, builder.part.index)
@@ -66,7 +66,7 @@ def arrived_parts(
     """Select the parts whose files exist; yields each with its failures.
 
     Raises:
-        RunError: A file is not valid.
+        RunError: a file is not valid.
     """
     there = part_names(root)
     found = [part for part in parts if layout.part_name(part.index) in there]
@@ -103,14 +103,14 @@ def look_at_part(
     and whether it is complete. Flipped bits are found by job=verify and by packing.
 
     Args:
-        path: Path of the file.
-        part: Part that it should hold.
-        run: Run of the part.
-        opened: Returns the open object if it is being prefetched; None opens the path.
-        compare: Compare all chunks with their checksums, too.
+        path: path of the file.
+        part: part that it should hold.
+        run: run of the part.
+        opened: returns the open object if it is being prefetched; None opens the path.
+        compare: compare all chunks with their checksums, too.
 
     Returns:
-        Reason why the file is not valid, or None, and the failures of its rows.
+        reason why the file is not valid, or None, and the failures of its rows.
     """
     try:
         with open_metadata(path, opened) as file:
@@ -133,12 +133,12 @@ def shape_problem(file: h5py.File, num_rows: int, specs: Sequence[LayerSpec]) ->
     """Check the shapes and dtypes of the datasets of a part or of features.h5.
 
     Args:
-        file: File open for reading.
-        num_rows: Number of rows that it must have.
-        specs: Datasets that it must have.
+        file: file open for reading.
+        num_rows: number of rows that it must have.
+        specs: datasets that it must have.
 
     Returns:
-        Description of the first dataset that is wrong, or None.
+        description of the first dataset that is wrong, or None.
     """
     expected: dict[str, tuple[tuple[int, ...], np.dtype[Any] | None]]
     expected = dict.fromkeys((layout.KEY, layout.LABEL, layout.STATUS), ((num_rows,), None))

@@ -16,7 +16,7 @@ class Pieces:
     does not exist.
 
     Args:
-        names: File names in parts/; names of other files are ignored.
+        names: file names in parts/; names of other files are ignored.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:

@@ -33,8 +33,8 @@ def check_rows_present(
     as NaN. A row that is ok never starts with NaN.
 
     Args:
-        store: Store that the rows were read from.
-        layer: Name of the layer.
+        store: store that the rows were read from.
+        layer: name of the layer.
         rows: (n,) rows of the store that were ok when it was opened.
         values: (n, ...) values read from these rows.
     """
@@ -55,9 +55,9 @@ def open(path: str | os.PathLike[str], verify: Verify = "chunks") -> FeatureStor
     """Open a store for reading.
 
     Args:
-        path: Folder of a store (also while a run writes to it), its features.h5, or another file of
+        path: folder of a store (also while a run writes to it), its features.h5, or another file of
             the same format; on a disk or as s3://bucket/run. Only requested rows are read.
-        verify: Which chunks are compared with their checksums when they are read; each chunk is
+        verify: which chunks are compared with their checksums when they are read; each chunk is
             compared once per process. "chunks": chunks of which one read takes a quarter or more
             (half in an object store), and all chunks of compressed layers; so single rows of an
             uncompressed layer are not compared. "rows": all chunks of which a row is read; the
@@ -65,7 +65,7 @@ def open(path: str | os.PathLike[str], verify: Verify = "chunks") -> FeatureStor
 
     Raises:
         ConfigError: `verify` is none of these values.
-        StoreError: There is no store, or it is damaged, of a newer format, or refers to other
+        StoreError: there is no store, or it is damaged, of a newer format, or refers to other
             files.
     """
     return FeatureStore(path, verify)
@@ -77,17 +77,17 @@ class FeatureStore:
     A store can be pickled and used in forked processes; each process opens its own files.
 
     Args:
-        path: As for `featx.open`.
-        verify: As for `featx.open`.
+        path: as for `featx.open`.
+        verify: as for `featx.open`.
 
     Attributes:
-        root: Absolute path of the folder or file.
-        layers: Names of the layers.
-        complete: Whether every row of the listing is there.
-        classes: Names of the classes; `labels` are indices into them.
-        columns: Names of the columns that the data set has; see `column`.
-        attrs: Root attributes of the store: model, weights, transform, config and others.
-        verify: As for `featx.open`.
+        root: absolute path of the folder or file.
+        layers: names of the layers.
+        complete: whether every row of the listing is there.
+        classes: names of the classes; `labels` are indices into them.
+        columns: names of the columns that the data set has; see `column`.
+        attrs: root attributes of the store: model, weights, transform, config and others.
+        verify: as for `featx.open`.
     """
 
     root: Path
@@ -176,7 +176,7 @@ class FeatureStore:
             (N,) int64, float64 (NaN for missing values), bool, or str (empty for missing values).
 
         Raises:
-            StoreError: There is no such column.
+            StoreError: there is no such column.
         """
         if name not in self.columns:
             raise StoreError(
@@ -276,7 +276,7 @@ class FeatureStore:
         """Row number of a key.
 
         Raises:
-            KeyError: There is no such key; the message names similar keys.
+            KeyError: there is no such key; the message names similar keys.
         """
         wanted = os.fsencode(key)
         order = self._key_order
@@ -291,7 +291,7 @@ class FeatureStore:
         """Features and labels of all ok rows, as scikit-learn takes them.
 
         Args:
-            layer: Name of the layer.
+            layer: name of the layer.
 
         Returns:
             X (n, D) float32 with flattened features, and y (n,) int64.
@@ -346,7 +346,7 @@ class FeatureStore:
         """Call `read`, and once more after a refresh if a part vanished due to packing.
 
         Raises:
-            StoreError: The rows are not in a packed file, or another store took the place of this
+            StoreError: the rows are not in a packed file, or another store took the place of this
                 one.
         """
         try:
@@ -369,7 +369,7 @@ class FeatureStore:
         """Read rows of a layer in any order; absent rows are NaN.
 
         Args:
-            layer: Name of the layer.
+            layer: name of the layer.
             rows: (n,) rows in [0, N), repeats allowed.
 
         Returns:

@@ -41,15 +41,15 @@ def set_damage_aside(report: Report) -> list[Path]:
     intact is rebuilt from them.
 
     Args:
-        report: Result of `check_store` for a folder.
+        report: result of `check_store` for a folder.
 
     Returns:
-        New paths of the damaged files.
+        new paths of the damaged files.
 
     Raises:
-        StoreError: There is no store, or a file cannot be read now.
-        StoreLockedError: Another process is writing to the store.
-        RunError: The disk is full or fails; nothing was moved without a replacement.
+        StoreError: there is no store, or a file cannot be read now.
+        StoreLockedError: another process is writing to the store.
+        RunError: the disk is full or fails; nothing was moved without a replacement.
     """
     root, disk = report.root, open_folder(report.root)
     with disk.locked(root / layout.LOCK):
@@ -86,13 +86,13 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
     """Turn all rows of features.h5 into parts again, and delete the file.
 
     Args:
-        root: Folder of the store; the caller holds its lock.
-        manifest: Manifest of the store.
-        listing: All rows.
+        root: folder of the store; the caller holds its lock.
+        manifest: manifest of the store.
+        listing: all rows.
 
     Raises:
         StoreError: features.h5 is damaged; nothing has changed then.
-        RunError: The disk is full or fails; features.h5 stays.
+        RunError: the disk is full or fails; features.h5 stays.
     """
     disk, packed = open_folder(root), root / layout.PACKED
     try:
@@ -124,14 +124,14 @@ def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Li
     """Write the good rows of features.h5 as parts, or as pieces of parts with damaged chunks.
 
     Args:
-        disk: Writes to the store.
-        packed: Path of its features.h5.
-        manifest: Manifest of the store.
-        listing: All rows.
+        disk: writes to the store.
+        packed: path of its features.h5.
+        manifest: manifest of the store.
+        listing: all rows.
 
     Raises:
-        StoreError: The file cannot be read now.
-        RunError: The parts cannot be written; features.h5 stays.
+        StoreError: the file cannot be read now.
+        RunError: the parts cannot be written; features.h5 stays.
     """
     disk.make_folder(disk.root / layout.PARTS)
     with contextlib.suppress(IsADirectoryError), _damaged_file(packed) as file:
@@ -150,9 +150,9 @@ class Kept:
     """Result of moving a damaged part or piece to quarantine.
 
     Attributes:
-        aside: New path of the damaged file.
-        num_rows: Number of rows that it should hold.
-        num_kept: Number of these rows that are good.
+        aside: new path of the damaged file.
+        num_rows: number of rows that it should hold.
+        num_kept: number of these rows that are good.
     """
 
     aside: Path
@@ -174,15 +174,15 @@ def keep_good_rows(
     """Move a damaged part or piece to quarantine; files with its good rows take its place.
 
     Args:
-        disk: Writes to the store.
-        path: Path of the damaged file.
-        manifest: Manifest of the store.
-        part: Rows that the file should hold.
-        listing: All rows, or None to keep no rows.
+        disk: writes to the store.
+        path: path of the damaged file.
+        manifest: manifest of the store.
+        part: rows that the file should hold.
+        listing: all rows, or None to keep no rows.
 
     Raises:
-        StoreError: The file cannot be read now.
-        RunError: The disk is full or fails.
+        StoreError: the file cannot be read now.
+        RunError: the disk is full or fails.
     """
     found = [] if listing is None else list(_saved(path, manifest, part, listing))
     files = [(_path_of(disk.root, manifest, rows), data) for rows, data in found]
@@ -246,12 +246,12 @@ def _files_of(
     """Files with the good rows of a part: the part itself, or pieces of it.
 
     Args:
-        file: Damaged file that holds the rows.
-        manifest: Manifest of the store.
-        run: Run of the part.
-        part: Rows to look for.
-        listing: Listing of the whole store.
-        failures: Row -> exception and message of the failed rows of the file; None if unknown.
+        file: damaged file that holds the rows.
+        manifest: manifest of the store.
+        run: run of the part.
+        part: rows to look for.
+        listing: listing of the whole store.
+        failures: row -> exception and message of the failed rows of the file; None if unknown.
 
     Yields:
         rows and content of each file.
@@ -279,9 +279,9 @@ class _GoodRows:
 
     Attributes:
         good: (n,) bool, whether the row is good; the values of other rows are meaningless.
-        features: Dataset name -> (n, ...) stored values.
+        features: dataset name -> (n, ...) stored values.
         images: (n,) uint64 image checksums.
-        failures: Row of the store -> status, exception and message of good rows that failed.
+        failures: row of the store -> status, exception and message of good rows that failed.
     """
 
     good: npt.NDArray[np.bool_]

@@ -52,18 +52,18 @@ class StoreSession:
     """Period in which one process writes to a store, under an exclusive lock.
 
     Args:
-        root: Folder of the store.
-        asked: All rows and the requested layers, as a run of their own.
-        listing: All rows; rows that the store has are in the store's order.
-        grow: Whether new rows may be added to the store.
+        root: folder of the store.
+        asked: all rows and the requested layers, as a run of their own.
+        listing: all rows; rows that the store has are in the store's order.
+        grow: whether new rows may be added to the store.
 
     Attributes:
-        root: Folder of the store.
-        listing: All rows.
-        disk: Performs every write to the store.
-        lock: File descriptor that holds the lock, within `hold`.
-        manifest: Manifest of the store, including this run.
-        packed_runs: Number of runs that features.h5 holds.
+        root: folder of the store.
+        listing: all rows.
+        disk: performs every write to the store.
+        lock: file descriptor that holds the lock, within `hold`.
+        manifest: manifest of the store, including this run.
+        packed_runs: number of runs that features.h5 holds.
     """
 
     def __init__(self, root: Path, asked: Run, listing: Listing, grow: bool = False) -> None:
@@ -84,11 +84,11 @@ class StoreSession:
         """Lock the store, start it or check that the runs match, and find the committed parts.
 
         Args:
-            overwrite: Delete the existing store first.
+            overwrite: delete the existing store first.
 
         Raises:
-            StoreLockedError: Another process is writing to the store.
-            StoreMismatchError: The store was started with other settings.
+            StoreLockedError: another process is writing to the store.
+            StoreMismatchError: the store was started with other settings.
         """
         self.disk.make_folder(self.root)
         with self.disk.locked(self.root / layout.LOCK) as self.lock:
@@ -184,7 +184,7 @@ class StoreSession:
         """Select the parts that other processes have committed; yields each with its failures.
 
         Raises:
-            RunError: The file of a part is not valid.
+            RunError: the file of a part is not valid.
         """
         return arrived_parts(self.root, self.manifest, parts)
 
@@ -193,7 +193,7 @@ class StoreSession:
 
         Raises:
             StoreError: features.h5 is damaged.
-            RunError: The disk is full or fails; features.h5 stays.
+            RunError: the disk is full or fails; features.h5 stays.
         """
         if self.packed_runs:
             take_apart(self.root, self.manifest, self.listing)
@@ -216,11 +216,11 @@ class StoreSession:
         """Read a part.
 
         Returns:
-            Dataset name -> (n, ...) stored values, failures, and (n,) image checksums. Rows that no
+            dataset name -> (n, ...) stored values, failures, and (n,) image checksums. Rows that no
             piece holds are NaN.
 
         Raises:
-            StoreError: The part is damaged.
+            StoreError: the part is damaged.
         """
         if part.index in self._done:
             return self._rows_in(self.part_path(part.index), part)
@@ -454,7 +454,7 @@ class StoreSession:
         """Move a damaged part or piece to quarantine and keep its good rows.
 
         Returns:
-            Whether all of its rows are good, so that an equal file has taken its place.
+            whether all of its rows are good, so that an equal file has taken its place.
         """
         kept = keep_good_rows(self.disk, path, self.manifest, part, self._stored_listing())
         logger.warning("%s does not count: %s. It was %s.", path, problem, kept)

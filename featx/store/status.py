@@ -28,19 +28,19 @@ class StoreStatus:
     """Progress of a store.
 
     Attributes:
-        root: Folder of the store.
-        rows: Number of rows in the end, summed over the runs of the store.
-        rows_done: Number of rows in committed parts, summed in the same way.
-        parts: Number of parts in the end.
-        parts_done: Number of committed parts.
-        packed: Whether features.h5 exists.
-        rows_per_second: Speed of the last minutes with commits; None before the second part.
-        seconds_left: Estimated remaining seconds; None if no process is at work or the speed is
+        root: folder of the store.
+        rows: number of rows in the end, summed over the runs of the store.
+        rows_done: number of rows in committed parts, summed in the same way.
+        parts: number of parts in the end.
+        parts_done: number of committed parts.
+        packed: whether features.h5 exists.
+        rows_per_second: speed of the last minutes with commits; None before the second part.
+        seconds_left: estimated remaining seconds; None if no process is at work or the speed is
             unknown.
-        last_commit_age_s: Seconds since the last commit; None if the folder has no parts.
-        failures: Number of failed rows.
-        workers: Heartbeats of the processes.
-        stuck: One sentence for each thing that makes no progress.
+        last_commit_age_s: seconds since the last commit; None if the folder has no parts.
+        failures: number of failed rows.
+        workers: heartbeats of the processes.
+        stuck: one sentence for each thing that makes no progress.
     """
 
     root: Path
@@ -76,7 +76,7 @@ def store_status(root: Path) -> StoreStatus:
     """Read the status of a store, from any machine that sees its folder.
 
     Raises:
-        StoreError: There is no store.
+        StoreError: there is no store.
     """
     manifest, _ = load_manifest(root)
     if manifest is None:

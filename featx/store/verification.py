@@ -44,11 +44,11 @@ class Damage:
     """Problem found in a store.
 
     Attributes:
-        path: Path of the file.
-        what: Description of the problem.
-        start: First row of the store that is affected.
-        stop: Row after the last one; equal to `start` if no features are affected.
-        layer: Only layer that is affected, or None for all.
+        path: path of the file.
+        what: description of the problem.
+        start: first row of the store that is affected.
+        stop: row after the last one; equal to `start` if no features are affected.
+        layer: only layer that is affected, or None for all.
     """
 
     path: Path
@@ -63,13 +63,13 @@ class Report:
     """Result of checking a store.
 
     Attributes:
-        root: Folder or file that was checked.
-        num_rows: Number of rows of the listing.
-        num_files: Number of checked files.
-        num_chunks: Number of chunks that were compared with their checksums.
-        num_bytes: Size of these chunks when decoded, in bytes.
-        missing: File names of missing parts.
-        damages: Problems that were found.
+        root: folder or file that was checked.
+        num_rows: number of rows of the listing.
+        num_files: number of checked files.
+        num_chunks: number of chunks that were compared with their checksums.
+        num_bytes: size of these chunks when decoded, in bytes.
+        missing: file names of missing parts.
+        damages: problems that were found.
     """
 
     root: Path
@@ -106,10 +106,10 @@ def check_store(root: Path) -> Report:
     """Check everything in a store.
 
     Args:
-        root: Folder of a store, or a features.h5 alone.
+        root: folder of a store, or a features.h5 alone.
 
     Raises:
-        StoreError: There is no store, it has a newer format, or cannot be read now; or a single
+        StoreError: there is no store, it has a newer format, or cannot be read now; or a single
             file is no features.h5.
     """
     report = Report(root)
@@ -132,14 +132,14 @@ class _Expected:
     """What a file of the store must contain.
 
     Attributes:
-        start: First row in the store.
-        stop: Row after the last one.
-        header: Header of the run.
-        identity: Digest that the file must carry as its fingerprint.
-        codec: Codec of the run.
-        specs: Datasets of the file.
-        part: Index of the part, or None for features.h5.
-        num_runs: Number of runs that the file holds.
+        start: first row in the store.
+        stop: row after the last one.
+        header: header of the run.
+        identity: digest that the file must carry as its fingerprint.
+        codec: codec of the run.
+        specs: datasets of the file.
+        part: index of the part, or None for features.h5.
+        num_runs: number of runs that the file holds.
     """
 
     start: int

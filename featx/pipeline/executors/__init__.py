@@ -28,13 +28,13 @@ def run_distributed(
     """Compute the missing parts with the executor that the options `executor` and `devices` choose.
 
     Args:
-        prepared: Run context.
-        session: Write session of the store or statistics.
-        product: Part task of the workers.
-        config_yaml: Config as the user wrote it.
+        prepared: run context.
+        session: write session of the store or statistics.
+        product: part task of the workers.
+        config_yaml: config as the user wrote it.
 
     Raises:
-        FeatxError: A worker failed; the message names it, the part and its rows.
+        FeatxError: a worker failed; the message names it, the part and its rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     from featx.pipeline.executors.worker_spec import worker_spec

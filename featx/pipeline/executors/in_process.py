@@ -23,13 +23,13 @@ def run(
     """Compute the missing parts in this process.
 
     Args:
-        prepared: Run context.
-        session: Write session of the store or statistics.
-        maker: Sink that computes parts and commits them to the session.
-        observer: Observer of the run, or None.
+        prepared: run context.
+        session: write session of the store or statistics.
+        maker: sink that computes parts and commits them to the session.
+        observer: observer of the run, or None.
 
     Raises:
-        FeatxError: The run failed.
+        FeatxError: the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     figures = run_parts(prepared, _WorkHere(session, maker), session.disk, observer)

@@ -63,15 +63,15 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
     """Compute the missing parts in worker processes.
 
     Args:
-        prepared: Run context of the driver.
-        session: Write session of the store or statistics.
-        order: Worker spec for every worker.
+        prepared: run context of the driver.
+        session: write session of the store or statistics.
+        order: worker spec for every worker.
 
     Returns:
-        Outcome of the run, over all workers.
+        outcome of the run, over all workers.
 
     Raises:
-        RunError: A worker failed, or MAX_DEATHS workers died in the same part.
+        RunError: a worker failed, or MAX_DEATHS workers died in the same part.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     parts = session.missing()
@@ -108,17 +108,17 @@ class _Worker:
     """Worker process as seen by the driver.
 
     Attributes:
-        number: Index of the worker.
-        device: Device that it computes on.
-        process: Process handle; its stdout carries stderr as well.
-        connection: Socket for messages.
-        held: Index -> part, for parts that it received and has not reported as committed.
-        ready: Whether it has reported that it can compute.
-        waits: Whether it waits for an answer to its request for a part.
-        finished: Whether it has reported its end, or is no longer needed.
-        closed: Whether its end of the socket is closed.
-        rest: Last line of its output as long as it is incomplete.
-        words: Last lines of its output.
+        number: index of the worker.
+        device: device that it computes on.
+        process: process handle; its stdout carries stderr as well.
+        connection: socket for messages.
+        held: index -> part, for parts that it received and has not reported as committed.
+        ready: whether it has reported that it can compute.
+        waits: whether it waits for an answer to its request for a part.
+        finished: whether it has reported its end, or is no longer needed.
+        closed: whether its end of the socket is closed.
+        rest: last line of its output as long as it is incomplete.
+        words: last lines of its output.
     """
 
     number: int
@@ -156,14 +156,14 @@ class WorkerPool:
     belong to it.
 
     Args:
-        order: Worker spec for every worker.
-        devices: Device of each worker.
-        session: Write session of the store; records every committed part.
-        parts: Parts to compute, in order.
-        command: Command that starts a worker.
+        order: worker spec for every worker.
+        devices: device of each worker.
+        session: write session of the store; records every committed part.
+        parts: parts to compute, in order.
+        command: command that starts a worker.
 
     Attributes:
-        harvest: Results and measurements of the workers so far.
+        harvest: results and measurements of the workers so far.
     """
 
     def __init__(
@@ -187,9 +187,7 @@ class WorkerPool:
         self._ending: BaseException | None = None
 
     def work(self) -> None:
-        """Start the workers and serve them until all parts are committed or an error ends the
-        run.
-        """
+        """Start the workers and serve them until all parts are committed or the run fails."""
         session = self._session
         with (
             stop_signals() as stop,

@@ -32,8 +32,8 @@ class DriverConnection:
     """Connection of a worker to its driver: sends messages and receives parts.
 
     Attributes:
-        stopping: Set when the driver has asked the worker to stop.
-        held: Index -> part, for parts that were received and not yet reported as committed.
+        stopping: set when the driver has asked the worker to stop.
+        held: index -> part, for parts that were received and not yet reported as committed.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -59,10 +59,10 @@ class DriverConnection:
         """Receive the next part.
 
         Args:
-            wait: Whether the driver may delay its answer until a part is available.
+            wait: whether the driver may delay its answer until a part is available.
 
         Returns:
-            The part, or None if there is none now or, with `wait`, none any more.
+            the part, or None if there is none now or, with `wait`, none any more.
         """
         if self.stopping.is_set():
             return None
@@ -100,11 +100,11 @@ def main(descriptor: int, parent: int) -> int:
     """Compute parts until there are no more.
 
     Args:
-        descriptor: File descriptor of the socket to the driver.
-        parent: Process id of the driver.
+        descriptor: file descriptor of the socket to the driver.
+        parent: process id of the driver.
 
     Returns:
-        Exit code of the process.
+        exit code of the process.
     """
     os.set_inheritable(descriptor, False)
     _die_with(parent)

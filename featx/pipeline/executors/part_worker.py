@@ -29,18 +29,18 @@ class PartWorker:
     """Batch sink of a worker: computes parts one after the other, commits and reports each.
 
     Args:
-        prepared: Run context of the worker, equal to that of the driver.
-        order: Worker spec from the driver.
-        tell: Receives the result of every committed part; called in the thread that commits.
-        heart: Heartbeat that records the current part.
-        stopping: Event that ends the worker before its next batch, or None.
+        prepared: run context of the worker, equal to that of the driver.
+        order: worker spec from the driver.
+        tell: receives the result of every committed part; called in the thread that commits.
+        heart: heartbeat that records the current part.
+        stopping: event that ends the worker before its next batch, or None.
 
     Attributes:
-        part: Part whose batch is being taken, or None between two batches.
-        rows_asked: Number of rows of the run, over all workers.
-        rows_done: Number of rows that this worker has committed.
-        rows_failed: Always 0: the driver counts the failures of all workers and ends the run.
-        seconds: Stage -> busy seconds since `do` began, for stages that not every run has.
+        part: part whose batch is being taken, or None between two batches.
+        rows_asked: number of rows of the run, over all workers.
+        rows_done: number of rows that this worker has committed.
+        rows_failed: always 0: the driver counts the failures of all workers and ends the run.
+        seconds: stage -> busy seconds since `do` began, for stages that not every run has.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class PartWorker:
         """Compute and commit parts as the iterable yields them.
 
         Args:
-            parts: Parts to compute; drawn one at a time.
+            parts: parts to compute; drawn one at a time.
 
         Returns:
-            Measurements of these parts.
+            measurements of these parts.
 
         Raises:
-            Interrupted: A signal arrived, or `stopping` was set; complete parts are committed.
+            Interrupted: a signal arrived, or `stopping` was set; complete parts are committed.
         """
         self._parts = parts
         self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
@@ -142,8 +142,8 @@ def add_worker_context(worker: str, at: Callable[[], str]) -> Iterator[None]:
     RunError has no arguments but its message, so any process can unpickle it.
 
     Args:
-        worker: Name of the worker.
-        at: Returns the parts that the worker is computing, as text.
+        worker: name of the worker.
+        at: returns the parts that the worker is computing, as text.
     """
     try:
         yield

@@ -53,7 +53,7 @@ def check(config: Config) -> None:
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ConfigError: No cluster answers at executor.address.
+        ConfigError: no cluster answers at executor.address.
     """
     _ray()
     host, _, port = (config.executor.address or "").removeprefix("ray://").rpartition(":")
@@ -68,15 +68,15 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
     """Compute the missing parts in actors of a Ray cluster.
 
     Args:
-        prepared: Run context of the driver.
-        session: Write session of the store or statistics.
-        order: Worker spec for every actor.
+        prepared: run context of the driver.
+        session: write session of the store or statistics.
+        order: worker spec for every actor.
 
     Returns:
-        Outcome of the run, over all actors.
+        outcome of the run, over all actors.
 
     Raises:
-        RunError: An actor failed; the message names its part and rows.
+        RunError: an actor failed; the message names its part and rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
@@ -89,8 +89,8 @@ class Actor:
     """Ray actor that computes parts; it loads the backbone once.
 
     Args:
-        order: Worker spec.
-        device: Type of the device to compute on, such as 'cuda'.
+        order: worker spec.
+        device: type of the device to compute on, such as 'cuda'.
     """
 
     def __init__(self, order: PickledWorkerSpec, device: str) -> None:
@@ -115,7 +115,7 @@ class Actor:
         """Compute and commit a part.
 
         Returns:
-            Results since the last call, and the measurements of this part.
+            results since the last call, and the measurements of this part.
         """
         assert self._work is not None, "the actor is not ready"
         with add_worker_context(self._name, lambda: rows_text([part])):
@@ -134,8 +134,8 @@ class _Hand:
     """Actor as seen by the driver.
 
     Attributes:
-        handle: Handle of Ray.
-        sign: Name of its heartbeat file once it is ready, otherwise None.
+        handle: handle of Ray.
+        sign: name of its heartbeat file once it is ready, otherwise None.
     """
 
     handle: Any
@@ -146,14 +146,14 @@ class Pool:
     """Actors of a run and the queue of its parts.
 
     Args:
-        ray: The module, connected to a cluster.
-        order: Worker spec for every actor.
-        prepared: Run context of the driver.
-        session: Write session of the store or statistics.
+        ray: the module, connected to a cluster.
+        order: worker spec for every actor.
+        prepared: run context of the driver.
+        session: write session of the store or statistics.
 
     Attributes:
-        harvest: Results and measurements of the actors so far.
-        size: Number of actors.
+        harvest: results and measurements of the actors so far.
+        size: number of actors.
     """
 
     def __init__(self, ray: Any, order: WorkerSpec, prepared: RunContext, session: Session) -> None:

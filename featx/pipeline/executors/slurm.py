@@ -86,8 +86,8 @@ def check(config: Config) -> None:
 
     Raises:
         MissingExtraError: submitit is not installed.
-        ConfigError: This machine has no Slurm, or the cluster no such partition.
-        RunError: The controller does not answer.
+        ConfigError: this machine has no Slurm, or the cluster no such partition.
+        RunError: the controller does not answer.
     """
     _submitit()
     if config.executor.mode == "local":
@@ -104,15 +104,15 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
     """Compute the missing parts in tasks of a job array.
 
     Args:
-        prepared: Run context of the driver.
-        session: Write session of the store or statistics.
-        order: Worker spec for every task.
+        prepared: run context of the driver.
+        session: write session of the store or statistics.
+        order: worker spec for every task.
 
     Returns:
-        Outcome of the run, over all tasks.
+        outcome of the run, over all tasks.
 
     Raises:
-        RunError: A task failed; the message names it, the part and its rows.
+        RunError: a task failed; the message names it, the part and its rows.
         Interrupted: SIGINT or SIGTERM arrived; the tasks were told to commit complete parts.
     """
     folder = _folder_of_tasks(prepared.config, session)
@@ -129,10 +129,10 @@ class TaskResult:
     """Return value of a task.
 
     Attributes:
-        done: Results of the parts that it committed.
-        labour: Measurements of these parts; empty if the task was told to end.
-        told_by: What told it to end, TIME_LIMIT or a signal; None if all parts are done.
-        doing: What it did until then, as text.
+        done: results of the parts that it committed.
+        labour: measurements of these parts; empty if the task was told to end.
+        told_by: what told it to end, TIME_LIMIT or a signal; None if all parts are done.
+        doing: what it did until then, as text.
     """
 
     done: Sequence[PartResult]
@@ -145,10 +145,10 @@ class Task:
     """Task of the array; submitit pickles it on submission, and again when it is requeued.
 
     Args:
-        order: Worker spec.
-        device: Device to compute on.
-        parts: Parts to compute, in order.
-        limit_s: Time limit of the task in seconds, or None if there is none.
+        order: worker spec.
+        device: device to compute on.
+        parts: parts to compute, in order.
+        limit_s: time limit of the task in seconds, or None if there is none.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ def _told_to_end(limit_s: float | None, order: WorkerSpec) -> Iterator[list[str]
     submitit, which queues the task again.
 
     Args:
-        limit_s: Time limit of the task in seconds, or None if there is none.
-        order: Worker spec, which names the driver.
+        limit_s: time limit of the task in seconds, or None if there is none.
+        order: worker spec, which names the driver.
 
     Yields:
         list of one text: what told the task to end, TIME_LIMIT or the name of a signal.
@@ -287,14 +287,14 @@ class _Array:
     """Tasks of a run as seen by the driver.
 
     Args:
-        order: Worker spec for every task.
-        prepared: Run context of the driver.
-        session: Write session of the store or statistics.
-        folder: Folder for the pickled tasks, their results and logs.
+        order: worker spec for every task.
+        prepared: run context of the driver.
+        session: write session of the store or statistics.
+        folder: folder for the pickled tasks, their results and logs.
 
     Attributes:
-        harvest: Results and measurements of the tasks so far.
-        num_tasks: Number of tasks that share the parts.
+        harvest: results and measurements of the tasks so far.
+        num_tasks: number of tasks that share the parts.
     """
 
     def __init__(
@@ -348,12 +348,12 @@ class _Array:
         """Submit parts as tasks; during a run they wait if Slurm cannot take them now.
 
         Args:
-            parts: Parts to submit; committed ones are left out.
-            is_first: Whether nothing has been submitted yet.
+            parts: parts to submit; committed ones are left out.
+            is_first: whether nothing has been submitted yet.
 
         Raises:
             ConfigError: Slurm refuses what the config requests.
-            RunError: The controller does not answer the first submission, or refuses a later one.
+            RunError: the controller does not answer the first submission, or refuses a later one.
         """
         parts = [part for part in parts if part.index in self._missing]
         self._unsubmitted = []
@@ -390,7 +390,7 @@ class _Array:
         """Find the tasks that have ended.
 
         Returns:
-            Each task with None, or with its state if it left no result.
+            each task with None, or with its state if it left no result.
         """
         if self._queue is None:
             return [(job, None) for job in self._jobs if job.done()]
@@ -425,8 +425,8 @@ class _Array:
         """Take the result of an ended task; submit again what it left undone.
 
         Args:
-            job: Job of submitit that has ended.
-            state: State of a task without a result, otherwise None.
+            job: job of submitit that has ended.
+            state: state of a task without a result, otherwise None.
         """
         parts = self._jobs.pop(job)
         self._ended_at.pop(job, None)
@@ -464,10 +464,10 @@ class _Array:
         """Submit again what a task left undone that ended early.
 
         Args:
-            job: Job of submitit that has ended.
-            parts: Parts of the task.
-            how: How it ended, the rest of a sentence.
-            is_late: Whether its time limit ended it.
+            job: job of submitit that has ended.
+            parts: parts of the task.
+            how: how it ended, the rest of a sentence.
+            is_late: whether its time limit ended it.
 
         Raises:
             RunError: MAX_LOSSES tasks have ended at the same part.
@@ -559,7 +559,7 @@ def _folder_of_tasks(config: Config, session: Session) -> Path:
     """Folder for the pickled tasks, their results and logs.
 
     Raises:
-        ConfigError: The folder of executor.folder cannot be created.
+        ConfigError: the folder of executor.folder cannot be created.
     """
     given = config.executor.folder
     if given is None:

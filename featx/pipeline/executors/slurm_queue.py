@@ -72,12 +72,12 @@ def check_partition(partition: str | None) -> None:
     """Ask the controller for its partitions, before images are listed or a model is loaded.
 
     Args:
-        partition: Option executor.partition, several separated by commas; None for the default
+        partition: option executor.partition, several separated by commas; None for the default
             partition.
 
     Raises:
-        RunError: The controller does not answer.
-        ConfigError: This machine has no configuration of Slurm, or the cluster no such partition.
+        RunError: the controller does not answer.
+        ConfigError: this machine has no configuration of Slurm, or the cluster no such partition.
     """
     code, out, error = _asked(["sinfo", "--noheader", "--all", "--format=%R"])
     if code is None:
@@ -110,7 +110,7 @@ def seconds_left(limit_s: float) -> float:
     """Seconds that this task may still run.
 
     Args:
-        limit_s: Time limit of the task in seconds, used if Slurm does not tell its end.
+        limit_s: time limit of the task in seconds, used if Slurm does not tell its end.
     """
     if (end := os.environ.get("SLURM_JOB_END_TIME", "")).isdigit():  # since Slurm 23.02
         return int(end) - time.time()
@@ -128,8 +128,8 @@ class TaskState:
     """State of a task as reported by Slurm.
 
     Attributes:
-        state: State as squeue names it, such as PENDING or NODE_FAIL.
-        reason: Reason of squeue for a waiting task; for a forgotten task its last known state.
+        state: state as squeue names it, such as PENDING or NODE_FAIL.
+        reason: reason of squeue for a waiting task; for a forgotten task its last known state.
     """
 
     state: str
@@ -148,8 +148,8 @@ class SlurmQueue:
     """Tasks of one run in Slurm's queue.
 
     Args:
-        report: Prints a line for the user.
-        clock: Returns seconds, as time.monotonic does.
+        report: prints a line for the user.
+        clock: returns seconds, as time.monotonic does.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SlurmQueue:
         """States of some tasks, at most ASK_S seconds old; tasks not seen yet are left out.
 
         Args:
-            ids: Ids of tasks that have not ended: '7_0' in an array, '8' for a single job.
+            ids: ids of tasks that have not ended: '7_0' in an array, '8' for a single job.
         """
         ids = list(ids)
         now = self._clock()
@@ -275,7 +275,7 @@ def _asked(command: list[str]) -> tuple[int | None, str, str]:
     Messages are in English whatever the locale, and the terminal is not passed on.
 
     Returns:
-        Exit code, stdout and stderr; the code is None if there is no such command.
+        exit code, stdout and stderr; the code is None if there is no such command.
     """
     try:
         done = subprocess.run(

@@ -39,8 +39,8 @@ class Maker(Protocol):
     """Batch sink of a part task: computes parts batch by batch and commits each.
 
     Attributes:
-        underflow_rows: Layer -> number of underflow rows.
-        seconds: Stage -> busy seconds of stages that not every run has.
+        underflow_rows: layer -> number of underflow rows.
+        seconds: stage -> busy seconds of stages that not every run has.
     """
 
     underflow_rows: Counter[str]
@@ -56,7 +56,7 @@ class Maker(Protocol):
         """Detach the part whose last batch was taken.
 
         Returns:
-            Function that commits the part and returns the failures of the part that is stored then.
+            function that commits the part and returns the failures of the part that is stored then.
         """
 
 
@@ -64,9 +64,9 @@ class PartTask(Protocol):
     """What workers compute and where they commit it; travels with the worker spec.
 
     Attributes:
-        dtype: Name of the dtype in which the engine returns values.
-        settings: Entries of the fingerprint that only this kind of run has.
-        datasets: Names of the datasets to compute.
+        dtype: name of the dtype in which the engine returns values.
+        settings: entries of the fingerprint that only this kind of run has.
+        datasets: names of the datasets to compute.
     """
 
     @property
@@ -80,37 +80,37 @@ class PartTask(Protocol):
         """Raise RunError if the folder was overwritten or changed since the run was started.
 
         Args:
-            root: Folder of the store or statistics.
-            fingerprint: Fingerprint of the driver.
+            root: folder of the store or statistics.
+            fingerprint: fingerprint of the driver.
         """
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
         """Read the listing of the run from its folder.
 
         Args:
-            root: Folder of the store or statistics.
-            num_rows: Number of rows of the run.
-            identity: Digest of the listing.
+            root: folder of the store or statistics.
+            num_rows: number of rows of the run.
+            identity: digest of the listing.
 
         Returns:
-            The listing, or None if the folder has no such listing.
+            the listing, or None if the folder has no such listing.
         """
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
         """Select the parts that no process has committed yet.
 
         Args:
-            root: Folder of the store or statistics.
-            parts: Parts to look for.
+            root: folder of the store or statistics.
+            parts: parts to look for.
         """
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> Maker:
         """Create the sink that computes parts and commits each of them.
 
         Args:
-            prepared: Run context of the worker.
-            root: Folder of the store or statistics.
-            heart: Heartbeat of the worker.
+            prepared: run context of the worker.
+            root: folder of the store or statistics.
+            heart: heartbeat of the worker.
         """
 
 
@@ -118,9 +118,9 @@ class Session(Protocol):
     """Write session of a driver: what is requested, what is committed, and what is missing.
 
     Attributes:
-        root: Folder of the store or statistics.
-        disk: Performs every write to the folder.
-        lock: File descriptor that holds the lock of the folder.
+        root: folder of the store or statistics.
+        disk: performs every write to the folder.
+        lock: file descriptor that holds the lock of the folder.
     """
 
     root: Path
@@ -149,7 +149,7 @@ class Session(Protocol):
         """Select the parts that other processes have committed.
 
         Args:
-            parts: Parts to look for.
+            parts: parts to look for.
 
         Yields:
             part and its failures.
@@ -161,17 +161,17 @@ class WorkerSpec:
     """Everything that a process needs to compute parts of a run with the same values as the driver.
 
     Attributes:
-        root: Absolute path of the store or statistics.
-        driver: Name of the heartbeat file of the driver.
-        config: Config of the run; each worker puts its own device into it.
-        config_yaml: Config as the user wrote it.
-        source: Data set, or None if it cannot be pickled and the worker opens that of the config.
-        engine_spec: How to build the engine.
-        product: Part task: what is computed and where it is committed.
-        begun: Values of every `auto` and rows per part.
-        fingerprint: Fingerprint of the driver; that of the worker must be equal.
-        num_rows: Number of rows of the listing.
-        cpus: Number of CPUs of the worker for reading and decoding.
+        root: absolute path of the store or statistics.
+        driver: name of the heartbeat file of the driver.
+        config: config of the run; each worker puts its own device into it.
+        config_yaml: config as the user wrote it.
+        source: data set, or None if it cannot be pickled and the worker opens that of the config.
+        engine_spec: how to build the engine.
+        product: part task: what is computed and where it is committed.
+        begun: values of every `auto` and rows per part.
+        fingerprint: fingerprint of the driver; that of the worker must be equal.
+        num_rows: number of rows of the listing.
+        cpus: number of CPUs of the worker for reading and decoding.
     """
 
     root: Path
@@ -193,13 +193,13 @@ def worker_spec(
     """Create the worker spec of a run.
 
     Args:
-        prepared: Run context of the driver.
-        session: Write session of the store or statistics.
-        product: Part task of the workers.
-        config_yaml: Config as the user wrote it.
+        prepared: run context of the driver.
+        session: write session of the store or statistics.
+        product: part task of the workers.
+        config_yaml: config as the user wrote it.
 
     Raises:
-        ConfigError: The data set is a Python object that cannot be pickled.
+        ConfigError: the data set is a Python object that cannot be pickled.
     """
     config = prepared.config
     return WorkerSpec(
@@ -298,13 +298,13 @@ def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
     """Build the run context of a worker on one device.
 
     Args:
-        order: Worker spec from the driver.
-        device: Device to compute on, such as 'cuda:1'.
+        order: worker spec from the driver.
+        device: device to compute on, such as 'cuda:1'.
 
     Raises:
-        RunError: This worker would compute other values than the driver, or cannot read the
+        RunError: this worker would compute other values than the driver, or cannot read the
             listing.
-        FeatxError: The model or the data set is not available to this process.
+        FeatxError: the model or the data set is not available to this process.
     """
     # The driver has written to the store already, so an outage of an object store is temporary.
     with s3_client.patience():

@@ -19,11 +19,11 @@ class PartResult:
     """Result of a committed part.
 
     Attributes:
-        part: The part.
-        failures: Its failed rows.
-        underflow_rows: Layer -> number of its underflow rows.
-        seconds: Seconds from its first batch to its commit.
-        waited: Seconds of these in which the device waited for images.
+        part: the part.
+        failures: its failed rows.
+        underflow_rows: layer -> number of its underflow rows.
+        seconds: seconds from its first batch to its commit.
+        waited: seconds of these in which the device waited for images.
     """
 
     part: Part
@@ -38,10 +38,10 @@ class WorkerStats:
     """Measurements of one worker or of several.
 
     Attributes:
-        seconds: Stage -> busy seconds.
-        bytes_read: Bytes of encoded images.
-        peak_memory_mib: Peak memory of the largest process in MiB.
-        decoder_warnings: Reason -> number of images whose decoder gave this warning.
+        seconds: stage -> busy seconds.
+        bytes_read: bytes of encoded images.
+        peak_memory_mib: peak memory of the largest process in MiB.
+        decoder_warnings: reason -> number of images whose decoder gave this warning.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -63,9 +63,9 @@ class RunOutcome:
     """Outcome of a run.
 
     Attributes:
-        figures: Measurements of the run.
-        underflow_rows: Layer -> number of underflow rows.
-        peak_memory_mib: Peak memory of the largest worker in MiB.
+        figures: measurements of the run.
+        underflow_rows: layer -> number of underflow rows.
+        peak_memory_mib: peak memory of the largest worker in MiB.
     """
 
     figures: RunMetrics
@@ -81,18 +81,18 @@ class ResultCollector:
     """Adds up the results of the workers in the driver.
 
     Args:
-        rows_to_do: Number of rows that the workers have to compute.
+        rows_to_do: number of rows that the workers have to compute.
 
     Attributes:
-        begun: Time at which the first worker was ready, by time.perf_counter; 0 before.
-        ended: Time of the last commit, by time.perf_counter.
-        rows: Number of rows in committed parts.
-        rows_before: Number of these rows whose computing time is unknown, since their parts were
+        begun: time at which the first worker was ready, by time.perf_counter; 0 before.
+        ended: time of the last commit, by time.perf_counter.
+        rows: number of rows in committed parts.
+        rows_before: number of these rows whose computing time is unknown, since their parts were
             found committed when the clock started.
-        asked: Time at which the run was distributed, by time.perf_counter.
-        underflow_rows: Layer -> number of underflow rows.
-        labour: Measurements of workers that have ended.
-        is_labour_complete: Whether every worker reported its measurements before it ended.
+        asked: time at which the run was distributed, by time.perf_counter.
+        underflow_rows: layer -> number of underflow rows.
+        labour: measurements of workers that have ended.
+        is_labour_complete: whether every worker reported its measurements before it ended.
     """
 
     rows_to_do: int
@@ -113,8 +113,8 @@ class ResultCollector:
         """Add a committed part.
 
         Args:
-            done: Result of the part.
-            before: Whether it is unknown when its worker was ready; the part is then left out of
+            done: result of the part.
+            before: whether it is unknown when its worker was ready; the part is then left out of
                 the speed.
         """
         self.begin()
@@ -127,8 +127,8 @@ class ResultCollector:
         """Raise TooManyFailuresError if too many images failed and much work is left.
 
         Args:
-            order: Worker spec, with the config of the run.
-            session: Write session, with the failures of all workers.
+            order: worker spec, with the config of the run.
+            session: write session, with the failures of all workers.
         """
         left = self.rows_to_do - self.rows
         left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
@@ -139,8 +139,8 @@ class ResultCollector:
         """Outcome of the finished run.
 
         Args:
-            num_workers: Number of workers that shared the parts.
-            order: Their worker spec.
+            num_workers: number of workers that shared the parts.
+            order: their worker spec.
         """
         labour, known = self.labour, self.is_labour_complete
         busy = dict.fromkeys(_STAGES, 0.0) | labour.seconds

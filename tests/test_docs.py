@@ -129,7 +129,7 @@ def test_the_site_is_whole(tmp_path: Path) -> None:
     assert {page.stem for page in PAGES[1:]} - {"index"} <= pages
     assert "python" in pages
     names = (tmp_path / "site" / "reference" / "python" / "index.html").read_text("utf-8")
-    assert "Whether every row of the listing is there" in names
+    assert "whether every row of the listing is there" in names
     fetched = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?))"', names)
     assert fetched == [], "the site asks no other server for anything"
 

@@ -118,6 +118,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
             StoreError: as for `__getitems__`.
         """
         read = self._features[rows] if self._blocks is None else self._blocks.read(rows)
+        # Checked after the read, because another run may replace the store at any time until then.
         if self.store.attrs.get("fingerprint") != self._fingerprint:
             raise StoreError(f"another run has changed {self.store.root}; open it again.")
         check_rows_present(self.store, self.layer, rows, read)
@@ -125,8 +126,7 @@ class FeatureDataset(Dataset[tuple[torch.Tensor, int]]):
 
 
 class BlockShuffleSampler(Sampler[int]):
-    """Sampler that yields every item once, in a random order that needs few blocks in memory at a
-    time.
+    """Sampler that yields every item once, in a random order with few blocks in use at a time.
 
     Consecutive rows form a block. The blocks are shuffled and taken `window` at a time, and the
     items of one window are shuffled together. A disk therefore reads each block as a whole and once
@@ -208,8 +208,7 @@ class BlockShuffleSampler(Sampler[int]):
 
 
 def _dataset_and_rows(source: Sized) -> tuple[FeatureDataset | None, npt.NDArray[np.int64]]:
-    """Return the FeatureDataset behind a data source, or None, and the (n,) int64 rows of its
-    items."""
+    """Return the FeatureDataset behind a data source, or None, and its items' rows, (n,) int64."""
     if isinstance(source, FeatureDataset):
         return source, source.rows
     if isinstance(source, Subset):

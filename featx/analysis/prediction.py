@@ -196,8 +196,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
 
 
 def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
-    """Return the options of the group `data` for the new images, read in the same way as those of
-    the store.
+    """Return the options of the group `data` for the new images, read as those of the store.
 
     Raises:
         ConfigError: the command asks for another way.
@@ -332,8 +331,7 @@ class _PredictionSink:
 
     @property
     def rows_failed(self) -> int:
-        """Always 0, so that no limit of failures ends the run, which would lose the scores in
-        memory."""
+        """Always 0: a limit of failures would end the run and lose the scores in memory."""
         return 0  # scores lie in memory: ending early would lose them
 
     def missing(self) -> list[Part]:

@@ -348,7 +348,7 @@ def _compared(
 
 
 def agreement(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:
-    """Compute the agreement 1 - |a - b|^2 / (2 |a| |b|) of two vectors of equal length.
+    """Compute the agreement 1 - |a - b|^2 / (2 |a| |b|) of two vectors.
 
     It is their cosine, reduced if their norms differ; -1 if a norm is zero or not finite.
     """

@@ -53,8 +53,7 @@ class Format(ABC):
 
     @abstractmethod
     def files(self) -> list[File]:
-        """Return the files in the order of writing; they are the same each time for the same
-        rows."""
+        """Return the files in the order of writing, always the same for the same rows."""
 
     @abstractmethod
     def opening(self, out: Path) -> str:
@@ -97,8 +96,7 @@ class Format(ABC):
 
 
 def literal(text: object) -> str:
-    """Return a path or name as a Python string literal for `Format.opening`, such as
-    "runs/photos"."""
+    """Return a path or name as a Python string literal, such as "runs/photos"."""
     shown = str(text)
     plain = shown.isprintable() and '"' not in shown and "\\" not in shown
     return f'"{shown}"' if plain else repr(shown)

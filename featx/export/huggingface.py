@@ -19,8 +19,7 @@ _VALUES = {"U": "string", "i": "int64", "f": "float64", "b": "bool"}
 
 
 class HuggingFace(Format):
-    """data-00000-of-0000N.arrow with dataset_info.json and state.json, as `save_to_disk` writes
-    them.
+    """data-*.arrow with dataset_info.json and state.json, as `save_to_disk` writes them.
 
     `datasets` itself would write all data twice, to its cache and to the folder.
     """

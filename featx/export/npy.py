@@ -12,8 +12,11 @@ from featx.export.base import File, Format, literal
 
 
 class Npy(Format):
-    """features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy and classes.json,
-    and columns/<name>.npy for each column of the store, with texts as bytes."""
+    """One .npy file per layer and per column of the listing.
+
+    The files are features/<layer>.npy, keys.npy (bytes), labels.npy, status.npy, rows.npy,
+    classes.json, and columns/<name>.npy for each column of the store, with texts as bytes.
+    """
 
     def files(self) -> list[File]:
         """Return one file per layer and per column of the listing."""
@@ -37,8 +40,7 @@ class Npy(Format):
         return found
 
     def _layer(self, name: str) -> File:
-        """Return the file of a layer, whose rows are written block by block behind an .npy
-        header."""
+        """Return the file of a layer; rows are written block by block behind an .npy header."""
         chosen, n = self.selection, len(self.selection)
 
         def write(file: BinaryIO) -> None:

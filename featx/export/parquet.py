@@ -1,5 +1,4 @@
-"""export.format=parquet: one fixed-size list column per layer, with key, label and other
-columns."""
+"""export.format=parquet: a fixed-size list column per layer, with key, label and other columns."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ OTHER_ROW_BYTES = 128
 
 
 class Parquet(Format):
-    """data/features-00000-of-0000N.parquet; a map is one long list, with its shape in the
-    metadata."""
+    """data/features-*.parquet; a map is one long list, with its shape in the metadata."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -97,6 +97,7 @@ def _write_all(disk: AtomicFolder, written: Format, progress: CountProgress) -> 
         _warn_of_odd_keys(chosen)
     for file in missing:
         _write(disk, file)
+        # Recorded only when the file is in place; a kill in between writes the file again.
         record.note(file)
     record.close()
     failed = int((chosen.status != Status.OK).sum())
@@ -140,6 +141,7 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
         disk.remove(leftover)
     record = disk.root / RECORD
     if overwrite and record.exists():
+        # The record is deleted last: after a kill, it still names the files to delete.
         for name in _read(record)["planned"]:
             disk.remove(_inside(disk.root, name))
         disk.remove(record)

@@ -1,5 +1,4 @@
-"""export.format=safetensors: shards of rows with one tensor per layer, which can be mapped into
-memory.
+"""export.format=safetensors: shards of rows with one tensor per layer, which can be mapped.
 
 A file consists of a length (8 bytes), a JSON header and the tensors in sequence, so it is written
 block by block here; the library's own `save_file` needs a whole shard in memory.
@@ -33,8 +32,10 @@ _TAKEN = ("row", "label", "status", "key", "__metadata__")
 
 
 class Safetensors(Format):
-    """features-00000-of-0000N.safetensors with the layers, row, label, status, key and the columns
-    of the store; texts are uint8 tensors padded with 0."""
+    """features-*.safetensors with the layers, row, label, status, key and the store's columns.
+
+    Texts are uint8 tensors padded with 0.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)

@@ -55,8 +55,7 @@ class Selection:
 
     @cached_property
     def image_checksums(self) -> npt.NDArray[np.uint64]:
-        """(n,) uint64 as returned by `FeatureStore.image_checksums`; they change with
-        refresh=true."""
+        """(n,) uint64 as returned by `FeatureStore.image_checksums`; refresh=true changes them."""
         return self.store.image_checksums[self.rows]
 
     @cached_property
@@ -210,8 +209,7 @@ class Selection:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Description of the rows, which is equal for two exports with the same rows, as JSON
-        types."""
+        """Description of the rows as JSON types, equal for two exports with the same rows."""
         listed = hashlib.sha256()
         for column in (self.rows, self.keys, self.labels, self.status):
             listed.update(f"{column.dtype.str} {column.shape} ".encode())

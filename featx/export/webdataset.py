@@ -1,5 +1,4 @@
-"""export.format=webdataset: tar shards with the encoded image, features, class and key of each
-row."""
+"""export.format=webdataset: tar shards with encoded image, features, class and key of each row."""
 
 from __future__ import annotations
 
@@ -80,16 +79,14 @@ class WebDataset(Format):
         return self.selection.row_bytes() + self._picture_bytes + _HEADERS
 
     def _mean_bytes(self) -> float:
-        """Return the mean size of a sample of images, evenly spaced, instead of reading all of them
-        twice."""
+        """Return the mean size of a few evenly spaced images; reading all would take too long."""
         n = len(self.selection)
         places = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
         sizes = [len(self._picture(place) or b"") for place in places.tolist()]
         return float(np.mean(sizes)) if sizes else 0.0
 
     def _picture(self, place: int) -> bytes | None:
-        """Return the encoded image of a row, or None if the row failed and its image cannot be
-        read.
+        """Return the encoded image of a row, or None if the row failed and has no readable image.
 
         Raises:
             DataError: the image of a row that did not fail is missing or has changed.

@@ -21,8 +21,9 @@ _COLUMN_ROWS = 1 << 14
 
 
 class Zarr(Format):
-    """features.zarr with features/<layer>, columns/<name>, key, label, status and row; the origin
-    of the rows is in its attributes.
+    """features.zarr with features/<layer>, columns/<name>, key, label, status and row.
+
+    The origin of the rows is in the attributes of the group.
 
     Raises:
         MissingExtraError: zarr is not installed.

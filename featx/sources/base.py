@@ -52,8 +52,7 @@ _SLOW_STAT_S = 1e-4
 
 
 def state_of(info: os.stat_result) -> tuple[int, int, int]:
-    """Return the IMAGE_STATE fields of a file: size in bytes, mtime in ns, and ctime in ns as the
-    tag."""
+    """Return the IMAGE_STATE fields of a file: size in bytes, mtime in ns, and ctime in ns."""
     return info.st_size, info.st_mtime_ns, info.st_ctime_ns
 
 
@@ -331,7 +330,7 @@ class FolderSource:
         os.scandir(self._root_bytes).close()
 
     def _walk(self) -> Iterator[bytes]:
-        """Yield the keys of all images in arbitrary order. Links to a folder above are not
+        """Yield the keys of all images in arbitrary order; links to a folder above are not
         entered."""
         waiting = [_Folder(self._root_bytes, self._real_root, b"", frozenset())]
         while waiting:
@@ -405,8 +404,7 @@ _OTHER_KINDS = {
 
 
 def _kind_of(path: Path) -> str:
-    """Return the sentence of an error message that names the data source for a file name extension,
-    or ''."""
+    """Return a sentence with the data source for a file of this extension, or ''."""
     for kind, suffixes in _OTHER_KINDS.items():
         if path.is_file() and path.suffix.lower() in suffixes:
             return f" Such a file is read with data={kind}."
@@ -430,8 +428,7 @@ class _Folder(NamedTuple):
 
 
 def _mode(entry: os.DirEntry[bytes]) -> int:
-    """Return the file type of what an entry leads to: S_IFREG, S_IFDIR, ..., or 0 for a dangling
-    link."""
+    """Return S_IFREG, S_IFDIR or another file type of an entry's target; 0 for a dangling link."""
     try:
         if entry.is_file():  # known from the listing, mostly: no system call
             return stat.S_IFREG

@@ -96,8 +96,7 @@ class BoxedSource:
         return self._source.read(self.picture(key))
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
-        """Return the states of the images that the boxes lie in, or None if `source` has no
-        states."""
+        """Return the states of the images that contain the boxes, or None if `source` has none."""
         if not isinstance(self._source, Stateful):
             return None
         pictures, which = np.unique([self.picture(key) for key in keys], return_inverse=True)

@@ -67,8 +67,7 @@ def read_class_map(file: Path) -> dict[str, str | int]:
 
 
 def _from_json(file: Path, text: str) -> list[tuple[str, str | int]]:
-    """Parse a JSON object into pairs; a list of pairs keeps repeated folders, which are then
-    reported.
+    """Parse a JSON object into pairs, which keep a repeated folder, so that it can be reported.
 
     Raises:
         DataError: the text is not a JSON object of names or numbers.

@@ -73,8 +73,7 @@ class GzipWindow:
                 raise
 
     def _advance(self, offset: int, length: int) -> bytes:
-        """Decompress up to the end of the requested bytes, and return them. The caller holds the
-        lock."""
+        """Decompress up to the end of the requested bytes and return them; the lock is held."""
         if offset < self._start:
             self._begin()
         while self._end < offset + length:
@@ -88,6 +87,7 @@ class GzipWindow:
                     f"{self._most}; refused."
                 )
             self._blocks.append(block)
+            # The requested bytes are kept even if they exceed the window.
             self._drop_before(min(offset, self._end - WINDOW_BYTES))
         return self._kept(offset, length)
 

@@ -109,8 +109,7 @@ class Hdf5Source:
         return state_of_files([self._path], len(keys))
 
     def _mark(self, row: int) -> bytes:
-        """Return the bytes whose checksum is the content tag of a row; a message if the row cannot
-        be read."""
+        """Return the bytes to hash for a content tag; an error message for an unreadable row."""
         try:
             return self.read(b"%d" % row)
         except ImageFault as fault:

@@ -79,8 +79,7 @@ class HuggingFaceSource:
         self._lock = threading.Lock()
 
     def listing(self) -> Listing:
-        """List all rows; the content tag of every row is a checksum of the fingerprint of the data
-        set.
+        """List all rows; their content tag is a checksum of the data set's fingerprint.
 
         Raises:
             DataError: there are no rows, or the labels are invalid.
@@ -126,7 +125,7 @@ class HuggingFaceSource:
         return states
 
     def _paths(self, rows: npt.NDArray[np.int64]) -> list[bytes | None]:
-        """Return the path of each image that is a file of its own, and None for images in the
+        """Return the path of each image that is a separate file, and None for images in the
         table."""
         import pyarrow.compute as pc
 
@@ -141,8 +140,11 @@ class HuggingFaceSource:
         return [None if not path else path.encode() for path in found]
 
     def _labels(self, count: int) -> Labels:
-        """Return the labels of `count` rows and the class names. Raises DataError for invalid
-        labels."""
+        """Return the labels of `count` rows and the class names.
+
+        Raises:
+            DataError: a label is invalid.
+        """
         if self._label_column is None:
             return np.full(count, -1, dtype=np.int64), ()
         where = f"{self._where}, column {self._label_column}"

@@ -101,8 +101,7 @@ def of_any_kind(values: Sequence[object], where: str) -> Labels:
 
 
 def _kind(value: object) -> str:
-    """Return 'none', 'name' or 'number' for a label, or the name of its type if it is not
-    supported.
+    """Return 'none', 'name' or 'number' for a label, or its type's name if it is not supported.
 
     A number must have `__index__` and be whole: 1.0 is not a label, integers of NumPy and torch
     are.

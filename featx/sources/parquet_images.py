@@ -107,11 +107,16 @@ class ImageColumn:
         return states
 
     def _group(self, number: int) -> Any:
-        """Return the image column of a row group as a pyarrow Array, from the cache or from its
-        file.
+        """Return the image column of a row group as a pyarrow Array, cached or read.
+
+        The lock is held while reading, so that threads that need the same group read it once.
 
         Args:
             number: row group, counted through all files.
+
+        Raises:
+            ImageFault: the row group is damaged, or too large for one array.
+            OSError: the file cannot be read at the moment, or has changed since the listing.
         """
         import pyarrow as pa
 
@@ -171,6 +176,10 @@ def footer_marks(file: Path, column: str) -> npt.NDArray[np.int64]:
     """Compute content tags of the rows of a Parquet file from its footer, without reading images.
 
     The tag is a checksum of the footer's entries for the image column of the row group.
+
+    Args:
+        file: Parquet file.
+        column: name of the image column.
 
     Returns:
         (N,) int64; rows of a row group share a tag.

@@ -17,8 +17,7 @@ _SPECIAL = re.compile(r"[{*?\[]")
 
 
 def is_pattern(text: str) -> bool:
-    """Return whether a text contains braces or wildcards and may therefore stand for several
-    names."""
+    """Return whether a text contains braces or wildcards."""
     return bool(_SPECIAL.search(text))
 
 

@@ -19,6 +19,10 @@ def numbered_keys(count: int, prefix: str = "") -> npt.NDArray[np.bytes_]:
 
     All keys have the same length, so bytewise order is the order of the rows.
 
+    Args:
+        count: N, the number of keys.
+        prefix: text before the digits.
+
     Returns:
         (count,) fixed-length bytes.
     """

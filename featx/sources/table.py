@@ -198,8 +198,7 @@ class TableSource:
         return text_bytes(column)
 
     def _check_path(self, file: Path, path: str) -> None:
-        """Raise DataError if a path is a URL or contains NUL, or leads out of the folder of
-        images."""
+        """Raise DataError if a path is a URL, contains NUL, or leads out of the folder."""
         if "\0" in path or re.search(r"^[a-z0-9]+://", path):
             raise DataError(f"{file}: {path!r} is no path of a file.")
         whole = os.path.normpath(os.path.join(os.path.abspath(self._root), path))  # noqa: PTH100
@@ -211,8 +210,7 @@ class TableSource:
             )
 
     def _keys_of_images(self, part: Parquet, column: str) -> npt.NDArray[np.bytes_]:
-        """Return the keys of one file of encoded images: paths if all are different, else row
-        numbers.
+        """Return the keys of one file of images: paths if all are different, else row numbers.
 
         Raises:
             DataError: the column holds neither binary values nor a struct with a binary field
@@ -302,8 +300,7 @@ def _behind(name: bytes, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.bytes_]
 
 
 def _folder_of(root: str) -> Path:
-    """Return the folder that paths are relative to: the named folder, or the folder of the named
-    files."""
+    """Return the folder that paths are relative to: that of data.root, or of its files."""
     path = Path(root)
     if path.is_dir():
         return path

@@ -74,7 +74,12 @@ def text_bytes(column: Any) -> npt.NDArray[np.bytes_]:
 
 
 def check_columns(columns: Mapping[str, Any], num_rows: int, where: str) -> None:
-    """Check that a listing of `num_rows` rows can have these columns.
+    """Check that a listing can have these columns.
+
+    Args:
+        columns: name -> (N,) values.
+        num_rows: N.
+        where: origin of the columns, for error messages.
 
     Raises:
         DataError: a name, the order of the names, a shape or a dtype is not allowed.

@@ -96,16 +96,14 @@ class Parquet:
         self.names: list[str] = self._schema.names
 
     def kind(self, name: str) -> Any:
-        """Return the Arrow type of the values of a column; for a dictionary column, of its
-        values."""
+        """Return the Arrow type of a column's values; for a dictionary column, of its entries."""
         import pyarrow as pa
 
         kind = self._schema.field(name).type
         return kind.value_type if pa.types.is_dictionary(kind) else kind
 
     def column(self, name: str) -> Any:
-        """Read a column, or a field of a struct column as 'column.field', without reading anything
-        else.
+        """Read only one column, or one field of a struct column as 'column.field'.
 
         Returns:
             pyarrow.ChunkedArray; dictionary columns are decoded.
@@ -123,8 +121,7 @@ class Parquet:
         return column
 
     def class_names(self, name: str) -> list[str] | None:
-        """Return the class names that Hugging Face's metadata has for a column of whole numbers, or
-        None."""
+        """Return the class names in Hugging Face's metadata for a column, or None."""
         about = (self._schema.metadata or {}).get(b"huggingface")
         try:
             names = json.loads(about)["info"]["features"][name]["names"] if about else None
@@ -215,8 +212,7 @@ class Table:
         return found
 
     def values(self, name: str) -> Any:
-        """Read any column; one of CSV files becomes booleans or numbers if no value loses
-        information."""
+        """Read any column; one of CSV becomes booleans or numbers if nothing is lost."""
         import pyarrow as pa
 
         column = self._joined(name)

@@ -95,8 +95,7 @@ def cache_folder() -> Path:
 
 
 def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
-    """Build the index of a shard by reading all its headers. Arguments and exceptions as for
-    `index_of`."""
+    """Build the index of a shard by reading all its headers; see `index_of`."""
     compressed = _is_gzip(shard)
     skipped: Counter[str] = Counter()
     found: list[Member] = []
@@ -120,6 +119,8 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
             found.append(error.cut._replace(name=_clean(error.cut.name), size=-1))
     except DAMAGE as error:
         cut = f"its compressed bytes are damaged or end early ({error})"
+        # A wrong CRC or length at the end of the stream may concern any byte before it, while an
+        # early end leaves the complete members intact.
         if not found or any(text in str(error) for text in ("CRC", "Incorrect length")):
             raise DataError(
                 f"{shard.url} is damaged: {error}. None of its images can be trusted; get the "
@@ -141,8 +142,7 @@ def build(shard: Shard, endings: frozenset[bytes]) -> TarIndex:
 
 
 class _Blocks:
-    """Buffered reads of a plain tar at rising offsets; ranges that are not requested are
-    skipped."""
+    """Buffered reads of a plain tar at rising offsets, which skip what is not requested."""
 
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
@@ -249,8 +249,7 @@ def _load(path: Path, state: str) -> TarIndex | None:
 
 
 def _keep(path: Path, state: str, index: TarIndex) -> None:
-    """Write an index file. Errors are ignored: without the file, the next run reads the headers
-    again."""
+    """Write an index file and ignore errors: without it, the next run reads the headers again."""
     about = {
         "state": state,
         "count": len(index.names),
@@ -270,8 +269,7 @@ def _keep(path: Path, state: str, index: TarIndex) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[int]:
-    """Open a temporary file that atomically replaces `path` when the block ends without an
-    exception."""
+    """Open a temporary file that replaces `path` atomically if the block succeeds."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
     try:

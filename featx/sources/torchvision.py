@@ -1,5 +1,4 @@
-"""Source data=torchvision: data sets that torchvision.datasets has downloaded, in their own
-formats.
+"""Source data=torchvision: data sets that torchvision.datasets has downloaded before.
 
 Nothing is downloaded here. torchvision unpickles the files of CIFAR only after it has verified
 their checksums.

@@ -61,8 +61,9 @@ class VideoSource:
         self._states: dict[bytes, tuple[int, int]] = {}
 
     def listing(self) -> Listing:
-        """Open every video to find its duration and list its frames; the content tag is the size of
-        the file.
+        """Open every video to find its duration, and list its frames.
+
+        The content tag of a frame is the size of its video.
 
         Raises:
             DataError: there are no videos, a video cannot be read, or one claims an implausible

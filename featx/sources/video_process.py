@@ -53,8 +53,7 @@ class Videos:
         self._open: OrderedDict[tuple[str, tuple[int, int]], Any] = OrderedDict()
 
     def duration_s(self, path: str) -> float:
-        """Return the duration of a video in seconds, from its header or, without one there, from
-        its packets.
+        """Return the duration of a video in seconds, from its header, else from its packets.
 
         Raises:
             ImageFault: the video cannot be opened, or its duration is not a positive finite number.

@@ -29,8 +29,7 @@ repeated once in a new process."""
 
 
 class FrameReader:
-    """Durations and frames of videos, decoded in parallel; all requests for a video go to one
-    process.
+    """Durations and frames of videos, decoded in parallel; a video always uses the same process.
 
     Args:
         timeout_s: seconds that an answer may take, or None for no limit.
@@ -64,8 +63,9 @@ class FrameReader:
         return self._ask(path, request)[1]
 
     def _ask(self, path: str, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Send a request to the process of a video and return the answer. Raises as `frame`
+        """Send a request to the process of a video and return the answer; raises as `frame`
         does."""
+        # One process per video, where the video stays open between requests.
         child = self._children[hash(path) % len(self._children)]
         with child.lock:
             for left in reversed(range(_TRIES)):
@@ -99,8 +99,7 @@ class _Child:
         self._pending = bytearray()
 
     def ask(self, request: dict[str, Any], limit_s: float | None) -> tuple[dict[str, Any], bytes]:
-        """Send a request and wait for the answer. If this raises an exception, the caller must call
-        `end`.
+        """Send a request and wait for the answer; after an exception, the caller must call `end`.
 
         Args:
             request: JSON object.

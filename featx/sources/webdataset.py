@@ -73,8 +73,7 @@ class ShardSource:
         self._lock = threading.RLock()
 
     def listing(self) -> Listing:
-        """Find the shards, index them in parallel and list all images; the content tag is the
-        member's size.
+        """Find and index the shards and list all images; the content tag is the member's size.
 
         Raises:
             DataError: there are no shards or images, or a shard is damaged or cannot be read.
@@ -132,8 +131,7 @@ class ShardSource:
         return data
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void]:
-        """Return the size of each member, the mtime of its shard, and a tag from its offset and the
-        version of its shard.
+        """Return the size of each member, its shard's mtime, and a tag of offset and shard version.
 
         Returns:
             (n,) IMAGE_STATE.
@@ -156,6 +154,8 @@ class ShardSource:
         """
         shard = self._shards[number]
         with self._lock:
+            # This lock protects the cache. Each window has its own lock, so threads read from
+            # different shards at the same time.
             window = self._windows.pop(number, None)
             window = window or GzipWindow(shard.url, shard.read, shard.size)
             self._windows[number] = window
@@ -202,8 +202,7 @@ class ShardSource:
         return every, labels, classes
 
     def _labels(self, numbers: npt.NDArray[np.int64]) -> Labels:
-        """Return labels from the .cls members if there are any, else from the folders in member
-        names."""
+        """Return labels from the .cls members, if any, else from the folders in member names."""
         if (numbers != NO_LABEL).any():
             return from_numbers(np.maximum(numbers, -1), f"the .cls members of {self._root}")
         starts = [len(shard.name) + 1 for shard in self._shards]

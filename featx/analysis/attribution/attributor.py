@@ -1,5 +1,4 @@
-"""Attributions: heat maps of a gradient target (a scalar of the model) over the pixels of each
-image.
+"""Attributions: heat maps of a gradient target (a scalar of the model) over the pixels of images.
 
     saliency               max over channels of |d target / d pixel|
     input_x_gradient       gradient times normalised input, summed over channels
@@ -136,8 +135,10 @@ class Attributor(Engine):
         return Selection([(tap, ReduceConfig()) for tap in taps], [])
 
     def _tap(self, method: str) -> CapturePoint:
-        """Return the capture of a method; its attribute `capture` lists everything that changes its
-        values."""
+        """Return the capture of a method.
+
+        Its attribute `capture` lists everything that changes its values.
+        """
         settings = [f"target {self._target}"]
         settings += [f"{key} {value}" for key, value in self._options.settings(method).items()]
         settings += [f"captum {self._captum}"] if method in BY_CAPTUM else []
@@ -331,8 +332,9 @@ class Attributor(Engine):
         return maps, output
 
     def _map_of_layer(self, x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the function that turns the layer's tensor into (B, C, h, w); for tokens, the
-        patches alone.
+        """Return the function that turns the layer's tensor into (B, C, h, w).
+
+        For tokens, these are the patches alone.
 
         Raises:
             LayerError: the tensor is not a map, or no gradient arrives at its positions.
@@ -368,7 +370,7 @@ class Attributor(Engine):
         row_shape: tuple[int, ...],
         to_map: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """Check that positions of a layer are arranged as in the image, if its shape leaves that
+        """Check that positions of a layer are arranged as in the image, if its shape leaves it
         open.
 
         Raises:

@@ -100,8 +100,9 @@ def occlusion(
     window: int,
     stride: int,
 ) -> torch.Tensor:
-    """Compute the decrease of the target when a square is hidden, averaged over the squares of a
-    pixel.
+    """Compute the decrease of the target when a square is hidden.
+
+    A pixel gets the mean over the squares that contain it.
 
     M. D. Zeiler, R. Fergus, Visualizing and Understanding Convolutional Networks, ECCV 2014.
 

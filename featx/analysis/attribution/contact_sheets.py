@@ -158,8 +158,10 @@ def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
 
 
 def coarse(values: Numbers) -> Numbers:
-    """Average a map of single pixels over small squares; maps below 64 pixels are returned as they
-    are."""
+    """Average a map of single pixels over small squares, to avoid speckle.
+
+    Maps below 64 pixels of height or width are returned as they are.
+    """
     height, width = values.shape
     if min(height, width) < 64:
         return values
@@ -170,6 +172,10 @@ def coarse(values: Numbers) -> Numbers:
 
 def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
     """Scale values to [0, 1], or [-1, 1] if signed.
+
+    Args:
+        values: (h, w).
+        signed: whether negative values are kept; otherwise they become 0.
 
     Returns:
         (h, w) float32, and the value that became 1.

@@ -17,7 +17,7 @@ from featx.models.base import Backbone
 
 
 def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-    """Compute Grad-CAM: relu(sum_c w_c A_c), where w_c is the mean gradient of channel c over
+    """Compute Grad-CAM: relu(sum_c w_c A_c), with w_c the mean gradient of channel c over
     positions.
 
     R. R. Selvaraju et al., Grad-CAM: Visual Explanations from Deep Networks via Gradient-based

@@ -18,8 +18,7 @@ _OTHER_ACTIVATIONS = ("Silu", "Gelu", "Hardswish", "LeakyRelu", "Elu", "Mish", "
 
 @contextlib.contextmanager
 def guided_rectifiers(module: nn.Module) -> Iterator[None]:
-    """Inside the block, let only positive gradients pass backwards through the rectifiers of a
-    module.
+    """Let only positive gradients pass backwards through a module's rectifiers, inside the block.
 
     J. T. Springenberg et al., Striving for Simplicity, 2015. The output of each call of a rectifier
     has its own hook, so rectifiers that are called several times, work in place or are shared
@@ -44,8 +43,7 @@ def _is_rectifier(module: nn.Module) -> bool:
 
 
 def check_rectifiers(module: nn.Module, x: torch.Tensor) -> None:
-    """Check that all activations of a model are rectifier modules, as guided backpropagation
-    requires.
+    """Check that all activations of a model are rectifier modules, for guided backpropagation.
 
     Args:
         module: the model.

@@ -1,5 +1,4 @@
-"""Alarms for gradients that are NaN, infinite, exploding or vanishing, from the norms of one
-step."""
+"""Alarms for NaN, infinite, exploding and vanishing gradients, from the norms of one step."""
 
 from __future__ import annotations
 
@@ -85,8 +84,7 @@ class GradientAlarm(RunError):  # noqa: N818, an alarm is what it is
 
 @dataclass(frozen=True)
 class Step:
-    """Gradient norms of one optimizer step, before clipping and without the factor of a
-    GradScaler."""
+    """Gradient norms of an optimizer step, before clipping and without a GradScaler's factor."""
 
     number: int
     """Number of the step, counted from 1 in the block."""
@@ -204,6 +202,10 @@ class Judge:
 
 def check_positive(name: str, value: float | None) -> None:
     """Check an argument that is a limit: None or a finite number above 0.
+
+    Args:
+        name: name of the argument, for the error message.
+        value: its value.
 
     Raises:
         ConfigError: it is something else.

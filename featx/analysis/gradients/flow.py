@@ -33,6 +33,7 @@ class Edge:
     @property
     def alive(self) -> bool:
         """Whether a gradient came or may still come, because the graph of the tensor exists."""
+        # The handle refers weakly to the hooks of the tensor, which exist as long as its graph.
         return bool(self.norms) or self.handle.hooks_dict_ref() is not None
 
     @property
@@ -119,8 +120,7 @@ class Flow:
         return list({id(edge): edge for call in self._calls for edge in call.edges}.values())
 
     def layer_norms(self) -> dict[str, float]:
-        """Return the norm at the outputs of each module that a gradient reached, over all its
-        calls."""
+        """Return the norm at the outputs of each module that a gradient reached, over its calls."""
         norms: dict[str, list[float]] = {}
         for call in self._calls:
             came = [edge.norm for edge in call.outputs if edge.norm is not None]
@@ -129,8 +129,7 @@ class Flow:
         return {name: norm_of_norms(parts) for name, parts in norms.items()}
 
     def origins(self, bad_modules: Collection[str]) -> list[str]:
-        """Return the innermost modules whose outputs got finite gradients and that made others of
-        them.
+        """Return the innermost modules that turned finite gradients into non-finite ones.
 
         Args:
             bad_modules: modules with a parameter whose gradient is not finite.
@@ -162,7 +161,7 @@ class Flow:
         # A deep copy of the model (such as an average of weights) shares these closures. Its
         # modules are not `target`, so they are ignored.
         def off(module: nn.Module) -> bool:
-            """Return whether a call is ignored: while compiling, in a copy of the model, or without
+            """Return whether to ignore a call: while compiling, in a copied model, or without
             gradients."""
             compiling = torch.compiler.is_compiling()
             return compiling or module is not target or not torch.is_grad_enabled()
@@ -193,8 +192,7 @@ class Flow:
         self._handles.append(target.register_forward_hook(after, with_kwargs=True))
 
     def _edges_of(self, value: Any) -> list[Edge]:
-        """Return the edges of all tensors in a nested value, and hook the tensors that have no hook
-        yet."""
+        """Return the edges of all tensors in a nested value; hook those without a hook."""
         edges = []
         for tensor in _tensors(value):
             if not tensor.requires_grad:

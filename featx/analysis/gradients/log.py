@@ -131,7 +131,7 @@ class GradientLog:
         self._seen_gradients = False
 
     def step(self) -> None:
-        """Judge and clip the gradients so far, for loops that update parameters without
+        """Judge and clip the gradients so far; for loops that update parameters without
         torch.optim.
 
         If the loop has a GradScaler, gradients must be unscaled before.
@@ -205,15 +205,13 @@ class GradientLog:
     # ------------------------------------------------------- while gradients arrive
 
     def _loss_scale(self, device: torch.device) -> torch.Tensor | None:
-        """Return the factor of the GradScaler on gradients in a backward pass, on the device, or
-        None."""
+        """Return the GradScaler's factor on gradients in a backward pass as a tensor, or None."""
         if self._scaler is None:
             return None
         return self._scaler.scale(torch.ones((), device=device))
 
     def _norm_of_arrival(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return the norm of a gradient that arrives in a backward pass, without the scaler's
-        factor."""
+        """Return the norm of a gradient that arrives, without the scaler's factor."""
         self._seen_gradients = True
         scale = self._loss_scale(grad.device)
         norm = norms_of([grad])[0]
@@ -264,8 +262,7 @@ class GradientLog:
         self._versions = [p._version for p in self._model.parameters()]
 
     def _check_versions(self) -> None:
-        """Check that no parameter was written to since the last step, by autograd's version
-        counters.
+        """Check by autograd's version counters that no parameter changed since the last step.
 
         Raises:
             RunError: a parameter changed without a step.
@@ -363,8 +360,7 @@ class GradientLog:
             raise GradientAlarm(alarm)
 
     def _measure(self, grads: Mapping[str, torch.Tensor], factor: float) -> Step:
-        """Compute the norms of a step with one copy from each device to the CPU, those of the flow
-        included."""
+        """Compute the norms of a step, and of the flow, with one copy from each device."""
         arrived = {name: self._arrived.pop(name, []) for name in grads}
         rest = [name for name in grads if not arrived[name]]
         present = norms_of([grads[name] for name in rest])

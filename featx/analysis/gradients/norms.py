@@ -1,5 +1,4 @@
-"""L2 norms of gradients that stay on the device until the end of a step and do not under- or
-overflow."""
+"""L2 norms of gradients without underflow or overflow, kept on the device until a step ends."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def norm_of_norms(norms: Iterable[float]) -> float:
 
 
 def by_module(parameters: Mapping[str, float]) -> dict[str, float]:
-    """Combine the norms of parameters, by dotted name, to the norm of each module's own
-    parameters."""
+    """Combine the norms of parameters, by dotted name, to one norm per module."""
     parts: dict[str, list[float]] = {}
     for name, norm in parameters.items():
         parts.setdefault(name.rpartition(".")[0], []).append(norm)

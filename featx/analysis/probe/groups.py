@@ -127,7 +127,16 @@ def shared_with(training: Labelled, testing: Labelled, column: str | None) -> li
 def divided_groups(
     groups: Groups, some: npt.NDArray[np.int64], others: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the groups with rows among both of two sets of places."""
+    """Return the groups with rows among both of two sets of places.
+
+    Args:
+        groups: groups of all places.
+        some: (n,) places.
+        others: (m,) places.
+
+    Returns:
+        (k,) int64 group numbers.
+    """
     return np.intersect1d(groups.of_row[some], groups.of_row[others])
 
 

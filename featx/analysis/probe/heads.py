@@ -50,6 +50,10 @@ def fit_scaler(features: Features, places: npt.NDArray[np.int64]) -> Scaler:
     """Compute mean and standard deviation of each feature over some places, in float64.
 
     Blocks are merged by Chan's formula: M = M_a + M_b + d^2 n_a n_b / n.
+
+    Args:
+        features: vectors of all places.
+        places: (n,) int64.
     """
     wide = float64_home(features.device)
     count = 0
@@ -99,7 +103,16 @@ class Head:
 def scores_of(
     head: Head, features: Features, places: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
-    """Compute (n, C) float64 scores of some places."""
+    """Compute the scores of some places.
+
+    Args:
+        head: the head.
+        features: vectors of all places.
+        places: (n,) int64.
+
+    Returns:
+        (n, C) float64.
+    """
     found = [head.scores(block).cpu().double() for _, block in features.blocks(places)]
     scores: npt.NDArray[np.float64] = torch.cat(found).numpy()
     return scores
@@ -134,8 +147,7 @@ def head_bytes(head: Head, about: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _on_disk(path: Path) -> Iterator[Path]:
-    """Provide a file that safetensors can map: the path itself, or a temporary copy of an S3
-    object."""
+    """Provide a file that safetensors can map: the path itself, or a copy of an S3 object."""
     if not isinstance(path, S3Path):
         yield path
         return

@@ -84,8 +84,11 @@ def _nearest(
     count: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines in falling order and places of the most similar rows, both (n, count); cosines
-    beyond the last row are -inf."""
+    """Find the most similar rows of the bank.
+
+    Returns:
+        (n, count) cosines in falling order, -inf beyond the last row, and (n, count) places.
+    """
     home = features.device if dtype == torch.float32 else float64_home(features.device)
 
     def unit(rows: torch.Tensor) -> torch.Tensor:
@@ -113,7 +116,12 @@ def _needed_dtype(features: Features, bank: npt.NDArray[np.int64]) -> torch.dtyp
 
 
 def candidates(num_bank: int, k: int | None) -> tuple[int, ...]:
-    """Return the numbers of neighbours to try: the given one, or those of the grid that fit."""
+    """Return the numbers of neighbours to try.
+
+    Args:
+        num_bank: number of rows that vote.
+        k: the option probe.k, or None to use the numbers of K_GRID that fit.
+    """
     if k is not None:
         return (k,)
     return tuple(k for k in K_GRID if k == 1 or k <= num_bank)

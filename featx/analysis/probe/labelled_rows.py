@@ -197,8 +197,16 @@ class LayerRows:
 
 
 def as_vectors(values: torch.Tensor, pooled: tuple[int, ...] | None, width: int) -> torch.Tensor:
-    """Convert stored rows (n, ...) to (n, width) float32, averaged over the axes `pooled` or
-    flattened."""
+    """Convert stored rows to vectors.
+
+    Args:
+        values: (n, ...) of any float dtype.
+        pooled: axes over which rows are averaged, or None to flatten.
+        width: D.
+
+    Returns:
+        (n, D) float32.
+    """
     values = values.to(torch.float32)
     if pooled:
         values = values.mean(pooled)
@@ -210,6 +218,10 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
 
     Vectors stay as they are. Maps and tokens are flattened if they have at most MAX_FLAT values,
     and averaged over their positions otherwise.
+
+    Args:
+        labelled: rows of a store.
+        layer: name of the layer.
 
     Raises:
         ReduceError: the map is too large, and its channel axis is unknown.
@@ -269,8 +281,7 @@ class Features:
     def blocks(
         self, places: npt.NDArray[np.int64]
     ) -> Iterator[tuple[npt.NDArray[np.int64], torch.Tensor]]:
-        """Yield vectors in blocks, in the order of `places`: the places, and (n, D) float32 on the
-        device."""
+        """Yield the places of a block in order, and their vectors, (n, D) float32 on the device."""
         for span in self._spans(places):
             if self.whole is None:
                 yield span, self._read(span).to(self.device)

@@ -10,8 +10,9 @@ from featx.analysis.probe.metrics import Predictions
 
 
 def best_layer(layers: Mapping[str, Mapping[str, Any]], method: str) -> str:
-    """Return the layer with the highest validation accuracy; among equal ones, that with the
-    smallest loss.
+    """Return the layer with the highest validation accuracy.
+
+    Among layers with equal accuracy, the smallest loss decides.
 
     Args:
         layers: name -> its entry in probe.json.

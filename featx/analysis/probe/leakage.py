@@ -31,6 +31,10 @@ _BLOCK_NUMBERS = 1 << 24
 def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
     """Count the test rows whose vector equals that of a training row bit for bit.
 
+    Args:
+        features: vectors of all places.
+        splits: one split, or one per fold.
+
     Returns:
         the number over all splits, or None if the features are streamed.
     """
@@ -42,8 +46,7 @@ def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
 
 
 def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> dict[str, Any]:
-    """Count the test rows with a near-duplicate among the training rows, if the search is
-    affordable.
+    """Count the test rows with a near-duplicate among the training rows, if that is affordable.
 
     All pairs of a test and a training row are compared by the cosine of vectors that are
     standardised over all rows; cosines of the raw features are near 1 for all images.

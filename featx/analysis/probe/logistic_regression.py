@@ -182,8 +182,8 @@ class _Objective:
         return loss
 
     def newton_step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute about -H^-1 g with the Hessian H and the gradient g of the last call, as (C, D)
-        and (C,).
+        """Compute about -H^-1 g, as (C, D) and (C,), with Hessian H and gradient g of the last
+        call.
 
         Conjugate gradients solve the system more exactly the smaller g is, so that Newton's method
         converges superlinearly.
@@ -217,8 +217,7 @@ class _Objective:
         return step[:, :-1], step[:, -1]
 
     def largest_change(self, weight: torch.Tensor, bias: torch.Tensor) -> float:
-        """Return the largest change of a logit by a step, relative to the mean of the row's
-        logits."""
+        """Return the largest change of a logit by a step, relative to the row's mean logit."""
         logits = self._x @ weight.T + bias
         return float((logits - logits.mean(1, keepdim=True)).abs().max())
 
@@ -302,8 +301,10 @@ def sweep(
 
 
 def best_trial(trials: list[Trial]) -> Trial:
-    """Return the trial with the highest validation accuracy; among equal ones, that with the
-    smallest loss."""
+    """Return the trial with the highest validation accuracy.
+
+    Among trials with equal accuracy, the smallest loss decides.
+    """
     return max(trials, key=lambda trial: (trial.accuracy, -trial.loss))
 
 

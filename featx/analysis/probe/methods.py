@@ -1,5 +1,4 @@
-"""The three probe methods behind one interface: choose a setting on validation rows, then fit on
-all training rows."""
+"""Linear, kNN and ridge probes behind one interface: choose a setting, then fit on all rows."""
 
 from __future__ import annotations
 
@@ -69,8 +68,13 @@ class Fitted:
 
 
 def fit(problem: Problem, method: str, split: Split) -> Fitted:
-    """Choose a setting on `split.validation`, then fit on `split.train`; `split.test` is not
-    used."""
+    """Choose a setting on `split.validation`, then fit on `split.train`.
+
+    Args:
+        problem: layer and labels.
+        method: 'linear', 'knn' or 'ridge'.
+        split: places; `split.test` is not used.
+    """
     return {"linear": _linear, "knn": _knn, "ridge": _ridge}[method](problem, split)
 
 
@@ -79,6 +83,12 @@ def fit_as_chosen(problem: Problem, method: str, places: Places, chosen: float) 
 
     A few rows (few-shot) are read into memory even if the layer is streamed; all rows of a streamed
     layer are streamed again.
+
+    Args:
+        problem: layer and labels.
+        method: 'linear', 'knn' or 'ridge'.
+        places: (n,) int64 places to fit on.
+        chosen: l2 or k.
     """
     if method == "knn":
         return _voting(problem, places, int(chosen))
@@ -175,8 +185,7 @@ def _fit_linear(
 
 
 def _at_the_end(best: float, strengths: Sequence[float]) -> list[str]:
-    """Return a note if the best penalty is at an end of the grid, so that a better one may lie
-    beyond it."""
+    """Return a note if the best penalty is at an end of the grid: a better one may lie beyond."""
     if len(strengths) == 1 or best not in (strengths[0], strengths[-1]):
         return []
     return [f"the best l2, {best:g}, is the last one of the grid on that side"]

@@ -88,8 +88,7 @@ def judged(predictions: Predictions) -> dict[str, Any]:
 
 
 def judged_folds(folds: Sequence[Predictions]) -> dict[str, Any]:
-    """Compute the metrics of the rows of all folds together, with an entry `folds` for several
-    folds.
+    """Compute the metrics of the rows of all folds together; several folds add an entry `folds`.
 
     Args:
         folds: predictions on the test rows of each fold; no row is in two folds.
@@ -129,8 +128,7 @@ def wilson(share: float, count: float) -> tuple[float, float]:
 def effective_rows(
     right: npt.NDArray[np.bool_], groups: npt.NDArray[np.int64] | None = None
 ) -> float:
-    """Compute the number of independent rows for which the share of correct ones has the same
-    variance.
+    """Compute how many independent rows would give the share of correct ones the same variance.
 
     Rows of one group tend to be right or wrong together. With p = r / n, and r_g of the n_g rows of
     each of G groups right, the variance of p is G / (G - 1) sum_g (r_g - p n_g)^2 / n^2, and that
@@ -169,8 +167,9 @@ def confusion(
 
 
 def top_k(y: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], k: int) -> float:
-    """Compute the share of rows whose true class has fewer than k other classes with as large a
-    score.
+    """Compute the share of rows whose true class is among the k best.
+
+    A row counts if fewer than k other classes have at least the score of its true class.
 
     Ties count against a row, so that classes without a vote do not win by their position.
     """

@@ -100,8 +100,7 @@ def fit_streamed(
     strengths: Sequence[float],
     schedule: Schedule,
 ) -> Streamed:
-    """Minimise mean cross-entropy + l2/2 |weight|^2 for all penalties in the same passes over the
-    rows.
+    """Minimise mean cross-entropy + l2/2 |weight|^2 for all penalties in the same passes.
 
     The penalty is part of the loss and AdamW's weight decay is off, because the latter is a
     different objective from that of L-BFGS. Each penalty has its own optimizer, so its gradients
@@ -163,8 +162,7 @@ def _descend(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
 def _shuffled(
     rows: LayerRows, places: npt.NDArray[np.int64], seed: int
 ) -> DataLoader[tuple[torch.Tensor, int]]:
-    """Return a loader of batches of stored values and their rows, in another order in each
-    epoch."""
+    """Return a loader of batches of stored values and their rows, reordered in each epoch."""
     dataset = FeatureDataset(rows.store.root, rows.layer)
     items = np.searchsorted(dataset.rows, rows.rows[places])
     sampler = BlockShuffleSampler(Subset(dataset, items.tolist()), seed=seed)

@@ -207,8 +207,7 @@ def _probe_with(
 
 
 def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
-    """Compute accuracies with few rows per class over several draws, without choosing any
-    setting."""
+    """Compute accuracies with few rows per class over several draws, with fixed settings."""
     options = problem.options
     given = options.k if method == "knn" else options.l2
     found = {}

@@ -73,8 +73,7 @@ def kfold(
     seed: int,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> list[Split]:
-    """Make k splits in which every row is tested once; rows of a class are spread evenly over the
-    folds.
+    """Make k splits that test every row once, with the rows of a class spread over the folds.
 
     A class with a single row or group is always trained on and never tested.
 
@@ -144,8 +143,15 @@ def given(
 
 
 def few(y: npt.NDArray[np.int64], train: Places, shots: int, draw: int, seed: int) -> Places:
-    """Select at most `shots` random places of each class in `train`; `draw` numbers the
-    selections."""
+    """Select at most `shots` random places of each class.
+
+    Args:
+        y: (n,) class of each place.
+        train: places to select from.
+        shots: maximum number of places per class.
+        draw: number of the selection; each has its own random choice.
+        seed: seed of all selections.
+    """
     rng = np.random.default_rng([seed, 3, shots, draw])
     found = [
         rng.permutation(train[y[train] == label])[:shots] for label in np.unique(y[train]).tolist()

@@ -143,8 +143,7 @@ def _with_groups_of(
     groups: npt.NDArray[np.int64] | None,
     num_training: int,
 ) -> npt.NDArray[np.int64] | None:
-    """Return the groups of training rows followed by those of another store, or None without
-    groups."""
+    """Return (n,) groups of training rows, then of another store's rows, or None without groups."""
     found = row_groups(testing, column)
     if found is None and groups is None:
         return None
@@ -156,8 +155,7 @@ def _with_groups_of(
 def _small_classes(
     training: Labelled, groups: npt.NDArray[np.int64] | None, folds: int
 ) -> list[str]:
-    """Return notes about classes with too few rows or groups to be tested, at all or in every
-    fold."""
+    """Return notes about classes with too few rows or groups to be tested."""
     if groups is None:
         if single := int((np.bincount(training.y) == 1).sum()):
             return [f"{single} classes with a single row are trained on and never tested"]

@@ -1,5 +1,4 @@
-"""Groups of near-duplicates: all pairs of rows are compared, and pairs above a threshold are
-linked."""
+"""Groups of near-duplicates: rows that are linked by pairs with a cosine above a threshold."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ def duplicate_groups(
     device: str = "auto",
     tell: Callable[[int], None] = lambda rows: None,
 ) -> list[npt.NDArray[np.int64]]:
-    """Find groups of rows that are linked, directly or through others, by a cosine above a
-    threshold.
+    """Find groups of rows that are linked, directly or indirectly, by a cosine above a threshold.
 
     Args:
         store: open store; rows that failed are left out.

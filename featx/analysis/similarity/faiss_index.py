@@ -200,8 +200,9 @@ class RowIndex:
     def _shares(
         self, places: npt.NDArray[np.int64], exact: npt.NDArray[np.float32]
     ) -> npt.NDArray[np.float64]:
-        """Compute the recall of each place: the share of its neighbours that are as near as the
-        exact ones.
+        """Compute the recall of each place: the share of its neighbours that are near enough.
+
+        A neighbour counts if it is at least as near as the k-th neighbour of exact search.
 
         Args:
             places: (q,) int64 places.

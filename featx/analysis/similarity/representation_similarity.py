@@ -97,8 +97,7 @@ def layer_similarity(
     where = float64_home(choose_device(device))
 
     def signatures(of: FeatureStore, at: npt.NDArray[np.int64]) -> dict[str, list[torch.Tensor]]:
-        """Compute the unit vectors of every layer of a store; one Gram matrix is in memory at a
-        time."""
+        """Compute the unit vectors of every layer of a store, one Gram matrix at a time."""
         found = {}
         for name in matching_layers(of, layers):
             found[name] = list(
@@ -136,8 +135,12 @@ def linear_cka(
 
 
 def rsa(x: npt.NDArray[np.floating], y: npt.NDArray[np.floating]) -> float:
-    """Compute Spearman's correlation of the cosine distances within (n, D) and within (n, E)
-    rows."""
+    """Compute Spearman's correlation of the cosine distances within two matrices.
+
+    Args:
+        x: (n, D), or any shape with n rows.
+        y: (n, E), or any shape with n rows.
+    """
     return _dot(_signatures_of(x)[2], _signatures_of(y)[2])
 
 
@@ -169,8 +172,7 @@ def _signatures_of(x: npt.NDArray[np.floating]) -> tuple[torch.Tensor, torch.Ten
 
 
 def _centred_gram(vectors: Vectors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the dot products of all rows minus their mean m, of each such row with m, and of m
-    with m.
+    """Compute dot products of the rows minus their mean m: of all pairs, with m, and of m with m.
 
     The mean is subtracted first, since a large common offset would leave only rounding errors.
 
@@ -229,8 +231,7 @@ def _signatures(
 def _cosine_distances(
     gram: torch.Tensor, along: torch.Tensor, mean_square: torch.Tensor, upper: torch.Tensor
 ) -> torch.Tensor:
-    """Compute 1 - cos for pairs of rows, rounded so that values that differ in their last bits are
-    equal.
+    """Compute 1 - cos for pairs of rows, rounded so that nearly equal values are equal.
 
     With d the difference of two rows x and y, 1 - cos = (|d|^2 - (|x| - |y|)^2) / (2 |x| |y|). For
     rows that a common offset makes nearly parallel, 1 minus the cosine is dominated by rounding.

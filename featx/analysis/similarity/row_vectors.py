@@ -93,7 +93,7 @@ class Vectors:
         return max(1, num_bytes // (4 * max(1, self.width)))
 
     def block(self, start: int, stop: int) -> torch.Tensor:
-        """Return the vectors at consecutive places, (stop - start, width) float32."""
+        """Return the vectors at the places [start, stop), (stop - start, width) float32."""
         return self._read(start, stop) if self._kept is None else self._kept[start:stop]
 
     def blocks(self, at_once: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -1,2 +1,1 @@
-"""Statistics of a layer over a data set: count, mean and scatter, their files, and what follows
-from them."""
+"""Statistics of a layer over a data set: their computation, files, PCA and Fréchet distance."""

@@ -22,6 +22,10 @@ def principal_components(moments: Moments, k: int) -> Projection:
     The sign of a direction makes its largest entry positive. Variances are divided by n - 1, as in
     scikit-learn.
 
+    Args:
+        moments: moments with the full scatter matrix.
+        k: number of directions, from 1 to D.
+
     Raises:
         ConfigError: rows vary in fewer than k directions, or the moments are diagonal.
     """
@@ -132,8 +136,10 @@ def frechet_distance(a: Moments, b: Moments) -> float:
 
 
 def _eigen(moments: Moments, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute variances (D,), largest first, and directions (D, D), one per row; float64 on the
-    CPU."""
+    """Compute variances (D,), largest first, and directions (D, D), one per row.
+
+    Both are float64 on the CPU.
+    """
     moments.check_full(what)
     values, vectors = torch.linalg.eigh(moments.covariance().cpu())
     variances, directions = values.flip(0).clamp_(min=0), vectors.flip(1).T

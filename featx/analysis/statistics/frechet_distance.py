@@ -17,8 +17,7 @@ compare the images."""
 def frechet_distance(
     a: Statistics | str | Path, b: Statistics | str | Path, layer: str | None = None
 ) -> float:
-    """Compute the Fréchet distance of two data sets in a layer; with an Inception model this is the
-    FID.
+    """Compute the Fréchet distance of two data sets in a layer; the FID, with an Inception model.
 
         featx.frechet_distance("runs/real/stats.h5", "runs/made/stats.h5", "avgpool")
 

@@ -49,7 +49,12 @@ class Moments:
 
     @classmethod
     def empty(cls, dim: int, kind: str = "full", device: torch.device | str = "cpu") -> Moments:
-        """Return the moments of no rows; a merge with others leaves them unchanged to the last bit.
+        """Return the moments of no rows; a merge with others returns those unchanged.
+
+        Args:
+            dim: D, the number of features.
+            kind: 'full' or 'diagonal'.
+            device: device of the tensors, or the CPU if it has no float64.
 
         Raises:
             ConfigError: kind='full' and more than MAX_FULL features.
@@ -63,7 +68,11 @@ class Moments:
 
     @classmethod
     def of(cls, rows: torch.Tensor, kind: str = "full") -> Moments:
-        """Compute the moments of (n, D) rows of any float dtype, in float64 on their device.
+        """Compute the moments of rows in float64.
+
+        Args:
+            rows: (n, D) of any float dtype; their device computes if it has float64.
+            kind: 'full' or 'diagonal'.
 
         Raises:
             ConfigError: the rows are not (n, D) floats, or have too many features for kind='full'.
@@ -165,8 +174,7 @@ class Moments:
         return squares / self._degrees(ddof)
 
     def std(self, ddof: int = 1) -> torch.Tensor:
-        """Return the standard deviation of each feature, (D,) float64. Raises as `variance`
-        does."""
+        """Return the standard deviation of each feature, (D,) float64, like `variance`."""
         return self.variance(ddof).sqrt()
 
     def check_full(self, what: str) -> None:
@@ -212,8 +220,7 @@ def check_size(dim: int, kind: str, what: str = "a row") -> None:
 
 
 def float64_on(device: torch.device) -> dict[str, Any]:
-    """Return the options of a float64 tensor on a device, or on the CPU if the device has no
-    float64."""
+    """Return the options of a float64 tensor on a device, or on the CPU without float64 there."""
     return {"dtype": torch.float64, "device": float64_home(device)}
 
 

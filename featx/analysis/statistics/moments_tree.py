@@ -50,8 +50,7 @@ class _Contents(NamedTuple):
 
 
 class MomentsTree:
-    """Files below PATH-parts/, each with all layers over one span of rows and named after these
-    rows.
+    """Files below PATH-parts/, each with all layers over one span of rows.
 
     When both halves of an aligned span exist, they are merged into one file, so that only a few
     files exist at a time.
@@ -154,6 +153,11 @@ class MomentsTree:
     def accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...]:
         """Check a file completely, and return the images that it left out.
 
+        Args:
+            path: the file.
+            start: first row that it must hold.
+            stop: row after the last one.
+
         Raises:
             DamagedError, LayerError: the file is damaged.
             StoreMismatchError: it was written with other settings.
@@ -172,13 +176,13 @@ class MomentsTree:
             return read_failures(file, path, attributes_of(file))
 
     def checksums_in(self, path: Path) -> npt.NDArray[np.uint64]:
-        """Return the (n,) uint64 image checksums of an accepted file, without checking its
+        """Return the (n,) uint64 image checksums of an accepted file without checking its
         numbers."""
         with reading(path, compare=False) as file:
             return read_checksums(file, path, attributes_of(file))
 
     def _merge_upwards(self, start: int, stop: int) -> None:
-        """Merge a span with its other half, and the result with its other half, while these
+        """Merge a span with its other half, then the result with its other half, while these
         exist."""
         while is_aligned(start, stop):
             size = stop - start

@@ -176,8 +176,10 @@ class PartMoments:
 
 
 def cut_row(start: int, stop: int) -> int:
-    """Return the row at which the tree cuts [start, stop): the one divisible by the highest power
-    of two."""
+    """Return the row at which the tree cuts [start, stop).
+
+    It is the row in the span that is divisible by the highest power of two.
+    """
     bits = (start ^ (stop - 1)).bit_length() - 1
     return (stop - 1) >> bits << bits
 

@@ -128,8 +128,7 @@ def _refuse_another_tensor(
 
 
 def _refuse_arbitrary_directions(projection: Projection, dim: int, zca: bool) -> None:
-    """Check that all directions have variance; those without are arbitrary and differ between
-    machines.
+    """Check that all directions have variance; those without differ between machines.
 
     Exception: with zca and all directions, the map does not depend on how they are chosen.
 

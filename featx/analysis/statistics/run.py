@@ -91,10 +91,14 @@ def _run(
         disk = AtomicFolder(out)
         disk.make_folder(out)
         lock = stack.enter_context(exclusive_lock(out / LOCK))
+        # With the lock held and no other writer alive, the remaining heartbeat files are of dead
+        # processes.
         refuse_other_writers(out)
         clear_signs(disk)
         _clear(disk, config.overwrite)
         if config.overwrite:
+            # Written between the deletion and the first part: after a kill, the same command
+            # resumes instead of deleting the new parts.
             mark.write(disk)
         parts = MomentsOfParts(tree_of(prepared, purpose.layers, disk))
         parts.survey()
@@ -104,6 +108,7 @@ def _run(
         announce(_begin_text(prepared, purpose, session, parts.path))
         outcome = _computed(prepared, purpose, session, config_yaml)
         figures = outcome.figures
+        # The merge of the last parts counts as writing.
         merging = time.perf_counter()
         parts.finish()
         written = figures.seconds["write"]

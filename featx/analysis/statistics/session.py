@@ -54,8 +54,7 @@ class MomentsOfParts:
         return [failure for span in sorted(self._spans) for failure in self._spans[span]]
 
     def survey(self) -> None:
-        """Find the complete parts, quarantine damaged files, and delete leftovers of killed
-        processes.
+        """Find complete parts, quarantine damaged files, and delete leftovers of killed processes.
 
         Raises:
             StoreMismatchError: a file was written with other settings.
@@ -163,8 +162,10 @@ class MomentsOfParts:
         return checksums, done
 
     def discard(self, rows: Iterable[int]) -> None:
-        """Delete the files that contain any of some rows, since a row cannot be subtracted from a
-        sum exactly."""
+        """Delete the files that contain any of some rows.
+
+        A row cannot be subtracted from a sum exactly, so the whole span is computed again.
+        """
         rows = list(rows)
         for start, stop in list(self._spans):
             if any(start <= row < stop for row in rows):
@@ -191,6 +192,7 @@ class MomentsOfParts:
                 )
             self._spans = {(0, self._num_rows): self.tree.merge_all()}
             self.complete = True
+        # The final file is on disk. `survey` removes the parts if a kill prevents it here.
         self.disk.remove(self.folder)
 
     def _file(self, start: int, stop: int) -> Path:
@@ -202,8 +204,7 @@ class MomentsOfParts:
         return any(first <= start and stop <= last for first, last in self._spans)
 
     def _accepted(self, path: Path, start: int, stop: int) -> tuple[Failure, ...] | None:
-        """Return the images that a file of this run left out; None if it was damaged and is
-        quarantined."""
+        """Return the images that a file left out, or None if it was damaged and is quarantined."""
         try:
             return self.tree.accepted(path, start, stop)
         except (DamagedError, LayerError) as error:  # LayerError: a file of this run has all layers
@@ -278,11 +279,9 @@ class StatsSession:
         return self._parts.arrived(parts)
 
     def write_failures(self) -> None:
-        """Write the list of failures next to the statistics; it is separate from that of a
-        store."""
+        """Write the list of failures next to the statistics, apart from that of a store."""
         self.disk.replace(self.root / FAILURES_CSV, failures_csv(self._parts.failures))
 
     def write_listing(self, listing: Listing) -> None:
-        """Write the listing for workers, which do not list the data set; it is deleted with the
-        parts."""
+        """Write the listing for workers; it is deleted with the parts."""
         self.disk.replace(self._parts.folder / LISTING, listing_file(listing))

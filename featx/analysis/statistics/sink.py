@@ -81,7 +81,16 @@ class StatsSink:
         return values, failures_of(self._prepared, engine, batch, values)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
-        """Add the next batch of a part, and return its rows that failed."""
+        """Add the next batch of a part.
+
+        Args:
+            part: part that contains the batch.
+            batch: rows that follow those of the previous batch.
+            computed: function that waits for the values of the batch.
+
+        Returns:
+            the rows of the batch that failed.
+        """
         if self._part is None:
             self._part, self._failures = part, []
             self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
@@ -156,6 +165,10 @@ class StatsPartTask:
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
         """Check that the folder contains no statistics with other settings.
 
+        Args:
+            root: folder of the statistics.
+            fingerprint: everything that changes values, by option name.
+
         Raises:
             RunError: it does.
         """
@@ -164,7 +177,13 @@ class StatsPartTask:
             raise RunError(f"other statistics were begun in {root} since this was ordered.")
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
-        """Read the listing that the driver has written for its workers."""
+        """Read the listing that the driver has written for its workers.
+
+        Args:
+            root: folder of the statistics.
+            num_rows: expected number of rows.
+            identity: expected digest of the listing.
+        """
         return read_listing(root / PARTS_FOLDER, num_rows, identity)
 
     def missing(self, root: Path, parts: Sequence[Part]) -> list[Part]:
@@ -177,7 +196,13 @@ class StatsPartTask:
         ]
 
     def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> StatsSink:
-        """Create the batch sink of a worker."""
+        """Create the batch sink of a worker.
+
+        Args:
+            prepared: the run.
+            root: folder of the statistics.
+            heart: heartbeat of the worker.
+        """
         commit = tree_of(prepared, self.layers, AtomicFolder(root)).commit
         return StatsSink(prepared, self.layers, self.axes, commit, heart)
 

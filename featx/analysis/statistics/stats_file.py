@@ -379,14 +379,12 @@ class Statistics(Mapping[str, Moments]):
             yield file
 
     def _joined(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Merge the attributes of a layer with those of the file and the gradient target, if
-        any."""
+        """Merge the attributes of a layer, those of the file, and the gradient target."""
         return {"target": self.settings.get("target"), **self.attributes, **attributes}
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return inode, size and mtime, which change when a file is written or replaced; None if it is
-    gone."""
+    """Return inode, size and mtime, which change with a write; None if the file is gone."""
     try:
         stat = path.stat()
     except OSError:

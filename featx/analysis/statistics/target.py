@@ -65,8 +65,10 @@ class StatsTarget:
         self._begun = None if config.overwrite else statistics_begun(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
-        """Return the source and its listing, in the order of the data set even if a store is in the
-        folder."""
+        """Return the source and its listing in the order of the data set.
+
+        A store in the same folder may have another order.
+        """
         source, listing = list_images(self._config, source=self._source)
         if listing.marks is not None:  # statistics store no tag per row, so the digest covers all
             self.settings["data.marks"] = marks_digest(listing)

@@ -109,8 +109,9 @@ def principal_components(x: npt.NDArray[np.floating], count: int) -> tuple[Matri
 
 
 def _tsne(scores: Matrix, plane: Matrix, seed: int) -> Matrix:
-    """Compute (n, 2) t-SNE with scikit-learn from principal components, initialised by the first
-    two.
+    """Compute (n, 2) t-SNE with scikit-learn from principal components.
+
+    The first two components are the initial positions.
 
     L. van der Maaten, G. Hinton, Visualizing Data using t-SNE, JMLR 9 (2008).
     """

@@ -125,8 +125,7 @@ def _five(values: npt.NDArray[np.float64]) -> tuple[float, float, float, float, 
 
 
 def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
-    """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if it is
-    unknown."""
+    """Return the channel axis of (n, ...) rows and 'channels', or 0 and 'numbers' if unknown."""
     shape = tuple(store[layer].shape[1:])
     crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
     if len(shape) == 3 and crop is None:

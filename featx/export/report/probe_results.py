@@ -118,8 +118,11 @@ def probes_of(store: FeatureStore) -> Probes:
 
 
 def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
-    """Convert the contents of probe.json. Raises LookupError, TypeError or ValueError if
-    malformed."""
+    """Convert the contents of probe.json.
+
+    Raises:
+        LookupError, TypeError, ValueError, AttributeError: they are malformed.
+    """
     best = str(found["layer"]), str(found["method"])
     results = [
         _probed(layer, method, about[method], (layer, method) == best)
@@ -143,8 +146,7 @@ def _as_probes(found: Mapping[str, Any], note: str) -> Probes:
 
 
 def _nested(found: Mapping[str, Any]) -> list[str]:
-    """Return a note on k-fold over several layers, whose best layer is chosen on its own test
-    rows."""
+    """Return a note on k-fold over several layers, which chooses the best layer on test rows."""
     if "layer_of_folds" not in found:
         return []
     low, high = found["interval"]

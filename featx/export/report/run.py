@@ -131,7 +131,7 @@ def _pictures_of(
     rows: npt.NDArray[np.int64],
     tell: Callable[[str], None],
 ) -> Thumbnails:
-    """Make the thumbnails of failed rows and nearest rows first, then those of map points that
+    """Make the thumbnails of failed rows and nearest rows, then of map points as far as they
     fit."""
     with Thumbnails(store, config.data, config.report.thumbnails) as thumbnails:
         if not thumbnails.why_none:

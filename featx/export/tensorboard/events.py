@@ -1,5 +1,4 @@
-"""TensorBoard events of a run: histograms and timings while it runs, graph and projector at its
-end.
+"""TensorBoard events of a run: histograms and timings, and at its end graph and projector.
 
 The run never depends on them. If they cannot be written, a warning is logged and the run continues.
 """
@@ -171,8 +170,7 @@ class RunEvents(RunObserver):
 
 
 def _run_number(session: StoreSession) -> int:
-    """Return the index of the store's run to which the first missing part belongs, or of the first
-    run.
+    """Return the index of the store's run that the first missing part belongs to, by default 0.
 
     Layers that are added to a store start at row 0 again, so they need their own curves.
     """
@@ -187,8 +185,7 @@ def _failure_text(error: Exception) -> str:
 
 
 def _event_file_name() -> str:
-    """Return a new file name. TensorBoard reads the files of a folder in the order of these
-    names."""
+    """Return a new file name; TensorBoard reads the files of a folder in the order of names."""
     seconds, nanoseconds = divmod(time.time_ns(), 1_000_000_000)
     return (
         f"events.out.tfevents.{seconds:010d}.{nanoseconds:09d}.{socket.gethostname()}.{os.getpid()}"

@@ -60,8 +60,7 @@ class Histogram:
         return np.stack([left, right, counts.astype(np.float64)], axis=1)
 
     def _value(self, bins: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the value nearest to 0 of each bin; for the number after the last bin, the largest
-        value."""
+        """Return the value nearest to 0 of each bin; beyond the last bin, the largest value."""
         bits = (bins << self._shift).astype(self._unsigned)
         if self._dtype == "bfloat16":
             found, largest = (bits.astype(np.uint32) << 16).view(np.float32), np.float32

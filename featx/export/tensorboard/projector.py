@@ -98,7 +98,15 @@ def write_projector(
 
 
 def chosen_rows(store: FeatureStore, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return at most num_rows evenly spaced rows that did not fail, (n,) int64, increasing."""
+    """Return evenly spaced rows that did not fail.
+
+    Args:
+        store: open store.
+        num_rows: maximum number of rows.
+
+    Returns:
+        (n,) int64, increasing.
+    """
     ok = np.flatnonzero(store.ok)
     places = np.linspace(0, len(ok) - 1, min(num_rows, len(ok)))
     return ok[np.round(places).astype(np.int64)]
@@ -154,8 +162,10 @@ def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
 def _vectors(
     prepared: RunContext, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32] | None:
-    """Return (n, C) vectors of a layer, with maps and tokens averaged, or None after logging the
-    reason."""
+    """Return (n, C) vectors of a layer, or None after logging the reason.
+
+    Maps and tokens are averaged over positions.
+    """
     import torch
 
     from featx.layers.reductions import reduction
@@ -191,9 +201,13 @@ def _vectors(
 def sprite_sheet(
     prepared: RunContext, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
-    """Arrange the images of some rows, as the model receives them, in a square grid, line by line.
+    """Arrange the images of some rows, as the model receives them, in a square grid, by lines.
 
     An image that cannot be read is grey, so that the others keep their positions.
+
+    Args:
+        prepared: the run, with its images and preprocessing.
+        rows: (n,) int64 rows.
 
     Returns:
         (H, W, 3) uint8, and the (width, height) of one sprite.

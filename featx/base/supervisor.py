@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import mmap
 import os
 import secrets
@@ -24,6 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from featx.base.child_process import end_with_parent
+
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals that end a process whose decoder accesses memory wrongly or aborts."""
 
@@ -35,9 +36,6 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 _ECHO_S = 0.5
 """Seconds within which a second signal of the same kind is taken for an echo of the first."""
-
-_PR_SET_PDEATHSIG = 1
-"""Option of prctl: the signal that the kernel sends to a process when its parent dies."""
 
 _BYTES = 2 * mmap.PAGESIZE
 """Size of the shared memory."""
@@ -144,7 +142,7 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
         parent = os.getpid()
         child = os.fork()
         if child == 0:
-            _die_with(parent)
+            end_with_parent(parent)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
             return work()
         status = _wait(child)
@@ -189,14 +187,6 @@ def is_echo(signum: int) -> bool:
     now = time.monotonic()
     last, _last[signum] = _last.get(signum, -_ECHO_S), now
     return now - last < _ECHO_S
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent dies in any way."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before prctl; then no signal will come.
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _wait(child: int) -> int:

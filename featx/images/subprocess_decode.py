@@ -7,19 +7,18 @@ one request from stdin, and writes the pixels or the fault to stdout.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from featx.base.child_process import module_command, module_environment
 from featx.base.supervisor import CRASHES
 from featx.errors import RunError
 from featx.images.decode import ImagePolicy, decode_pixels
@@ -53,13 +52,9 @@ def decode_in_subprocess(
         RunError: no child can be started.
     """
     request = {"policy": asdict(policy), "at_least": at_least, "limit_s": limit_s}
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # -P keeps the current folder off the child's path: a types.py there would replace the standard
-    # module.
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "featx.images.subprocess_decode"],
-        env={**os.environ, "PYTHONPATH": path},
+        module_command("featx.images.subprocess_decode"),
+        env=module_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,13 +8,12 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
+from featx.base.child_process import module_command, module_environment
 from featx.base.machine import num_cpus
 from featx.base.supervisor import CRASHES
 from featx.errors import MissingExtraError, RunError
@@ -135,12 +134,9 @@ class _Child:
         Raises:
             MissingExtraError: torchcodec or FFmpeg is not installed.
         """
-        home = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # -P keeps the current folder off sys.path, where a types.py of the user would be imported.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "featx.sources.video_process"],
-            env={**os.environ, "PYTHONPATH": path},
+            module_command("featx.sources.video_process"),
+            env=module_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # FFmpeg logs a line per frame

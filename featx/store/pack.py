@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from featx.base.child_process import module_command, module_environment
 from featx.errors import FeatxError, RunError, StoreError, counted
 from featx.storage.local_folder import AtomicFolder, exclusive_lock
 from featx.store import codecs, layout
@@ -64,14 +65,9 @@ def pack_in_child(root: Path, lock: int) -> None:
     Raises:
         RunError: packing failed. The parts are kept; damaged ones are in quarantine/.
     """
-    # -P keeps the current folder off sys.path, where a types.py would shadow the library's.
-    command = [sys.executable, "-P", "-m", "featx.store.pack", str(root)]
-    home = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
-        command,
-        env=environment,
+        module_command("featx.store.pack", str(root)),
+        env=module_environment(),
         pass_fds=(lock,),
         capture_output=True,
         text=True,

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 from featx import errors
+from featx.base.child_process import module_command, module_environment
 from featx.base.console import log_message
 from featx.base.machine import num_cpus
 from featx.base.progress import Progress
@@ -48,7 +48,7 @@ MAX_DEATHS = 3
 _LISTEN_S = 0.2
 _LAST_WORDS = 20
 
-COMMAND = (sys.executable, "-P", "-m", "featx.pipeline.executors.local_worker")
+COMMAND = tuple(module_command("featx.pipeline.executors.local_worker"))
 """Command that starts a worker.
 
 -P keeps the current folder off sys.path until the worker receives the path of the driver.
@@ -210,12 +210,10 @@ class WorkerPool:
     def _start(self, number: int, device: str) -> None:
         """Start a worker; it asks for parts once it has reported that it is ready."""
         ours, theirs = Pipe()
-        home = str(Path(__file__).resolve().parents[3])
-        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             process = subprocess.Popen(
                 [*self._command, str(theirs.fileno()), str(os.getpid())],
-                env={**os.environ, "PYTHONPATH": path},
+                env=module_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

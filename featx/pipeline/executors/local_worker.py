@@ -8,10 +8,8 @@ reports each committed part. It ends at once when its driver does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
-import signal
 import sys
 import threading
 import traceback
@@ -20,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from featx.base.allocator import keep_freed_memory
+from featx.base.child_process import end_with_parent
 
 if TYPE_CHECKING:
     from featx.types import Part
@@ -107,7 +106,7 @@ def main(descriptor: int, parent: int) -> int:
         exit code of the process.
     """
     os.set_inheritable(descriptor, False)
-    _die_with(parent)
+    end_with_parent(parent)
     connection = Connection(descriptor)
     sys.path[:] = connection.recv()
     order, device = connection.recv()
@@ -140,16 +139,6 @@ def main(descriptor: int, parent: int) -> int:
         return 1
     link.tell("bye", labour)
     return 0
-
-
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process with its driver, even while no Python code can run."""
-    if sys.platform.startswith("linux"):
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    # The driver may have died before the call above; then no signal will come.
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ class ParallelPasses:
         self._compute = compute
         self._num_threads = threads
         self._count = len(engines)
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()  # engines that no thread uses
         for engine in engines:
             self._free.put(engine)
         self._pool = ReplaceableThreadPool(self._count, None, "featx-model", _LEAVE_S)

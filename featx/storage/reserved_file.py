@@ -31,7 +31,7 @@ class ReservedFile(io.RawIOBase):
         self._reserved = size
         self._size = 0
         self._position = 0
-        self._failure: OSError | None = None
+        self._failure: OSError | None = None  # first error of a write, raised by `raise_failure`
         if hasattr(os, "posix_fallocate"):  # not on macOS, where a full disk shows on writing
             os.posix_fallocate(descriptor, 0, max(1, size))
 

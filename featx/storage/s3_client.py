@@ -94,8 +94,8 @@ class _Outage:
     def __init__(self) -> None:
         self.limit_s = 0.0
         self._lock = threading.Lock()
-        self._began: float | None = None
-        self._reported: float | None = None
+        self._began: float | None = None  # first failed request since the last answer
+        self._reported: float | None = None  # last report of an outage
         self._is_reported = self._stopped = False
 
     def start(self, limit_s: float) -> None:

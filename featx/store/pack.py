@@ -250,7 +250,7 @@ class _Packing:
         self._packed = packed
         self._num_rows = manifest.num_rows
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
-        self._begun: dict[str, bytearray] = {}
+        self._begun: dict[str, bytearray] = {}  # dataset path -> bytes of an incomplete chunk
         self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
         self._images = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
         self._columns = {

@@ -117,7 +117,7 @@ class FeatureStore:
         self.complete = self._contents.complete
         self.attrs = self._contents.attrs
         self._places: dict[str, tuple[list[Segment], npt.NDArray[np.int64]]] = {}
-        self._at_hand: dict[str, tuple[int, ChunkRows]] = {}
+        self._at_hand: dict[str, tuple[int, ChunkRows]] = {}  # layer -> process id, reader
         self.classes = self._contents.classes
         self.columns = self._contents.column_names
 

@@ -75,9 +75,9 @@ class StoreSession:
         self._grow = grow
         self._asked = asked
         self.manifest = Manifest((asked,))
-        self._done: set[int] = set()
+        self._done: set[int] = set()  # indices of committed parts
         self._pieces = Pieces()
-        self._manifest_before = b""
+        self._manifest_before = b""  # featx.json as it was read, for compare_and_swap
 
     @contextlib.contextmanager
     def hold(self, overwrite: bool = False) -> Iterator[StoreSession]:

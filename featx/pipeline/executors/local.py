@@ -180,8 +180,8 @@ class WorkerPool:
         self._session = session
         self._command = command
         self._pending = deque(parts)
-        self._suspects: deque[Part] = deque()
-        self._deaths: Counter[int] = Counter()
+        self._suspects: deque[Part] = deque()  # parts of workers that died, assigned last and alone
+        self._deaths: Counter[int] = Counter()  # index of a part -> workers that died in it
         self._idle_deaths = self._crashes = 0
         self._workers: list[_Worker] = []
         self._ending: BaseException | None = None
@@ -280,7 +280,17 @@ class WorkerPool:
             self._end(error)
 
     def _on_failed(self, worker: _Worker, kind: str, text: str, trace: str, at: str) -> None:
-        """End the run with the error that a worker reported."""
+        """End the run with the error that a worker reported.
+
+        Exceptions of featx are raised again with their type, all others as RunError.
+
+        Args:
+            worker: worker that failed.
+            kind: class name of its exception.
+            text: message of its exception.
+            trace: traceback, added as a note.
+            at: parts that it was computing, as text.
+        """
         worker.finished = True
         found = getattr(errors, kind, None)
         known = isinstance(found, type) and issubclass(found, FeatxError)

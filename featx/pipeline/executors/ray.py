@@ -169,6 +169,7 @@ class Pool:
         self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
         self._order = ray.put(PickledWorkerSpec(order))
         self._ray, self._session = ray, session
+        # Reference to a pending result -> actor, and its part or None until the actor is ready.
         self._at: dict[Any, tuple[_Hand, Part | None]] = {}
         self._idle: list[_Hand] = []
         self._deaths: Counter[int | None] = Counter()
@@ -214,6 +215,7 @@ class Pool:
         hand, part = self._at.pop(reference)
         try:
             result = self._ray.get(reference)
+        # The actor raised an exception; any other RayError below means that it died.
         except self._ray.exceptions.RayTaskError as error:
             said = str(getattr(error, "cause", None) or error).rstrip(".")
             told = RunError(f"{said}. Nothing committed is lost; the same command goes on.")

@@ -310,9 +310,9 @@ class _Array:
         self._device = str(prepared.engine.device).partition(":")[0]
         self._folder = folder
         self._executor = _executor(prepared.config, folder)
-        self._jobs: dict[Any, list[Part]] = {}
-        self._ended_at: dict[Any, float] = {}
-        self._losses: Counter[int] = Counter()
+        self._jobs: dict[Any, list[Part]] = {}  # job of submitit -> its parts
+        self._ended_at: dict[Any, float] = {}  # jobs that have ended without a result so far
+        self._losses: Counter[int] = Counter()  # index of a part -> tasks that ended at it
         self._unsubmitted: list[Part] = []
         self._submit_at = 0.0
         self._queue = None if keys.mode == "local" else SlurmQueue(self._report)

@@ -174,7 +174,7 @@ def test_jobs_that_read_a_store(
     assert np.load("exported/features/conv.npy").tobytes() == package.open(out)["conv"][:].tobytes()
     dataset = FeatureDataset(out, "conv")
     assert dataset[3][0].numpy().tobytes() == package.open(out)["conv"][3].tobytes()
-    for job in ("export", "similar", "report"):
+    for job in ("export", "neighbors", "duplicates", "cka", "report"):
         with pytest.raises(ConfigError, match=r"lies in an object store: say where with out=DIR"):
             run_job(job, store=out)
     with pytest.raises(ConfigError, match="packing needs a disk"):

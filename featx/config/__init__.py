@@ -41,7 +41,7 @@ from featx.config.reduce import (
     ReduceConfig,
 )
 from featx.config.report import ReportConfig
-from featx.config.similarity import METRICS, SimilarConfig
+from featx.config.similarity import METRICS, CkaConfig, DuplicatesConfig, NeighborsConfig
 
 __all__ = [
     "BASELINES",
@@ -72,16 +72,18 @@ __all__ = [
     "VIEWS_OF_LAYERS",
     "AttributeConfig",
     "BenchConfig",
+    "CkaConfig",
     "DataConfig",
+    "DuplicatesConfig",
     "ExecutorConfig",
     "ExportConfig",
     "JobConfig",
     "LogConfig",
     "ModelConfig",
+    "NeighborsConfig",
     "ProbeConfig",
     "ReduceConfig",
     "ReportConfig",
-    "SimilarConfig",
     "StatsConfig",
     "TransformConfig",
     "VerifyConfig",

@@ -15,7 +15,9 @@ JOBS = (
     "attribute",
     "probe",
     "predict",
-    "similar",
+    "neighbors",
+    "duplicates",
+    "cka",
     "export",
     "report",
     "verify",
@@ -33,8 +35,8 @@ class JobConfig:
     name: str = "extract"
     """Taken from the key `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan, stats, probe, predict, similar, export, report,
-    verify, status, bench)."""
+    """Print the job's result as JSON (layers, plan, stats, probe, predict, neighbors, duplicates,
+    cka, export, report, verify, status, bench)."""
     show: str = "shapes"
     """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
     (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""

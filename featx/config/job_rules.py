@@ -12,7 +12,7 @@ from featx.storage.s3_path import is_url, parse_path
 if TYPE_CHECKING:
     from featx.config.run_config import Config
 
-_OF_A_STORE = ("predict", "similar", "export", "report")
+_OF_A_STORE = ("predict", "neighbors", "duplicates", "cka", "export", "report")
 """Jobs that read a store and write something else."""
 
 _MAKE_STORES = ("extract", "attribute", "plan")
@@ -25,8 +25,8 @@ _SPREAD = ("extract", "plan", "stats", "attribute")
 """Jobs that other processes may share."""
 
 _WITH_JSON = (
-    *("layers", "plan", "stats", "probe", "predict", "similar", "export", "report", "verify"),
-    *("status", "bench"),
+    *("layers", "plan", "stats", "probe", "predict", "neighbors", "duplicates", "cka"),
+    *("export", "report", "verify", "status", "bench"),
 )
 """Jobs whose result can be printed as JSON."""
 
@@ -45,7 +45,9 @@ _ONLY_WITH = {
     "executor": _SPREAD,
     "attribute": ("attribute",),
     "probe": ("probe",),
-    "similar": ("similar",),
+    "neighbors": ("neighbors",),
+    "duplicates": ("duplicates",),
+    "cka": ("cka",),
     "export": ("export",),
     "report": ("report",),
     "bench": ("bench",),
@@ -66,7 +68,15 @@ _READS = {
         ("store", "out", "layer", "device", "seed"),
         "it reads a store that is there; `layer` says which of its layers",
     ),
-    "similar": (
+    "neighbors": (
+        ("store", "out", "layer", "device"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "duplicates": (
+        ("store", "out", "layer", "device"),
+        "it reads a store that is there; `layer` says which of its layers",
+    ),
+    "cka": (
         ("store", "out", "layer", "device", "seed"),
         "it reads a store that is there; `layer` says which of its layers",
     ),
@@ -203,6 +213,8 @@ def _read_of_store(config: Config, names: Collection[str]) -> tuple[str, ...]:
     if job == "verify" and (config.verify.reextract_rows or config.verify.repair):
         read |= {"data.name", "data.root", "device", "reduce.name", "reduce.stats"}
         read |= {"seed"} if config.verify.reextract_rows else set()
+    if job == "neighbors" and config.neighbors.recall is not None:
+        read.add("seed")
     if job == "export" and config.export.format == "webdataset":
         read |= {"data.name", "data.root"}
     if job == "predict":

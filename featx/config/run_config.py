@@ -20,16 +20,18 @@ from featx.config import (
     SCALARS,
     AttributeConfig,
     BenchConfig,
+    CkaConfig,
     DataConfig,
+    DuplicatesConfig,
     ExecutorConfig,
     ExportConfig,
     JobConfig,
     LogConfig,
     ModelConfig,
+    NeighborsConfig,
     ProbeConfig,
     ReduceConfig,
     ReportConfig,
-    SimilarConfig,
     StatsConfig,
     VerifyConfig,
     check_choice,
@@ -84,9 +86,10 @@ class Config:
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
     (mean and covariance of layers, without storing features), attribute (heat maps: why the model
     said so), probe (what the features of a store can tell of the labels), predict (a probe on new
-    pictures), similar (nearest rows, near-duplicates, likeness of layers), export (a store in other
-    formats), report (a store as one HTML page), verify or pack (a store that is there), status (how
-    far a run is, from any machine), bench (how fast it is here)."""
+    images), neighbors (nearest neighbours of rows), duplicates (near-duplicates), cka (layer
+    similarity), export (a store in other formats), report (a store as one HTML page), verify or
+    pack (a store that is there), status (how far a run is, from any machine), bench (how fast it is
+    here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
     layers: Annotated[Any, NAMES] = "embedding"
@@ -107,8 +110,8 @@ class Config:
     pictures) or sample (a few that come with featx)."""
     out: str = "runs/${data.name}/${model.name}"
     """The store, a folder or s3://bucket/folder, where job=stats puts stats.h5; the same command
-    with the same folder goes on where it stopped. For job=export and job=similar the folder of
-    their files, when not given one in the store's; for job=report a folder or a name ending in
+    with the same folder resumes it. For job=export, neighbors, duplicates and cka the folder of
+    their files, by default one in the store's; for job=report a folder or a name ending in
     .html."""
     precision: str = "auto"
     """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row, or
@@ -162,16 +165,16 @@ class Config:
     """Delete the store in `out` and start anew; with job=stats the statistics there, with
     job=export the export."""
     seed: int = 0
-    """Seed of random weights, of the rows that verify.reextract_rows, similar.rows and report.rows
+    """Seed of random weights, of the rows that verify.reextract_rows, cka.rows and report.rows
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, status, pack, probe, predict, similar, export and
-    report read, on a disk or as s3://bucket/folder; null takes `out`, with the last four it has to
-    be given."""
+    """The folder or features.h5 that job=verify, status, pack, probe, predict, neighbors,
+    duplicates, cka, export and report read, on a disk or as s3://bucket/folder. null takes `out`
+    for verify, status, pack and probe; the others need a value."""
     layer: Annotated[Any, NAMES] = None
-    """The layers that job=probe, similar, export and report take: a name, a glob or a list; null
-    takes all. Nearest rows and duplicates are of one layer, which has to be named where there are
-    several. For job=predict the one whose head is used, null for the best."""
+    """The layers that job=probe, neighbors, duplicates, cka, export and report take: a name, a glob
+    or a list; null takes all. job=neighbors and job=duplicates take one layer, which has to be
+    named if there are several. For job=predict the one whose head is used, null for the best."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -180,8 +183,12 @@ class Config:
     """What job=attribute computes and draws."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     """How job=probe fits a classifier on the features of a store, and tests it."""
-    similar: SimilarConfig = field(default_factory=SimilarConfig)
-    """What job=similar looks for; the nearest rows of every row when nothing is given."""
+    neighbors: NeighborsConfig = field(default_factory=NeighborsConfig)
+    """Nearest neighbours that job=neighbors looks for."""
+    duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
+    """Near-duplicates that job=duplicates looks for."""
+    cka: CkaConfig = field(default_factory=CkaConfig)
+    """Layers and rows that job=cka compares."""
     export: ExportConfig = field(default_factory=ExportConfig)
     """What job=export writes."""
     report: ReportConfig = field(default_factory=ReportConfig)

@@ -1,4 +1,4 @@
-"""Options of job=similar."""
+"""Options of job=neighbors, job=duplicates and job=cka."""
 
 from __future__ import annotations
 
@@ -11,60 +11,59 @@ METRICS = ("cosine", "euclidean")
 
 
 @dataclass
-class SimilarConfig:
-    """What job=similar looks for: the nearest rows of every row where nothing else is asked."""
+class NeighborsConfig:
+    """Nearest neighbours that job=neighbors looks for."""
 
     key: str | None = None
-    """A picture, by its key: only its own nearest rows are looked for, and printed."""
-    k: int | None = None
-    """How many nearest rows, 10 when not given."""
-    metric: str | None = None
-    """Of nearest rows: cosine (when not given) or euclidean."""
+    """Key of one image: only its neighbours are looked for, and printed; null takes every row."""
+    k: int = 10
+    """Number of neighbours of each row."""
+    metric: str = "cosine"
+    """cosine or euclidean."""
     recall: float | None = None
-    """For very many rows, by faiss (extra faiss, on the CPU): find only this share of the nearest
-    rows, such as 0.99, in far less time; the share is measured and told. 1 is exact, as it is when
-    not given."""
-    duplicates: float | None = None
-    """Groups of rows that reach this cosine, such as 0.98, one with the next."""
-    cka: bool = False
-    """Linear CKA and RSA between the layers."""
-    other: str | None = None
-    """A second store, for cka: its layers against those of the first, rows matched by key."""
-    rows: int | None = None
-    """So many random rows for cka, 2000 when not given; all where there are no more."""
+    """Share of the neighbours to find, such as 0.99, in far less time, by an index of faiss (extra
+    faiss, on the CPU), for very many rows. The share is measured and printed. 1 is faiss's exact
+    search; null is featx's own."""
 
     def __post_init__(self) -> None:
-        kinds = {"key": self.key is not None, "duplicates": self.duplicates is not None}
-        kinds["cka"] = self.cka
-        asked = [name for name, given in kinds.items() if given]
-        if len(asked) > 1:
-            names = " and ".join(f"similar.{name}" for name in asked)
-            raise ConfigError(f"{names} are different questions; ask one at a time.")
-        kind = asked[0] if asked else ""
-        owners = {
-            "k": ("", "key"),
-            "metric": ("", "key"),
-            "recall": ("",),
-            "other": ("cka",),
-            "rows": ("cka",),
-        }
-        for key, known in owners.items():
-            if getattr(self, key) is not None and kind not in known:
-                where = "similar.cka=true only" if known == ("cka",) else "nearest rows only"
-                where = "the nearest rows of every row only" if known == ("",) else where
-                raise ConfigError(
-                    f"similar.{key} has an effect with {where}"
-                    + (f", not with similar.{kind}." if kind else ".")
-                )
-        if self.metric is not None:
-            check_choice("similar.metric", self.metric, METRICS)
-        if self.k is not None and self.k < 1:
-            raise ConfigError(f"similar.k={self.k}: expected at least 1.")
+        check_choice("neighbors.metric", self.metric, METRICS)
+        if self.k < 1:
+            raise ConfigError(f"neighbors.k={self.k}: expected at least 1.")
         if self.recall is not None and not 0 < self.recall <= 1:
-            raise ConfigError(f"similar.recall={self.recall}: expected a share above 0, up to 1.")
-        if self.rows is not None and self.rows < 4:
-            raise ConfigError(f"similar.rows={self.rows}: expected at least 4.")
-        if self.duplicates is not None and not 0 < self.duplicates <= 1:
             raise ConfigError(
-                f"similar.duplicates={self.duplicates}: expected a cosine above 0, up to 1."
+                f"neighbors.recall={self.recall}: expected a share above 0 and at most 1."
             )
+        if self.recall is not None and self.key is not None:
+            raise ConfigError(
+                "neighbors.recall has no effect with neighbors.key: the neighbours of one row are "
+                "searched exactly."
+            )
+
+
+@dataclass
+class DuplicatesConfig:
+    """Near-duplicates that job=duplicates looks for."""
+
+    threshold: float = 0.98
+    """Cosine that links two rows; linked rows form a group."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise ConfigError(
+                f"duplicates.threshold={self.threshold}: expected a cosine above 0 and at most 1."
+            )
+
+
+@dataclass
+class CkaConfig:
+    """Layers and rows that job=cka compares."""
+
+    other_store: str | None = None
+    """Second store: its layers are compared with those of the first, rows matched by key; null
+    compares the layers of one store."""
+    rows: int = 2000
+    """Largest number of rows to compare over; of more rows, random ones are chosen."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 4:
+            raise ConfigError(f"cka.rows={self.rows}: expected at least 4.")

@@ -42,3 +42,20 @@ def matching_layers(store: FeatureStore, asked: Any) -> tuple[str, ...]:
             )
         found |= dict.fromkeys(matches)
     return tuple(found)
+
+
+def only_layer(store: FeatureStore, asked: Any) -> str:
+    """Name of the single layer that matches a name or glob.
+
+    Args:
+        store: Open store.
+        asked: As of `matching_layers`; None suffices for a store of one layer.
+
+    Raises:
+        ConfigError: Several layers match.
+        LayerError: No layer matches.
+    """
+    names = matching_layers(store, asked)
+    if len(names) > 1:
+        raise ConfigError(f"name one layer with layer=: {store.root} has {', '.join(names)}.")
+    return names[0]

@@ -21,9 +21,9 @@ import featx
 from featx.analysis.similarity import duplicates as groups_of
 from featx.analysis.similarity import nearest_neighbours, row_vectors
 from featx.analysis.similarity.duplicates import cosines_to_first
+from featx.analysis.similarity.job_files import write_csv
 from featx.analysis.similarity.representation_similarity import average_ranks
 from featx.errors import ConfigError, LayerError, StoreError
-from featx.jobs import similar
 from featx.similarity import duplicate_groups, layer_similarity, linear_cka, nearest_rows, rsa
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -428,14 +428,14 @@ def test_the_snippet_of_the_page_runs() -> None:
     told: list[tuple[float, ...]] = []
     found: dict[str, object] = {"print": lambda *values: told.append(values)}
     exec(snippet, found)
-    measures = found["likeness"].measures  # type: ignore[attr-defined]
+    measures = found["scores"].measures  # type: ignore[attr-defined]
     assert told[0] == pytest.approx([measures[name][0, 1] for name in measures], abs=1e-5)
 
 
 @pytest.mark.parametrize("key", ["cr\r/c\r.jpg", "new\nline", 'quote"', "comma,", "\udcff"])
 def test_any_key_is_one_field_of_a_csv(key: str) -> None:
     file = io.BytesIO()
-    similar._write_csv(file, ("row", "key"), [(3, key), (4, "plain")])
+    write_csv(file, ("row", "key"), [(3, key), (4, "plain")])
     text = file.getvalue().decode("utf-8", "surrogateescape")
     assert list(csv.reader(io.StringIO(text, newline=""))) == [
         ["row", "key"],

@@ -89,7 +89,7 @@ def test_a_key_without_effect_is_an_error() -> None:
         ModelConfig(args={"depth": 20})
 
 
-@pytest.mark.parametrize("job", ["probe", "similar", "export", "report"])
+@pytest.mark.parametrize("job", ["probe", "neighbors", "duplicates", "cka", "export", "report"])
 @pytest.mark.parametrize(
     "keys",
     [

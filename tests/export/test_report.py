@@ -270,7 +270,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="overwrite has no effect"):
         report(overwrite=True)
     with pytest.raises(ConfigError, match="job=report only"):
-        run_job("similar", store="store", report={"rows": 20})
+        run_job("neighbors", store="store", report={"rows": 20})
     monkeypatch.setattr("featx.export.report.run._PACKAGES", ("jinja2", "not_installed_here"))
     with pytest.raises(MissingExtraError, match=r'not_installed_here: pip install "featx\[report'):
         report()

@@ -225,6 +225,6 @@ def _faiss() -> Any:
         import faiss
     except ImportError as error:
         raise MissingExtraError(
-            'similar.recall needs the package faiss: pip install "featx[faiss]".'
+            'neighbors.recall needs the package faiss: pip install "featx[faiss]".'
         ) from error
     return faiss

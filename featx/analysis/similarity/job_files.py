@@ -1,0 +1,50 @@
+"""Files of the similarity jobs: the store that they read, and the results that they write."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+from featx.base.console import log_message
+from featx.config.run_config import Config
+from featx.storage.local_folder import AtomicFolder
+from featx.store.reader import FeatureStore
+
+
+def open_input(config: Config) -> FeatureStore:
+    """Open the store that the option `store` names, and warn on stderr if rows are missing.
+
+    Args:
+        config: of a job that needs `store`.
+    """
+    assert config.store is not None, "the config was checked"
+    store = FeatureStore(config.store, verify="rows")
+    if not store.complete:
+        log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
+    return store
+
+
+def result_folder(store: FeatureStore, config: Config) -> AtomicFolder:
+    """Create the folder for results: `out`, or one with the name of the job in the store's."""
+    disk = AtomicFolder(config.out_beside(store.root, config.job.name))
+    disk.make_folder(disk.root)
+    return disk
+
+
+def class_name(store: FeatureStore, row: int) -> str | None:
+    """Return the class of a row, or None if it has no label."""
+    label = int(store.labels[row])
+    return str(store.classes[label]) if label >= 0 else None
+
+
+def write_csv(file: BinaryIO, header: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
+    """Write a header and rows as CSV in UTF-8; other bytes of keys stay as they are."""
+    # As in failures.csv, bytes that are not UTF-8 are written back unchanged.
+    text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
+    writer = csv.writer(text)  # lines end in \r\n: a \r in a key is quoted then
+    writer.writerow(header)
+    writer.writerows(rows)
+    text.flush()
+    text.detach()

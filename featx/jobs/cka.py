@@ -1,0 +1,81 @@
+"""job=cka: layer similarity, by linear CKA and RSA."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from featx.analysis.similarity.job_files import open_input, result_folder
+from featx.analysis.similarity.representation_similarity import LayerSimilarity, layer_similarity
+from featx.base.console import print_result
+from featx.base.progress import CountProgress
+from featx.base.text import facts, table
+from featx.config.run_config import Config
+from featx.store.layer_selection import matching_layers
+from featx.store.reader import FeatureStore
+
+_TITLES = {"cka": "linear CKA", "cka_debiased": "linear CKA, debiased", "rsa": "RSA"}
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Compare layers, write the result to layers.json, and print it.
+
+    Returns:
+        The exit code 0.
+    """
+    store = open_input(config)
+    summary, text = _similarity(store, config)
+    print_result(json.dumps(summary, indent=2) if config.job.json else text)
+    return 0
+
+
+def _similarity(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+    asked = config.cka
+    other = None if asked.other_store is None else FeatureStore(asked.other_store, verify="rows")
+    disk = result_folder(store, config)
+    with CountProgress("layers") as progress:
+        count = len(matching_layers(store, config.layer))
+        if other is not None:
+            count += len(matching_layers(other, config.layer))
+        progress.begin(count)
+        found = layer_similarity(
+            store, other, config.layer, asked.rows, config.seed, config.device, progress.step
+        )
+    summary = {
+        "store": str(store.root),
+        "other_store": None if other is None else str(other.root),
+        "rows": found.num_rows,
+        "rows_in_common": found.num_common,
+        "seed": config.seed,
+        "layers": list(found.layers),
+        "others": list(found.others),
+        **{name: _as_json(values) for name, values in found.measures.items()},
+    }
+    path = disk.root / "layers.json"
+    disk.replace_unlocked(path, json.dumps(summary, indent=2).encode())
+    whole = found.num_rows == found.num_common
+    sampled = "all" if whole else f"chosen of {found.num_common}, seed {config.seed}"
+    rows = [("rows", f"{found.num_rows}, {sampled}"), ("file", str(path))]
+    if other is not None:
+        rows = [("down", str(store.root)), ("across", str(other.root)), *rows]
+    return summary, "\n\n".join([facts(rows), *_tables(found)])
+
+
+def _tables(found: LayerSimilarity) -> list[str]:
+    """A table a measure."""
+    shown = []
+    for name, values in found.measures.items():
+        cells = [
+            (layer, *(f"{value:.3f}" for value in row))
+            for layer, row in zip(found.layers, values.tolist(), strict=True)
+        ]
+        shown.append(table((_TITLES[name], *found.others), cells))
+    return shown
+
+
+def _as_json(values: npt.NDArray[np.float64]) -> list[list[float | None]]:
+    """NaN, which JSON does not have, as null."""
+    return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]

@@ -1,0 +1,153 @@
+"""job=neighbors: the nearest neighbours of one row or of every row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from featx.analysis.similarity.faiss_index import RowIndex
+from featx.analysis.similarity.job_files import class_name, open_input, result_folder, write_csv
+from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
+from featx.base.console import log_message, print_result
+from featx.base.progress import CountProgress
+from featx.base.text import facts, table
+from featx.config.run_config import Config
+from featx.store.layer_selection import only_layer
+from featx.store.reader import FeatureStore
+
+CSV_PAIRS = 1_000_000
+"""Largest number of pairs that are also written to neighbors.csv."""
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Find neighbours, write those of every row to files, and print the result.
+
+    Returns:
+        The exit code 0.
+    """
+    store = open_input(config)
+    find = _of_all if config.neighbors.key is None else _of_one
+    summary, text = find(store, config)
+    print_result(json.dumps(summary, indent=2) if config.job.json else text)
+    return 0
+
+
+def _of_one(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+    layer, asked = only_layer(store, config.layer), config.neighbors
+    assert asked.key is not None, "one row was asked for"
+    metric = asked.metric
+    found = nearest_rows(store, layer, asked.k, metric, asked.key, config.device)
+    rows = found.neighbours[0].tolist()
+    nearest = [
+        {
+            "row": row,
+            "key": str(store.keys[row]),
+            "class": class_name(store, row),
+            metric: float(score),
+        }
+        for row, score in zip(rows, found.scores[0], strict=True)
+    ]
+    row = int(found.rows[0])
+    summary = {"key": asked.key, "row": row, "class": class_name(store, row), "layer": layer}
+    cells = [
+        (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.4f}") for one in nearest
+    ]
+    text = facts([("image", f"{asked.key}  {class_name(store, row) or ''}"), ("layer", layer)])
+    shown = table(("nearest", "class", "row", metric), cells, left=2)
+    return {**summary, "nearest": nearest}, f"{text}\n\n{shown}"
+
+
+def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+    layer, asked = only_layer(store, config.layer), config.neighbors
+    disk = result_folder(store, config)
+    index = None if asked.recall is None else _index(store, layer, config)
+    with CountProgress("rows") as progress:
+        progress.begin(int(store.ok.sum()))
+        if index is None:
+            found = nearest_rows(
+                store, layer, asked.k, asked.metric, None, config.device, progress.step
+            )
+        else:
+            found = index.nearest_rows(progress.step)
+    files = [disk.root / "neighbors.npz"]
+    with disk.streamed(files[0]) as file:
+        np.savez(
+            file,
+            row=found.rows,
+            neighbor=found.neighbours,
+            score=found.scores,
+            key=store.key_bytes[found.rows],
+            metric=np.array(found.metric),
+            layer=np.array(layer),
+            fingerprint=np.array(str(store.attrs.get("fingerprint", ""))),
+            recall=np.array(1.0 if index is None else index.recall),
+        )
+    if found.neighbours.size <= CSV_PAIRS:
+        files.append(disk.root / "neighbors.csv")
+        header = ("row", "key", "rank", "neighbor", "neighbor_key", found.metric)
+        with disk.streamed(files[1]) as file:
+            write_csv(file, header, _pairs(store, found))
+    else:
+        disk.remove(disk.root / "neighbors.csv")
+    same = _same_class(store, found)
+    summary = {
+        "layer": layer,
+        "metric": found.metric,
+        "rows": len(found.rows),
+        "k": found.neighbours.shape[1],
+        "exact": asked.recall in (None, 1),
+        "index": None if index is None else index.about,
+        "nearest_of_same_class": same,
+        "files": [str(path) for path in files],
+    }
+    rows = [
+        ("layer", layer),
+        ("rows", f"{len(found.rows)}, {found.neighbours.shape[1]} nearest of each"),
+        ("metric", found.metric),
+    ]
+    if index is not None:
+        rows.append(("found", _index_text(index)))
+    if same is not None:
+        rows.append(("same class", f"{same:.1%} of the nearest ones"))
+    return summary, facts([*rows, ("files", "\n".join(map(str, files)))])
+
+
+def _index(store: FeatureStore, layer: str, config: Config) -> RowIndex:
+    """Build an index, and log a message if it saves no time."""
+    asked = config.neighbors
+    assert asked.recall is not None, "it was asked for"
+    index = RowIndex(store, layer, asked.recall, asked.k, asked.metric, config.seed, config.device)
+    if asked.recall < 1 and 4 * index.looked_at > index.lists:
+        log_message(
+            f"the index looks at {index.looked_at} of its {index.lists} lists to find "
+            f"{asked.recall:g} of the nearest rows: without neighbors.recall the search would be "
+            "exact and hardly slower"
+        )
+    return index
+
+
+def _index_text(index: RowIndex) -> str:
+    if not index.measured_on:
+        return "all of the nearest rows, by faiss's exact search"
+    return (
+        f"{index.recall:.2%} of the nearest rows, measured on {index.measured_on} rows by exact\n"
+        f"search; {index.looked_at} of {index.lists} lists were looked at for each row"
+    )
+
+
+def _same_class(store: FeatureStore, found: Neighbours) -> float | None:
+    """The share of rows with a class whose nearest row has the same one; None without classes."""
+    labels = store.labels[found.rows]
+    known = labels >= 0
+    if not known.any():
+        return None
+    return float((store.labels[found.neighbours[known, 0]] == labels[known]).mean())
+
+
+def _pairs(store: FeatureStore, found: Neighbours) -> Iterable[tuple[Any, ...]]:
+    for row, neighbours, scores in zip(found.rows, found.neighbours, found.scores, strict=True):
+        for rank, (other, score) in enumerate(zip(neighbours, scores, strict=True), 1):
+            yield row, store.keys[row], rank, other, store.keys[other], f"{score:.6g}"

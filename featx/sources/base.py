@@ -39,16 +39,17 @@ _PIECE = 1 << 16
 
 _DANGLING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _OF_THE_FILE = _DANGLING | {errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENXIO}
-"""Error numbers of `open` and `stat` that concern one file. All others mean that the disk or the
-mount fails, and end the run."""
+"""Error numbers of `open` and `stat` that concern one file. All others concern the disk or the
+mount."""
 
 
 _STATS = 512
 """Number of files that one thread stats in a row."""
 
 _STAT_THREADS = 16
-"""Threads that stat files when a single `stat` takes longer than `_SLOW_STAT_S` seconds."""
+"""Threads that stat files, if the first files take over `_SLOW_STAT_S` seconds each on average."""
 _SLOW_STAT_S = 1e-4
+"""Average seconds per `stat` above which threads are used."""
 
 
 def state_of(info: os.stat_result) -> tuple[int, int, int]:
@@ -320,9 +321,10 @@ class FolderSource:
     def check_root(self) -> None:
         """Check that the folder still exists and is the one that was listed.
 
+        If it is gone, a file that cannot be opened is not a fault of that image.
+
         Raises:
-            OSError: the folder is gone, replaced or unmounted. The missing file is then no fault of
-                one image.
+            OSError: the folder is gone, replaced or unmounted.
         """
         info = os.stat(self._root_bytes)  # noqa: PTH116 - bytes paths
         if self._identity not in (None, (info.st_dev, info.st_ino)):

@@ -62,7 +62,7 @@ class MomentsOfParts:
         """
         self._spans = {}
         self._surveyed = True
-        self.disk.make_folder(self.path.parent)  # syncs files that a killed process left unsynced
+        self.disk.make_folder(self.path.parent)  # a killed process may not have synced it
         if self.path.exists():
             failures = self._accepted(self.path, 0, self._num_rows)
             self.complete = failures is not None

@@ -243,23 +243,22 @@ def chunk_checksums(rows: npt.NDArray[Any], rows_per_chunk: int) -> npt.NDArray[
 
 
 def checksum(values: npt.NDArray[Any] | bytes | bytearray) -> int:
-    """32-bit checksum of bytes: two and a half times as fast as crc32 where there are many.
+    """32-bit checksum of bytes, two and a half times as fast as crc32 for long inputs.
 
-    The first floor(n / 65536) * 65536 of n bytes are a matrix W of little-endian 64-bit words, 512
-    to a row (4 KiB). The checksum is the crc32 of the sums of its rows (modulo 2^64), the XOR of
-    its columns (xor over rows), and the bytes that follow W, one after the other. Fewer than 65536
-    bytes have the checksum that zlib.crc32 gives them.
+    Of n bytes, the first floor(n / 65536) * 65536 form a matrix W of little-endian 64-bit words,
+    with 512 words (4 KiB) per row. The checksum is the crc32 of, one after the other, the sums of
+    the rows of W (modulo 2^64), the XOR of its rows (512 words), and the bytes that follow W. For
+    fewer than 65536 bytes it equals zlib.crc32.
 
-    Bits that flip in one or two words change a row's sum or a column's XOR: two changes that cancel
-    in a sum lie in one row, and those that cancel in the XOR lie in one column. Exchanged or lost
-    blocks of 4 KiB change the order of the sums. All else is missed once in 2^32 times, as by
-    crc32.
+    Flipped bits in one or two words always change an input of crc32: two changes that cancel in a
+    sum lie in one row, and two that cancel in the XOR lie in one column. Exchanged or lost blocks
+    of 4 KiB change the order of the sums. Other changes are missed once in 2^32 times, as by crc32.
 
     Args:
-        values: a C-contiguous array, or bytes.
+        values: C-contiguous array, or bytes.
 
     Returns:
-        the checksum, in [0, 2^32).
+        checksum in [0, 2^32).
     """
     if not isinstance(values, np.ndarray):
         values = np.frombuffer(values, np.uint8)

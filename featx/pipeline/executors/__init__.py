@@ -1,7 +1,7 @@
-"""How the parts of a run are spread over processes and machines: one file a way.
+"""Executors: where the parts of a run are computed; one module per executor.
 
-Workers need no process group: each computes whole parts as the driver decided everything, and
-commits them itself; the run's folder is all that they share.
+Workers form no process group: each computes whole parts with the choices of the driver and commits
+them itself. They share nothing but the folder of the run.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class _Contents(NamedTuple):
 
 
 class MomentsTree:
-    """Files below PATH-parts/, each with all layers over one span of rows.
+    """Files below stats-parts/, each with all layers over one span of rows.
 
     When both halves of an aligned span exist, they are merged into one file, so that only a few
     files exist at a time.

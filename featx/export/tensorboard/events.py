@@ -170,7 +170,9 @@ class RunEvents(RunObserver):
 
 
 def _run_number(session: StoreSession) -> int:
-    """Return the index of the store's run that the first missing part belongs to, by default 0.
+    """Return the index of the last run that starts at or before the first missing part.
+
+    If no part is missing, part 0 takes its place.
 
     Layers that are added to a store start at row 0 again, so they need their own curves.
     """

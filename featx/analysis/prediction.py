@@ -142,7 +142,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
         _refuse_another_model(path, about, spec, prepared)
         work = _PredictionSink(prepared, head, about)
         with torch.no_grad():
-            figures = run_parts(prepared, work)
+            figures = run_parts(prepared, work, work)
     keys = [os.fsdecode(key) for key in prepared.listing.keys.tolist()]
     order: Sequence[int] = range(len(keys))
     if files is not None:

@@ -270,7 +270,8 @@ def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
         log_message(
             f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n"
         )
-        run_parts(prepared, RetrySink(prepared, session, rows))
+        sink = RetrySink(prepared, session, rows)
+        run_parts(prepared, sink, sink)
         session.survey_anew()
 
 
@@ -304,7 +305,8 @@ def _compute_anew(
             f"the layers of one run: {', '.join(dict.fromkeys(together))}."
         )
     session.unpack()
-    run_parts(prepared, RetrySink(prepared, session, rows))
+    sink = RetrySink(prepared, session, rows)
+    run_parts(prepared, sink, sink)
     session.survey_anew()
 
 

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from featx.storage.local_folder import AtomicFolder
 
 
-class BatchSink(Protocol):
-    """Consumer of computed batches: rows of a store, or statistics."""
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        """Busy seconds so far of stages that only this sink has; stage -> seconds."""
+class PartSource(Protocol):
+    """The parts that a run has to compute, and how far it is."""
 
     @property
     def rows_asked(self) -> int:
@@ -47,6 +43,14 @@ class BatchSink(Protocol):
 
     def missing(self) -> Iterable[Part]:
         """Parts that are still to be computed; the loop draws one at a time, as it reaches it."""
+
+
+class BatchSink(Protocol):
+    """Consumer of computed batches: rows of a store, or statistics."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Busy seconds so far of stages that only this sink has; stage -> seconds."""
 
     def compute(self, engine: Engine, batch: Batch) -> Any:
         """Compute the values of one batch; called from several threads with different engines."""
@@ -74,7 +78,8 @@ class BatchSink(Protocol):
 
 def run_parts(
     prepared: RunContext,
-    work: BatchSink,
+    parts: PartSource,
+    sink: BatchSink,
     disk: AtomicFolder | None = None,
     observer: RunObserver | None = None,
     progress: Progress | SilentProgress | None = None,
@@ -83,7 +88,8 @@ def run_parts(
 
     Args:
         prepared: run context.
-        work: batch sink that receives the batches.
+        parts: what is missing; a sink that knows its own parts may be given for both.
+        sink: receives the batches.
         disk: folder for the profiler trace of profile=true, or None if there is no folder.
         observer: notified of each committed part.
         progress: notified of each batch; None shows a progress bar on stderr.
@@ -99,10 +105,10 @@ def run_parts(
 
     engine = prepared.engine
     num_computed = 0
-    done_before = work.rows_done
-    missing = work.missing()
+    done_before = parts.rows_done
+    missing = parts.missing()
     loader = prepared.loader(engine.compute.batch_size)
-    progress = Progress(work.rows_asked, done_before) if progress is None else progress
+    progress = Progress(parts.rows_asked, done_before) if progress is None else progress
     begun = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
@@ -113,7 +119,7 @@ def run_parts(
         _Commits() as commits,
         _timeline(prepared, disk) as timeline,
         progress,
-        Passes(prepared, work.compute) as passes,
+        Passes(prepared, sink.compute) as passes,
     ):
         batches = _Awaited(loader.batches(missing), passes.idle_share)
         for part, batch, computed in passes.each(batches):
@@ -121,17 +127,17 @@ def run_parts(
                 raise Interrupted(stop[0])
             commits.check()
             with span("batch"):
-                failures = work.take(part, batch, computed)
+                failures = sink.take(part, batch, computed)
             num_computed += batch.count
             if batch.start + batch.count == part.stop:
-                commits.begin(work.finish_part())
+                commits.begin(sink.finish_part())
                 if observer is not None and observer.wants_parts:
                     commits.finish()  # an observer is only told of parts that are committed
                     seconds = _seconds(loader, passes, batches.waited, commits.seconds)
                     observer.part_committed(part, seconds)
                 done, took = done_before + num_computed, time.perf_counter() - begun
-                left_s = (work.rows_asked - done) * took / num_computed
-                refuse_failures(prepared.config, work.rows_failed, done, work.rows_asked, left_s)
+                left_s = (parts.rows_asked - done) * took / num_computed
+                refuse_failures(prepared.config, parts.rows_failed, done, parts.rows_asked, left_s)
             progress.step(batch.count, len(failures), batches.last_wait)
             if timeline is not None:
                 timeline.step()
@@ -139,8 +145,8 @@ def run_parts(
         if stop:
             raise Interrupted(stop[0])
     took = time.perf_counter() - begun
-    rows = work.rows_done - done_before
-    seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **work.seconds}
+    rows = parts.rows_done - done_before
+    seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **sink.seconds}
     if not rows:
         return RunMetrics(
             {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings

@@ -126,7 +126,7 @@ class StoreSession:
         return [self._failed[row] for row in sorted(self._failed)]
 
     @property
-    def num_failed(self) -> int:
+    def rows_failed(self) -> int:
         """Number of failed rows known so far."""
         return len(self._failed)
 

@@ -43,7 +43,7 @@ class Images(contextlib.AbstractContextManager[Any]):
         pass
 
 
-class BatchSink:
+class PartsAndSink:
     """Notes what happens when; `commit` is what a part's commit does beside that."""
 
     rows_asked = 12
@@ -95,15 +95,15 @@ def prepared() -> Any:
 
 
 def test_parts_are_committed_in_order() -> None:
-    work = BatchSink(lambda index: time.sleep(0.02))
-    figures = run_parts(prepared(), work, DISK)
+    work = PartsAndSink(lambda index: time.sleep(0.02))
+    figures = run_parts(prepared(), work, work, DISK)
     assert work.committed == [0, 1, 2]
     assert figures.seconds["write"] >= 0.06
 
 
 def test_the_next_part_is_computed_meanwhile() -> None:
     computing = threading.Event()
-    work = BatchSink(lambda index: None if index else _wait(computing))
+    work = PartsAndSink(lambda index: None if index else _wait(computing))
     take = work.take
 
     def noticed(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
@@ -112,7 +112,7 @@ def test_the_next_part_is_computed_meanwhile() -> None:
         return take(part, batch, computed)
 
     work.take = noticed  # type: ignore[method-assign]
-    run_parts(prepared(), work, DISK)
+    run_parts(prepared(), work, work, DISK)
     assert work.committed == [0, 1, 2]
 
 
@@ -125,8 +125,8 @@ def test_never_two_at_once() -> None:
         time.sleep(0.02)
         at_work.clear()
 
-    work = BatchSink(commit)
-    run_parts(prepared(), work, DISK)
+    work = PartsAndSink(commit)
+    run_parts(prepared(), work, work, DISK)
     assert work.committed == [0, 1, 2]
 
 
@@ -138,7 +138,7 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
         failed.set()
         raise RunError("the disk is full")
 
-    work = BatchSink(fail)
+    work = PartsAndSink(fail)
     take = work.take
 
     def slowly(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
@@ -150,7 +150,7 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
 
     work.take = slowly  # type: ignore[method-assign]
     with pytest.raises(RunError, match="disk is full"):
-        run_parts(prepared(), work, DISK)
+        run_parts(prepared(), work, work, DISK)
     assert work.taken == [0, 2, 4]
 
 
@@ -159,9 +159,9 @@ def test_the_last_commit_counts() -> None:
         if index == 2:
             raise RunError("the disk is full")
 
-    work = BatchSink(fail)
+    work = PartsAndSink(fail)
     with pytest.raises(RunError, match="disk is full"):
-        run_parts(prepared(), work, DISK)
+        run_parts(prepared(), work, work, DISK)
     assert work.committed == [0, 1]
 
 
@@ -172,7 +172,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
         begun.set()
         time.sleep(0.1)
 
-    work = BatchSink(commit)
+    work = PartsAndSink(commit)
     take = work.take
 
     def interrupted(part: Part, batch: Batch, computed: Callable[[], int]) -> list[Failure]:
@@ -183,7 +183,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
 
     work.take = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        run_parts(prepared(), work, DISK)
+        run_parts(prepared(), work, work, DISK)
     assert work.committed == [0]
     assert threading.active_count() == 1 or not [
         thread for thread in threading.enumerate() if thread.name.startswith("featx-commit")
@@ -193,7 +193,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
 class PartObserver(RunObserver):
     wants_parts = True
 
-    def __init__(self, work: BatchSink) -> None:
+    def __init__(self, work: PartsAndSink) -> None:
         self.told: list[tuple[int, int]] = []
         self._work = work
 
@@ -202,9 +202,9 @@ class PartObserver(RunObserver):
 
 
 def test_observers_are_told_of_committed_parts_only() -> None:
-    work = BatchSink(lambda index: time.sleep(0.02))
+    work = PartsAndSink(lambda index: time.sleep(0.02))
     observer = PartObserver(work)
-    run_parts(prepared(), work, DISK, observer)
+    run_parts(prepared(), work, work, DISK, observer)
     assert observer.told == [(0, 1), (1, 2), (2, 3)]
 
 

@@ -247,7 +247,7 @@ class StatsSession:
         return self.rows_asked - sum(len(part) for part in self.missing())
 
     @property
-    def num_failed(self) -> int:
+    def rows_failed(self) -> int:
         """Number of images that were left out."""
         return len(self._parts.failures)
 

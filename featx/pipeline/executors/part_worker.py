@@ -77,7 +77,7 @@ class PartWorker:
         """
         self._parts = parts
         self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
-        figures = run_parts(self._prepared, self, progress=self._unseen)
+        figures = run_parts(self._prepared, self, self, progress=self._unseen)
         warnings = Counter(figures.decoder_warnings)
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         return WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)

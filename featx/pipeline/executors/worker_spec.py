@@ -23,20 +23,21 @@ from featx.config import ExecutorConfig
 from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError
 from featx.pipeline.engine_spec import EngineSpec
+from featx.pipeline.loop import BatchSink, PartSource
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
 from featx.storage import s3_client
 from featx.storage.local_folder import AtomicFolder
 from featx.store.heartbeat import Heartbeat, sign_name
-from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
+from featx.types import Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
     from featx.engine.engine import Engine
     from featx.layers.projection import ChosenLayers
 
 
-class Maker(Protocol):
-    """Batch sink of a part task: computes parts batch by batch and commits each.
+class PartSink(BatchSink, Protocol):
+    """Batch sink that commits each part and counts its underflow rows.
 
     Attributes:
         underflow_rows: layer -> number of underflow rows.
@@ -45,12 +46,6 @@ class Maker(Protocol):
 
     underflow_rows: Counter[str]
     seconds: dict[str, float]
-
-    def compute(self, engine: Engine, batch: Batch) -> Any:
-        """Compute the values of one batch; called from several threads with different engines."""
-
-    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
-        """Consume the next batch of a part, as `BatchSink.take`; return its failures."""
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
         """Detach the part whose last batch was taken.
@@ -104,7 +99,7 @@ class PartTask(Protocol):
             parts: parts to look for.
         """
 
-    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> Maker:
+    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> PartSink:
         """Create the sink that computes parts and commits each of them.
 
         Args:
@@ -114,7 +109,7 @@ class PartTask(Protocol):
         """
 
 
-class Session(Protocol):
+class Session(PartSource, Protocol):
     """Write session of a driver: what is requested, what is committed, and what is missing.
 
     Attributes:
@@ -126,18 +121,6 @@ class Session(Protocol):
     root: Path
     disk: AtomicFolder
     lock: int
-
-    @property
-    def rows_asked(self) -> int:
-        """Number of rows that the finished output has."""
-
-    @property
-    def rows_done(self) -> int:
-        """Number of rows in committed parts."""
-
-    @property
-    def num_failed(self) -> int:
-        """Number of rows in committed parts whose image failed."""
 
     def missing(self) -> list[Part]:
         """Parts that are still to be computed, in order."""

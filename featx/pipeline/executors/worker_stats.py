@@ -133,7 +133,7 @@ class ResultCollector:
         left = self.rows_to_do - self.rows
         left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
         rows = session.rows_asked
-        refuse_failures(order.config, session.num_failed, rows - left, rows, left_s)
+        refuse_failures(order.config, session.rows_failed, rows - left, rows, left_s)
 
     def outcome(self, num_workers: int, order: WorkerSpec) -> RunOutcome:
         """Outcome of the finished run.

@@ -408,17 +408,6 @@ def check_plain(file: h5py.File, path: str) -> h5py.Dataset:
     return dataset
 
 
-def has_link(file: h5py.File, path: str) -> bool:
-    """Whether something exists at `path`; links out of the file are not followed."""
-    where = ""
-    for name in path.split("/"):
-        where = f"{where}/{name}".lstrip("/")
-        link = file.get(where, getlink=True)
-        if not isinstance(link, h5py.HardLink):
-            return link is not None
-    return True
-
-
 def check_hard(file: h5py.File, path: str) -> None:
     """Raise StoreError unless every step of `path` is a hard link within this file."""
     where = ""

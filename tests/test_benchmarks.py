@@ -27,14 +27,14 @@ SMALL = {
     "loader": "--gigabytes 0.01 --workers 0 1 --runs 1",
     "malloc": "--batch-size 2 --runs 1 --seconds 0.2",
     "nearest": "--rows 3000 --features 16 --queries 64 --runs 1",
-    "parts": "--parts 6 --devices null 1 --runs 1",
+    "parts": "--parts 6 --workers null 1 --runs 1",
     "peers": "--model resnet18 --images 16 --runs 1",
     "probe": "--rows 400 --features 16 --runs 1",
     "read": "--gigabytes 0.2 --runs 1",
     "regressions": "HEAD HEAD --models resnet18 --precisions fp32 --images 8 --runs 1 --least 0",
     "roof": "--models resnet18 --batch-size 2 --runs 1",
     "scale": "--rows 1000 2000",
-    "spread": "--images 32 --devices null 1 --runs 1",
+    "spread": "--images 32 --workers null 1 --runs 1",
     "table": "--rows 1000 --runs 1",
 }
 

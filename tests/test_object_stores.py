@@ -96,18 +96,18 @@ def test_the_rows_are_those_of_a_run_to_the_disk(
 @pytest.mark.slow
 def test_two_worker_processes_give_the_same_rows(pictures: Path, out: str) -> None:
     near = extract(str(pictures))
-    far = extract(str(pictures), out=out, devices=2)
+    far = extract(str(pictures), out=out, executor={"workers": 2})
     assert rows_of(far) == rows_of(near)
     assert check_store(place(out)).complete
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["null", "2"])
+@pytest.mark.parametrize("workers", ["null", "2"])
 def test_kills_at_any_moment_and_two_drivers_at_once(
-    pictures: Path, out: str, devices: str
+    pictures: Path, out: str, workers: str
 ) -> None:
     near = extract(str(pictures), model={**KEYS["model"], "args": {"pause_s": 0.0}})
-    more = (f"devices={devices}",)
+    more = (f"executor.workers={workers}",)
     for parts in (0, 1, 3):
         running = start(out, pictures, *more, start_new_session=True)
         while running.poll() is None and num_parts(out) <= parts:
@@ -131,7 +131,7 @@ def test_kills_at_any_moment_and_two_drivers_at_once(
 @pytest.mark.slow
 def test_a_worker_that_is_killed_is_replaced(pictures: Path, out: str) -> None:
     near = extract(str(pictures))
-    running = start(out, pictures, "devices=2", stderr=subprocess.PIPE)
+    running = start(out, pictures, "executor.workers=2", stderr=subprocess.PIPE)
 
     def workers() -> list[int]:
         signs = signs_of_life(place(out))
@@ -181,12 +181,12 @@ def test_jobs_that_read_a_store(
         run_job("pack", store=out)
 
 
-@pytest.mark.parametrize("devices", [None, 2])
+@pytest.mark.parametrize("workers", [None, 2])
 @pytest.mark.slow
-def test_heat_maps_and_their_pictures(pictures: Path, out: str, devices: int | None) -> None:
+def test_heat_maps_and_their_pictures(pictures: Path, out: str, workers: int | None) -> None:
     (pictures / "cat" / "000.png").write_bytes(b"no picture")
     keys = {key: value for key, value in KEYS.items() if key != "layers"}
-    keys |= {"data": str(pictures), "max_failures": 5, "devices": devices}
+    keys |= {"data": str(pictures), "max_failures": 5, "executor": {"workers": workers}}
     method = {
         "method": ["gradcam", "saliency"],
         "layer": "deep",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,27 +45,30 @@ def float64_home(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
-def choose_devices(name: str, devices: Any) -> list[torch.device]:
-    """The device of each worker, for the options `device` and `devices`.
+def choose_devices(
+    name: str, gpus: Sequence[int] | None, workers: int | None
+) -> list[torch.device]:
+    """The device of each worker, for the options `device` and `executor` of executor=local.
 
     Args:
         name: as for `choose_device`.
-        devices: None, a number of devices, or a list of GPU numbers.
+        gpus: numbers of the GPUs, one worker each, or None.
+        workers: number of workers, or None for one; without effect if `gpus` is given.
 
     Raises:
-        ConfigError: one of them does not exist on this machine.
+        ConfigError: a device does not exist on this machine.
     """
-    if isinstance(devices, list | tuple):
-        return [choose_device(f"cuda:{number}") for number in devices]
+    if gpus is not None:
+        return [choose_device(f"cuda:{number}") for number in gpus]
     first = choose_device(name)
-    if devices is None or first.type != "cuda" or ":" in name:
-        return [first] * (devices or 1)
-    if devices > (count := torch.cuda.device_count()):
+    if workers is None or first.type != "cuda" or ":" in name:
+        return [first] * (workers or 1)
+    if workers > (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"devices={devices}: torch sees {count} CUDA devices here. Give devices={count}, or "
-            f"device=cuda:0 for {devices} processes on one."
+            f"executor.workers={workers}: torch sees {count} CUDA devices here. Give "
+            f"executor.workers={count}, or device=cuda:0 for {workers} processes on one."
         )
-    return [torch.device("cuda", number) for number in range(devices)]
+    return [torch.device("cuda", number) for number in range(workers)]
 
 
 @contextlib.contextmanager

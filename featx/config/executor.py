@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from featx.config.checks import check_choice
 from featx.errors import ConfigError
 
 EXECUTORS = ("local", "ray", "slurm")
 _OF_EXECUTORS = {
-    "tasks": ("ray", "slurm"),
+    "devices": ("local",),
     "cpus": ("ray", "slurm"),
     "gpus": ("ray",),
     "address": ("ray",),
@@ -33,9 +34,13 @@ class ExecutorConfig:
 
     name: str = "local"
     """Taken from the key `executor` itself."""
-    tasks: int | None = None
-    """So many tasks of a job array or actors of Ray share the parts; when not given, 8 tasks, and
-    as many actors as the cluster has room for."""
+    workers: Any = None
+    """Number of worker processes that share the parts: processes of this machine, each with its
+    share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
+    this process (local), takes as many actors as the cluster has room for (ray), or 8 tasks
+    (slurm)."""
+    devices: Any = None
+    """GPUs of this machine, one worker each, for executor=local: [0,1] is cuda:0 and cuda:1."""
     cpus: int | None = None
     """CPUs of each task or actor, when not given 4 with slurm and 1 with ray; on a CPU also the
     threads that compute."""
@@ -68,12 +73,44 @@ class ExecutorConfig:
                     f"executor.{name} has an effect with executor={' or '.join(owners)} only, now "
                     f"{self.name}."
                 )
+        self._check_workers()
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, int | float) and value <= 0:
                 raise ConfigError(f"executor.{field.name}={value}: expected more than 0.")
         if self.mode is not None:
             check_choice("executor.mode", self.mode, ("slurm", "local"))
+
+    def _check_workers(self) -> None:
+        if self.workers is not None and (type(self.workers) is not int or self.workers < 1):
+            raise ConfigError(
+                f"executor.workers={self.workers}: expected a number of workers, such as 4. GPUs "
+                "are listed as executor.devices=[0,1]."
+            )
+        if self.devices is None:
+            return
+        is_list = isinstance(self.devices, list | tuple) and len(self.devices) > 0
+        if not is_list or not all(type(n) is int and n >= 0 for n in self.devices):
+            raise ConfigError(
+                f"executor.devices={self.devices}: expected a list of GPUs, such as [0,1]. For a "
+                "number of workers give executor.workers=2."
+            )
+        if self.workers is not None:
+            raise ConfigError(
+                f"executor.devices={self.devices} means {len(self.devices)} workers; leave "
+                "executor.workers out."
+            )
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes than that of the command compute."""
+        given = self.workers is not None or self.devices is not None
+        return given or self.name != "local"
+
+    @property
+    def num_local_workers(self) -> int:
+        """Number of processes of this machine that compute, with executor=local."""
+        return len(self.devices) if self.devices is not None else int(self.workers or 1)
 
     @property
     def num_cpus(self) -> int:

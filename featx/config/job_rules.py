@@ -41,7 +41,6 @@ _ONLY_WITH = {
     "retry_failed": ("extract", "attribute"),
     "refresh": ("extract", "attribute", "stats"),
     "tensorboard": ("extract", "plan"),
-    "devices": _SPREAD,
     "executor": _SPREAD,
     "attribute": ("attribute",),
     "probe": ("probe",),

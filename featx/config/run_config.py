@@ -145,11 +145,8 @@ class Config:
     nonfinite: str = "error"
     """error stops at a feature that is NaN, infinite or too large; record marks its row."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
-    """local: this machine, in this process or as `devices` says; ray: actors of a Ray cluster;
-    slurm: a job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
-    devices: Any = None
-    """Worker processes that share the parts: 4 is so many, each with its share of the CPUs or a GPU
-    of its own, [0,1] one on cuda:0 and one on cuda:1; null computes in this process."""
+    """local: this machine, in this process or in workers; ray: actors of a Ray cluster; slurm: a
+    job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
     pack: Any = "auto"
     """One plain features.h5 at the end; auto where the store is on a disk that has room; false
     keeps the parts."""
@@ -211,7 +208,7 @@ class Config:
         _check_tensorboard(self.tensorboard)
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
-        self._check_devices()
+        self._check_workers()
         check_places(self)
         _check_max_failures(self.max_failures)
         if not 0 <= self.seed <= MAX_SEED:
@@ -268,7 +265,7 @@ class Config:
     @property
     def is_spread(self) -> bool:
         """Whether other processes than this one compute."""
-        return self.devices is not None or self.executor.name != "local"
+        return self.executor.has_workers
 
     def cpus_of_worker(self, here: int) -> int:
         """CPUs of each process that computes.
@@ -278,39 +275,22 @@ class Config:
         """
         if self.executor.name != "local":
             return self.executor.num_cpus
-        if self.devices is None:
-            return here
-        workers = self.devices if isinstance(self.devices, int) else len(self.devices)
-        return max(1, here // workers)
+        return max(1, here // self.executor.num_local_workers)
 
-    def _check_devices(self) -> None:
-        """The key `devices`, and what does not go with processes of their own."""
+    def _check_workers(self) -> None:
+        """Check the options that exclude worker processes, or a list of GPUs."""
         if self.is_spread:
             for key in ("tensorboard", "profile"):
                 if getattr(self, key) is not False:
                     raise ConfigError(
-                        f"{key} sees the batches of one process only; leave devices and executor "
-                        "out with it."
+                        f"{key} sees the batches of one process only; leave executor and its "
+                        "options out with it."
                     )
-        if self.devices is None:
-            return
-        if self.executor.name != "local":
+        gpus = self.executor.devices
+        if gpus is not None and self.device not in ("auto", "cuda"):
             raise ConfigError(
-                f"devices are of this machine; with executor={self.executor.name} each task has "
-                "one device."
-            )
-        given = self.devices if isinstance(self.devices, list | tuple) else [self.devices]
-        least = 1 if given is not self.devices else 0
-        whole = [type(n) is int and n >= least for n in given]
-        if not whole or not all(whole):
-            raise ConfigError(
-                f"devices={self.devices}: expected how many workers, such as 4, or a list of GPUs, "
-                "such as [0,1]."
-            )
-        if given is self.devices and self.device not in ("auto", "cuda"):
-            raise ConfigError(
-                f"devices={self.devices} are GPUs, and device={self.device} asks for something "
-                f"else. Leave device out, or give a number: devices={len(given)}."
+                f"executor.devices={gpus} are GPUs, and device={self.device} asks for something "
+                f"else. Leave device out, or give a number: executor.workers={len(gpus)}."
             )
 
     @property
@@ -356,5 +336,4 @@ def in_this_process(config: Config) -> Config:
         tensorboard=False,
         profile=False,
         executor=ExecutorConfig(),
-        devices=None,
     )

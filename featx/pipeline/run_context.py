@@ -157,7 +157,9 @@ def build_run_context(
     from featx.images.preprocess import check_reference
     from featx.pipeline.trial import TrialSpeed
 
-    devices = choose_devices(config.device, config.devices)
+    executor = config.executor
+    local_workers = executor.workers if executor.name == "local" else None
+    devices = choose_devices(config.device, config.executor.devices, local_workers)
     check_device(config.decode, source, devices[0])
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates

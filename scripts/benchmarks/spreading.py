@@ -52,22 +52,22 @@ def spread(arguments: argparse.Namespace) -> None:
 def compare_workers(
     arguments: argparse.Namespace, folder: Path, keys: list[str], times: float, unit: str
 ) -> None:
-    """The command with `keys` on each of `arguments.devices`, once a round in turn."""
-    found: dict[str, list[float]] = {workers: [] for workers in arguments.devices}
+    """The command with `keys` on each of `arguments.workers`, once a round in turn."""
+    found: dict[str, list[float]] = {workers: [] for workers in arguments.workers}
     for _ in range(arguments.runs):
         for workers, figures in found.items():
             out = folder / "store"
-            ends = [f"out={out}", "overwrite=true", f"devices={workers}"]
+            ends = [f"out={out}", "overwrite=true", f"executor.workers={workers}"]
             command = [sys.executable, "-m", "featx", *keys, *ends]
             subprocess.run(command, capture_output=True, text=True, check=True)
             summary = json.loads((out / "summary.json").read_text())
             figures.append(times * summary["images_per_second"])
-            print(f"  devices={workers}: {figures[-1]:.1f} {unit}", flush=True)
+            print(f"  executor.workers={workers}: {figures[-1]:.1f} {unit}", flush=True)
     first = next(iter(found.values()))
     for workers, figures in found.items():
         ratios = [one / base for one, base in zip(figures, first, strict=True)]
         print(
-            f"devices={workers:5} {statistics.median(figures):7.1f} {unit}, "
+            f"executor.workers={workers:5} {statistics.median(figures):7.1f} {unit}, "
             f"{statistics.median(ratios):.3f} times the first "
             f"({min(ratios):.3f} to {max(ratios):.3f})"
         )
@@ -203,13 +203,13 @@ def add_commands(add: Add) -> None:
     """The commands of scripts/benchmark that are measured here."""
     one = add("parts", parts)
     one.add_argument("--parts", type=int, default=2000, help="of one row each")
-    one.add_argument("--devices", nargs="+", default=["null", "1", "2"], help="worker processes")
+    one.add_argument("--workers", nargs="+", default=["null", "1", "2"], help="worker processes")
     one.add_argument("--runs", type=int, default=3)
     one.add_argument("--folder", help="where the store lies")
     one = add("spread", spread)
     one.add_argument("keys", nargs="*", help="of the command, such as model=resnet50")
     one.add_argument("--images", type=int, default=1024)
-    one.add_argument("--devices", nargs="+", default=["null", "1", "2"], help="worker processes")
+    one.add_argument("--workers", nargs="+", default=["null", "1", "2"], help="worker processes")
     one.add_argument("--runs", type=int, default=3)
     one.add_argument("--folder", help="where the store lies")
     one = add("scale", scale)

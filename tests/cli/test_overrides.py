@@ -124,7 +124,7 @@ def test_an_interpolation_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
         ("layer=1.10", "layer", "1.10"),
         ("layer=null", "layer", None),
         ("probe.shots=[1,5]", "probe.shots", [1, 5]),
-        ("devices=[0,1]", "devices", [0, 1]),
+        ("executor.devices=[0,1]", "executor.devices", [0, 1]),
         ("model.args={pause_s:0.5}", "model.args", {"pause_s": 0.5}),
         ("model.args={a: {b: 1}, c: x}", "model.args", {"a": {"b": 1}, "c": "x"}),
         ("model.args.a.b=1", "model.args", {"a": {"b": 1}}),

@@ -76,11 +76,11 @@ CALLS = [
 
 # What the calls above do not come to, and why it is an option of the job all the same.
 NOT_REACHED = {
-    "extract": {"executor", "devices", "target", "profile", "tensorboard", "retry_failed"},
-    "attribute": {"executor", "devices", "profile", "retry_failed"},
+    "extract": {"executor", "target", "profile", "tensorboard", "retry_failed"},
+    "attribute": {"executor", "profile", "retry_failed"},
     # The plan is that of the run the same options would make, with its checks.
-    "plan": {"pack", "max_failures", "executor", "devices", "target", "tensorboard", "grow"},
-    "stats": {"executor", "devices", "target", "profile", "stats.reference"},
+    "plan": {"pack", "max_failures", "executor", "target", "tensorboard", "grow"},
+    "stats": {"executor", "target", "profile", "stats.reference"},
     "export": {"export.incomplete"},
     # What a saved config says of these is compared with what they say.
     "predict": {"data", "model", "reduce.name"},

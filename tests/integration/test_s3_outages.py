@@ -62,7 +62,7 @@ def is_whole(photos: Path) -> None:
     assert check_store(place(OUT)).complete
 
 
-@pytest.mark.parametrize("more", [(), ("devices=2", "device=cpu")])
+@pytest.mark.parametrize("more", [(), ("executor.workers=2", "device=cpu")])
 def test_a_server_that_is_killed_and_started_is_waited_for(
     photos: Path, server: SeaweedServer, more: tuple[str, ...]
 ) -> None:
@@ -84,7 +84,7 @@ def test_tasks_of_slurm_go_on_when_the_server_is_killed_and_started(
     with running_cluster(tmp_path / "slurm") as cluster:
         for name, value in cluster.environment.items():
             monkeypatch.setenv(name, value)
-        slurm = ("executor=slurm", "executor.cpus=1", "executor.tasks=2", "executor.folder=jobs")
+        slurm = ("executor=slurm", "executor.cpus=1", "executor.workers=2", "executor.folder=jobs")
         with driving(f"out={OUT}", *slurm, pause_s=2) as driver:
             wait_for_parts(driver, 1)
             before = cluster.tasks("RUNNING")

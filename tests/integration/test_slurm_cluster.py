@@ -53,7 +53,7 @@ def found() -> dict[str, str]:
 
 
 def test_the_rows_are_those_of_a_local_run(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.tasks=3") as driver:
+    with driving(*SLURM, "executor.workers=3") as driver:
         assert driver.finish() == 0, driver.said
     assert found() == alone(photos)
     assert "Slurm accounting storage is disabled" not in driver.said
@@ -61,7 +61,7 @@ def test_the_rows_are_those_of_a_local_run(photos: Path, cluster: SlurmCluster) 
 
 
 def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.tasks=2", pause_s=2) as driver:
+    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
         driver.wait_for_parts(1)
         cluster.ask("scancel", cluster.tasks("RUNNING")[-1])
         line = driver.wait_for("submitted again", 60)
@@ -73,7 +73,7 @@ def test_a_task_that_is_cancelled_is_submitted_again(photos: Path, cluster: Slur
 def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with driving(*SLURM, "executor.tasks=3", "executor.cpus=2", pause_s=4) as driver:
+    with driving(*SLURM, "executor.workers=3", "executor.cpus=2", pause_s=4) as driver:
         driver.wait_for("submitted 3 tasks")
         driver.wait_for("wait in the queue", 60)
         cluster.ask("scancel", cluster.tasks("PENDING")[0])
@@ -88,7 +88,7 @@ def test_a_time_limit_shorter_than_the_work_is_no_end(
     tmp_path: Path, cluster: SlurmCluster
 ) -> None:
     photos = write_pictures(tmp_path / "photos", 96)
-    with driving(*SLURM, "executor.tasks=1", "executor.time_limit_min=1", pause_s=4) as driver:
+    with driving(*SLURM, "executor.workers=1", "executor.time_limit_min=1", pause_s=4) as driver:
         assert driver.finish(800) == 0, driver.said
     limits = driver.lines("reached its time limit (ready after")
     assert len(limits) >= 2, driver.said
@@ -98,7 +98,7 @@ def test_a_time_limit_shorter_than_the_work_is_no_end(
 def test_a_time_limit_shorter_than_a_part_says_what_to_change(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    limit = ("executor.tasks=1", "executor.time_limit_min=1", "part_rows=32", "batch_size=2")
+    limit = ("executor.workers=1", "executor.time_limit_min=1", "part_rows=32", "batch_size=2")
     with driving(*SLURM, *limit, pause_s=5) as driver:
         assert driver.finish(800) == 1, driver.said
     last = driver.said.strip().splitlines()[-1]
@@ -127,7 +127,7 @@ def test_what_no_node_has_is_refused_or_said(photos: Path, cluster: SlurmCluster
 
 
 def test_why_a_task_waits_is_said(photos: Path, cluster: SlurmCluster) -> None:
-    given = ("executor.partition=brief", "executor.time_limit_min=3", "executor.tasks=2")
+    given = ("executor.partition=brief", "executor.time_limit_min=3", "executor.workers=2")
     with driving(*SLURM, *given) as driver:
         line = driver.wait_for("wait in the queue", 90)
         assert line.startswith("2 of 2 tasks wait in the queue for ")
@@ -161,7 +161,7 @@ def test_without_a_controller_it_is_one_line(
 def test_a_controller_that_goes_away_in_mid_run_is_waited_for(
     photos: Path, cluster: SlurmCluster
 ) -> None:
-    with driving(*SLURM, "executor.tasks=2", pause_s=2) as driver:
+    with driving(*SLURM, "executor.workers=2", pause_s=2) as driver:
         driver.wait_for_parts(1)
         cluster.stop("slurmctld")
         try:
@@ -173,7 +173,7 @@ def test_a_controller_that_goes_away_in_mid_run_is_waited_for(
 
 
 def test_a_task_that_is_killed_says_its_state(photos: Path, cluster: SlurmCluster) -> None:
-    with driving(*SLURM, "executor.tasks=1", pause_s=2) as driver:
+    with driving(*SLURM, "executor.workers=1", pause_s=2) as driver:
         driver.wait_for_parts(1)
         pids = processes_of_tasks()
         assert pids

@@ -84,7 +84,7 @@ def test_a_part_that_is_lost_and_rows_that_are_retried() -> None:
 @pytest.mark.slow
 def test_workers_write_them_too() -> None:
     write_table()
-    check(extract(TABLE, executor={"name": "local"}, device="cpu", devices=2))
+    check(extract(TABLE, executor={"name": "local", "workers": 2}, device="cpu"))
 
 
 def test_regions_have_the_columns_of_their_picture() -> None:

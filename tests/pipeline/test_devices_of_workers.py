@@ -1,4 +1,4 @@
-"""The key `devices` with real workers and a tiny model: the same rows however many there are."""
+"""executor.workers with real workers and a tiny model: the same rows however many there are."""
 
 from __future__ import annotations
 
@@ -36,25 +36,36 @@ def digests(root: str | Path) -> dict[str, str]:
     return dataset_digests(Path(root) / "features.h5")
 
 
-# What the key takes
+# What the options take
+
+
+TWO: dict[str, Any] = {"executor": {"workers": 2}}
+GPUS: dict[str, Any] = {"executor": {"devices": [0, 1]}}
 
 
 def config(**keys: Any) -> Any:
     return from_omegaconf(from_keywords(keys))
 
 
-@pytest.mark.parametrize("value", [0, -1, [], [0, -1], "all", True, 2.5, [0.5]])
-def test_values_that_are_none_are_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"devices=.*: expected how many workers, such as 4"):
-        config(devices=value)
+@pytest.mark.parametrize("value", [0, -1, "all", True, 2.5, [0, 1]])
+def test_workers_are_a_number(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"executor\.workers=.*: expected a number of workers"):
+        config(executor={"workers": value})
+
+
+@pytest.mark.parametrize("value", [0, 2, [], [0, -1], "all", True, [0.5]])
+def test_devices_are_a_list_of_gpus(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"executor\.devices=.*: expected a list of GPUs"):
+        config(executor={"devices": value})
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"devices": [0, 1], "device": "cpu"}, r"devices=\[0, 1\] are GPUs.*devices=2"),
-        ({"devices": 2, "tensorboard": True}, "tensorboard sees the batches of one process"),
-        ({"devices": 2, "profile": True}, "profile sees the batches of one process"),
+        ({**GPUS, "device": "cpu"}, r"devices=\[0, 1\] are GPUs.*executor\.workers=2"),
+        ({"executor": {"devices": [0, 1], "workers": 2}}, "leave executor.workers out"),
+        ({**TWO, "tensorboard": True}, "tensorboard sees the batches of one process"),
+        ({**TWO, "profile": True}, "profile sees the batches of one process"),
         ({"executor": "lokal"}, "executor=lokal: expected one of local, ray, slurm"),
     ],
 )
@@ -65,7 +76,7 @@ def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str
 
 def test_gpus_that_are_not_there_are_told_before_a_store_is_begun(photos: Path) -> None:
     with pytest.raises(ConfigError, match=r"cuda:7.*torch sees \d+ CUDA devices"):
-        extract(photos, devices=[7])
+        extract(photos, executor={"devices": [7]})
     assert not Path("store").exists()
 
 
@@ -88,7 +99,7 @@ def test_two_workers_give_what_one_process_gives(
 ) -> None:
     (photos / "cat" / "broken.png").write_bytes(b"no picture")
     alone = extract(photos, out="alone", max_failures=5)
-    shared = extract(photos, devices=2, max_failures=5)
+    shared = extract(photos, executor={"workers": 2}, max_failures=5)
     assert shared.complete
     assert digests("store") == digests(alone.root)
     assert [f["key"] for f in shared.failures] == ["cat/broken.png"]
@@ -102,7 +113,9 @@ def test_two_workers_give_what_one_process_gives(
     assert summary["images_per_second"] > 0
     assert summary["failures"] == 1
     assert "device          2 x cpu" in capfd.readouterr().err
-    assert extract(photos, devices=2, max_failures=5).complete  # nothing is left to do
+    assert extract(
+        photos, executor={"workers": 2}, max_failures=5
+    ).complete  # nothing is left to do
 
 
 @pytest.mark.slow
@@ -111,7 +124,7 @@ def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
     (photos / "cat" / "000.png").write_bytes(b"no picture")
     spread_jobs.run(job, photos, "alone", max_failures=5)
     for workers in (2, 4):
-        keys: dict[str, Any] = {"devices": workers, "max_failures": 5}
+        keys: dict[str, Any] = {"executor": {"workers": workers}, "max_failures": 5}
         assert spread_jobs.run(job, photos, **keys, overwrite=True) == 0
         assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
         assert temporary_files(Path("store")) == []
@@ -131,14 +144,14 @@ def test_any_number_of_workers_gives_the_same_bits_of_a_real_model(workers: int)
         "part_rows": 4,
     }
     alone = featx.extract(**keys, out="alone")
-    featx.extract(**keys, out="store", devices=workers)
+    featx.extract(**keys, out="store", executor={"workers": workers})
     assert digests("store") == digests(alone.root)
 
 
 @pytest.mark.slow
 def test_an_object_of_python_goes_to_the_workers_too() -> None:
     extract(OfADataset(), out="alone")
-    extract(OfADataset(), devices=2)
+    extract(OfADataset(), executor={"workers": 2})
     assert digests("store") == digests("alone")
 
 
@@ -147,7 +160,7 @@ def test_an_object_that_cannot_travel_is_refused_by_name() -> None:
         pass
 
     with pytest.raises(ConfigError, match=r"cannot be sent to other processes.*Local"):
-        extract(Local(), devices=2)
+        extract(Local(), executor={"workers": 2})
 
 
 @pytest.mark.slow
@@ -159,7 +172,7 @@ def test_sources_with_open_files_are_opened_by_each_worker(tmp_path: Path) -> No
         file["x"] = np.random.default_rng(0).integers(0, 256, (13, 40, 40, 3), dtype=np.uint8)
     data = {"name": "hdf5", "root": "images.h5", "dataset": "/x"}
     extract(data, out="alone")
-    extract(data, devices=2)
+    extract(data, executor={"workers": 2})
     assert digests("store") == digests("alone")
 
 
@@ -241,7 +254,7 @@ def command(*more: str) -> list[str]:
 def command_of(job: str) -> list[str]:
     """A job of two workers that takes its time."""
     given = [text for text in COMMAND if not text.startswith("layers=")]
-    more = [*spread_jobs.OVERRIDES[job], "devices=2", "+model.args.pause_s=0.4"]
+    more = [*spread_jobs.OVERRIDES[job], "executor.workers=2", "+model.args.pause_s=0.4"]
     data = ["data=folder", "data.root=photos"]
     return [sys.executable, "-m", "featx", *given, *data, *more]
 
@@ -283,7 +296,7 @@ def test_other_jobs_killed_in_the_middle_give_the_same(photos: Path, job: str, v
 def started(*more: str) -> subprocess.Popen[str]:
     """A run of two workers that has its first part."""
     process = subprocess.Popen(
-        command("devices=2", *more),
+        command("executor.workers=2", *more),
         env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -332,7 +345,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
         assert not Path("store/features.h5").exists()
         assert all(ended(pid) for pid in workers), "a worker lives on"
         subprocess.run(
-            command("devices=2"),
+            command("executor.workers=2"),
             env={**with_path(TESTS), "OMP_NUM_THREADS": "1"},
             check=True,
             timeout=120,
@@ -344,7 +357,8 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, end: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["extract", "stats"])
 def test_a_bug_in_the_model_names_worker_part_and_rows(photos: Path, job: str) -> None:
-    keys = {**KEYS, "model": {**MODEL, "factory": "test_devices_of_workers:Raising"}, "devices": 2}
+    model = {**MODEL, "factory": "test_devices_of_workers:Raising"}
+    keys = {**KEYS, "model": model, "executor": {"workers": 2}}
     Image.new("RGB", (40, 40), (255, 255, 255)).save(
         photos / "cat" / "013.png"
     )  # row 3, of no trial

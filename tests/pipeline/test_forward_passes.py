@@ -359,7 +359,7 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
     ("key", "said"),
     [
         ("seed=0", "1, and 2 batches side by side"),
-        pytest.param("devices=2", "threads         1\n", marks=pytest.mark.slow),
+        pytest.param("executor.workers=2", "threads         1\n", marks=pytest.mark.slow),
     ],
 )
 def test_rows_are_the_same_beside_others(

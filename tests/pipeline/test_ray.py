@@ -161,7 +161,7 @@ def test_the_part_of_an_actor_that_dies_is_done_by_another(
     photos: Path, ray: MadeRay, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ray.die_at = {3: 2}
-    assert extract(photos, executor={"name": "ray", "tasks": 2}).complete
+    assert extract(photos, executor={"name": "ray", "workers": 2}).complete
     assert len(ray.actors) == 4
     told = capfd.readouterr().err
     assert "an actor died in part 3 (rows 12 to 15) (The actor died unexpectedly" in told
@@ -187,7 +187,7 @@ def test_an_exception_in_an_actor_names_its_part(
 
     monkeypatch.setattr(ray_executor.PartWorker, "take", raising)
     with pytest.raises(RunError) as failed:
-        extract(photos, executor={"name": "ray", "tasks": 1})
+        extract(photos, executor={"name": "ray", "workers": 1})
     assert "on cpu, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)
 
 
@@ -267,7 +267,7 @@ def test_two_real_actors_give_the_same_datasets(photos: Path) -> None:
     pytest.importorskip("ray")
     extract(photos, out="alone")
     done = subprocess.run(
-        command("executor.tasks=2"), env=ENVIRONMENT, capture_output=True, text=True, timeout=500,
+        command("executor.workers=2"), env=ENVIRONMENT, capture_output=True, text=True, timeout=500,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -290,7 +290,7 @@ def test_killed_in_the_middle_the_datasets_are_the_same(photos: Path, victim: st
     pytest.importorskip("ray")
     pause = {**MODEL, "args": {"pause_s": 0.7}}
     extract(photos, out="alone", model=pause)
-    slow = command("executor.tasks=2", "+model.args.pause_s=0.7")
+    slow = command("executor.workers=2", "+model.args.pause_s=0.7")
     with subprocess.Popen(slow, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 300
         while not list(Path("store/parts").glob("part-*.h5")):
@@ -319,7 +319,7 @@ def test_in_a_bucket_kills_cost_nothing_and_two_drivers_are_safe(
     pytest.importorskip("ray")
     near = extract(photos, out="alone", model={**MODEL, "args": {"pause_s": 2.0}})
     out = f"s3://{bucket}/run"
-    slow = command("executor.tasks=2", "+model.args.pause_s=2.0", f"out={out}")
+    slow = command("executor.workers=2", "+model.args.pause_s=2.0", f"out={out}")
     environment = {**os.environ, **ENVIRONMENT, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 

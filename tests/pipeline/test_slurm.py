@@ -126,7 +126,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     monkeypatch.setattr(slurm, "check_partition", checked.append)
     monkeypatch.setattr(slurm, "SlurmQueue", lambda report: None)  # its jobs know themselves
     keys = {
-        "name": "slurm", "tasks": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
+        "name": "slurm", "workers": 3, "cpus": 1, "gres": "gpu:1", "partition": "short",
         "memory_gib": 3.0, "time_limit_min": 30,
     }  # fmt: skip
     store = extract(photos, executor=keys, max_failures=5)
@@ -155,7 +155,7 @@ def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job
     (photos / "cat" / "000.png").write_bytes(b"no picture")
     spread_jobs.run(job, photos, "alone", max_failures=5)
     cluster.lose = 1
-    keys = {"executor": {**LOCAL, "tasks": 2}, "max_failures": 5}
+    keys = {"executor": {**LOCAL, "workers": 2}, "max_failures": 5}
     assert spread_jobs.run(job, photos, **keys) == 0
     assert len(cluster.tasks) == 4
     assert spread_jobs.made(job) == spread_jobs.made(job, "alone")
@@ -177,7 +177,7 @@ def test_the_parts_of_lost_tasks_are_submitted_again(
     photos: Path, cluster: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     cluster.lose = 2
-    assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
+    assert extract(photos, executor={**LOCAL, "workers": 2}).complete
     assert [len(task._parts) for task in cluster.tasks] == [3, 3, 1, 2, 1, 2]
     assert "was lost (Job 7 has not produced any output" in capfd.readouterr().err
 
@@ -187,7 +187,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
     with pytest.raises(
         RunError, match=r"NODE_FAIL.*2 tasks before it .*begin with part 0 \(rows 0 to 3\)"
     ):
-        extract(photos, executor={**LOCAL, "tasks": 1})
+        extract(photos, executor={**LOCAL, "workers": 1})
     cluster.lose = 0
     assert extract(photos).complete
 
@@ -205,11 +205,11 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
 
     monkeypatch.setattr(slurm.PartWorker, "take", raising)
     with pytest.raises(RunError) as failed:
-        extract(photos, executor={**LOCAL, "tasks": 2})
+        extract(photos, executor={**LOCAL, "workers": 2})
     assert str(failed.value).startswith("job 7_2: task ")
     assert "on cpu, part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
     monkeypatch.setattr(slurm.PartWorker, "take", take)
-    assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
+    assert extract(photos, executor={**LOCAL, "workers": 2}).complete
 
 
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
@@ -224,10 +224,10 @@ def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
 def test_what_slurm_refuses_is_the_users_to_mend(photos: Path, cluster: Any) -> None:
     cluster.refusals = ["sbatch: error: Batch job submission failed: Invalid qos specification"]
     with pytest.raises(ConfigError, match=r"take the tasks: Batch job.* Invalid qos"):
-        extract(photos, executor={**LOCAL, "tasks": 2})
+        extract(photos, executor={**LOCAL, "workers": 2})
     cluster.refusals = ["sbatch: error: Unable to contact slurm controller (connect failure)"]
     with pytest.raises(RunError, match=r"controller of Slurm does not answer \(Unable to contact"):
-        extract(photos, executor={**LOCAL, "tasks": 2})
+        extract(photos, executor={**LOCAL, "workers": 2})
 
 
 def test_in_mid_run_a_controller_is_waited_for(
@@ -244,7 +244,7 @@ def test_in_mid_run_a_controller_is_waited_for(
         submit(self, parts, is_first)
 
     monkeypatch.setattr(slurm._Array, "_submit", refused)
-    assert extract(photos, executor={**LOCAL, "tasks": 2}).complete
+    assert extract(photos, executor={**LOCAL, "workers": 2}).complete
     told = capfd.readouterr().err
     assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in told
 
@@ -258,7 +258,7 @@ def running_task(
     def run(event: Callable[[], None], limit_s: float | None = None) -> slurm.TaskResult:
         cluster.lose = 99
         with pytest.raises(RunError, match="NODE_FAIL"):
-            extract(photos, executor={**LOCAL, "tasks": 1})
+            extract(photos, executor={**LOCAL, "workers": 1})
         task = pickle.loads(pickle.dumps(cluster.tasks[0]))
         task._limit_s = limit_s
         take = slurm.PartWorker.take
@@ -328,7 +328,7 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
         return slurm.TaskResult(result.done, result.labour, by, "ready after 1 s")
 
     monkeypatch.setattr(slurm.Task, "__call__", stopped)
-    assert extract(photos, executor={**LOCAL, "tasks": 1}).complete
+    assert extract(photos, executor={**LOCAL, "workers": 1}).complete
     assert [len(task._parts) for task in cluster.tasks] == [6, 5, 4, 3, 2, 1]
     told = capfd.readouterr().err
     assert "job 7_1 reached its time limit (ready after 1 s); its 5 missing parts are" in told
@@ -387,7 +387,7 @@ def test_tasks_commit_into_a_bucket(
     near = extract(photos, out="alone", max_failures=5)
     cluster.lose = 1
     out = f"s3://{bucket}/run"
-    keys = {**LOCAL, "tasks": 2, "folder": "shared/jobs"}
+    keys = {**LOCAL, "workers": 2, "folder": "shared/jobs"}
     far = extract(photos, out=out, executor=keys, max_failures=5)
     assert rows_of(far) == rows_of(near)
     assert far.failures == near.failures
@@ -422,8 +422,8 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
     ("keys", "message"),
     [
         (
-            {"name": "local", "tasks": 3},
-            "executor.tasks has an effect with executor=ray or slurm only",
+            {"name": "slurm", "devices": [0, 1]},
+            "executor.devices has an effect with executor=local only, now slurm",
         ),
         ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected more than 0"),
         ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),
@@ -432,11 +432,6 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
 def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         from_omegaconf(from_keywords({"executor": keys}))
-
-
-def test_devices_are_no_matter_of_a_cluster() -> None:
-    with pytest.raises(ConfigError, match="devices are of this machine; with executor=slurm"):
-        from_omegaconf(from_keywords({"executor": "slurm", "devices": 2}))
 
 
 def test_without_submitit_the_extra_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,7 +455,7 @@ def test_without_slurm_that_is_said_before_anything_is_begun(
 
 
 def command(*more: str) -> list[str]:
-    local = ("executor=slurm", "executor.mode=local", "executor.tasks=2", "executor.cpus=1")
+    local = ("executor=slurm", "executor.mode=local", "executor.workers=2", "executor.cpus=1")
     data = ("data=folder", "data.root=photos", "+model.args.pause_s=0.5")
     return [sys.executable, "-m", "featx", *COMMAND, *data, *local, *more]
 

@@ -23,7 +23,7 @@ from tiny_model import COMMAND, extract, write_pictures
 
 TESTS = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
-RUN = [*COMMAND, "data=folder", "data.root=photos", "devices=2", "+model.args.pause_s=0.4"]
+RUN = [*COMMAND, "data=folder", "data.root=photos", "executor.workers=2", "+model.args.pause_s=0.4"]
 
 
 def on_host(name: str, *command: str) -> list[str]:

@@ -25,7 +25,7 @@ def check(config: Config) -> None:
 def run_distributed(
     prepared: RunContext, session: Session, product: PartTask, config_yaml: str
 ) -> RunOutcome:
-    """Compute the missing parts with the executor that the options `executor` and `devices` choose.
+    """Compute the missing parts with the executor that the option `executor` chooses.
 
     Args:
         prepared: run context.

@@ -1,4 +1,4 @@
-"""executor=local without `devices`: the process of the command computes all parts."""
+"""executor=local without workers: the process of the command computes all parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""executor=local with `devices`: one worker process per device; all draw parts from one queue.
+"""executor=local with workers: one worker process per device; all draw parts from one queue.
 
 The driver holds the lock of the store, assigns parts, and records committed ones. A worker that
 dies is replaced and its parts are computed again; a worker that reports an error ends the run.
@@ -379,7 +379,7 @@ class WorkerPool:
         self._end(
             RunError(
                 f"{how}, the {deaths}rd worker that did. Nothing committed is lost, and the same "
-                f"command tries again; with devices=null the part is computed here.{said}"
+                f"command tries again; with executor.workers=null the part is computed here.{said}"
             )
         )
 

@@ -165,7 +165,7 @@ class Pool:
         gpus = keys.gpus or 1.0 if self._device == "cuda" else 0.0
         there = ray.cluster_resources()
         room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
-        self.size = min(keys.tasks or max(1, room), len(self._pending))
+        self.size = min(keys.workers or max(1, room), len(self._pending))
         self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
         self._order = ray.put(PickledWorkerSpec(order))
         self._ray, self._session = ray, session

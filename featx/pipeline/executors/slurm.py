@@ -75,7 +75,7 @@ TIME_LIMIT = "its time limit"
 """Value of `TaskResult.told_by` for a task that its time limit ended."""
 
 _TASKS = 8
-"""Number of tasks if executor.tasks is not given."""
+"""Number of tasks if executor.workers is not given."""
 
 _ENDLESS = 10**9
 """How often submitit may queue a task again after its time limit; `Task` has its own limit."""
@@ -303,7 +303,7 @@ class _Array:
         keys = prepared.config.executor
         self._missing = {part.index: part for part in session.missing()}
         self.harvest = ResultCollector(sum(map(len, self._missing.values())))
-        self.num_tasks = max(1, min(keys.tasks or _TASKS, len(self._missing)))
+        self.num_tasks = max(1, min(keys.workers or _TASKS, len(self._missing)))
         self._order = order
         self._session = session
         self._limit_s = keys.task_seconds

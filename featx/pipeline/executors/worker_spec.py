@@ -188,7 +188,7 @@ def worker_spec(
     return WorkerSpec(
         root=session.root.absolute(),
         driver=sign_name(os.getpid()),
-        config=replace(config, devices=None, executor=ExecutorConfig()),
+        config=replace(config, executor=ExecutorConfig()),
         config_yaml=config_yaml,
         source=_sendable(prepared),
         engine_spec=prepared.engine_spec,
@@ -214,7 +214,7 @@ def _sendable(prepared: RunContext) -> Source | None:
             raise ConfigError(
                 f"the data set given as an object cannot be sent to other processes: {error}. "
                 "Define its class in a module that can be imported, open files in its first read, "
-                "or leave devices and executor out."
+                "or leave executor and its options out."
             ) from error
         return None
 

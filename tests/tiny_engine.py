@@ -68,10 +68,12 @@ def hooked(module: nn.Module, layer: str, x: torch.Tensor, call: int = 1) -> tor
     return seen[call - 1]
 
 
-def overwritten(module: nn.Module, taps: Sequence[CapturePoint], x: torch.Tensor) -> frozenset[str]:
+def overwritten(
+    module: nn.Module, points: Sequence[CapturePoint], x: torch.Tensor
+) -> frozenset[str]:
     """The taps whose tensors are written to again later in a pass."""
     copies = Copies()
-    with torch.no_grad(), CaptureHooks(module, taps, copies.keep) as hooks:
+    with torch.no_grad(), CaptureHooks(module, points, copies.keep) as hooks:
         hooks.forward(x)
     return copies.overwritten()
 

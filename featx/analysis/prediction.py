@@ -136,14 +136,14 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     head, about = read_head(path.expanduser(), choose_device(config.device))
     spec = _spec_of(path, about)
     again = _as_extracted(config, path, about, spec)
-    purpose = _PredictionTarget(again, spec.dtype, about["resolved"], files)
+    target = _PredictionTarget(again, spec.dtype, about["resolved"], files)
     with contextlib.ExitStack() as stack:
-        prepared = stack.enter_context(build_run_context(again, "", FEATURES, purpose))
-        _refuse_another_model(path, about, spec, prepared)
-        work = _PredictionSink(prepared, head, about)
+        context = stack.enter_context(build_run_context(again, "", FEATURES, target))
+        _refuse_another_model(path, about, spec, context)
+        work = _PredictionSink(context, head, about)
         with torch.no_grad():
-            figures = run_parts(prepared, work, work)
-    keys = [os.fsdecode(key) for key in prepared.listing.keys.tolist()]
+            figures = run_parts(context, work, work)
+    keys = [os.fsdecode(key) for key in context.listing.keys.tolist()]
     order: Sequence[int] = range(len(keys))
     if files is not None:
         place = {key: i for i, key in enumerate(keys)}
@@ -213,14 +213,14 @@ def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
 
 
 def _refuse_another_model(
-    path: Path, about: dict[str, Any], spec: LayerSpec, prepared: RunContext
+    path: Path, about: dict[str, Any], spec: LayerSpec, context: RunContext
 ) -> None:
     """Check that weights, transform and layer are those of the head.
 
     Raises:
         StoreMismatchError: they are not.
     """
-    header, made = prepared.header, prepared.specs[0]
+    header, made = context.header, context.specs[0]
     pairs = {
         "weights_sha256": (about["weights_sha256"], header.weights_sha256),
         "transform": (about["transform"], header.transform),
@@ -302,7 +302,7 @@ class _PredictionSink:
     """Batch sink that applies the head to every batch and keeps the scores in memory.
 
     Args:
-        prepared: the run.
+        context: the run.
         head: the head.
         about: description of the head from its file.
 
@@ -312,12 +312,12 @@ class _PredictionSink:
         rows_done: number of rows in finished parts.
     """
 
-    def __init__(self, prepared: RunContext, head: Head, about: dict[str, Any]) -> None:
-        spec = prepared.specs[0]
+    def __init__(self, context: RunContext, head: Head, about: dict[str, Any]) -> None:
+        spec = context.specs[0]
         self.seconds: dict[str, float] = {}
-        self.scores = np.full((len(prepared.listing), len(head.bias)), np.nan, np.float32)
+        self.scores = np.full((len(context.listing), len(head.bias)), np.nan, np.float32)
         self.rows_done = 0
-        self._prepared = prepared
+        self._context = context
         self._head = head
         self._spec = spec
         self._pooled = tuple(about["reduction"]["axes"]) or None
@@ -327,7 +327,7 @@ class _PredictionSink:
     @property
     def rows_asked(self) -> int:
         """Number of rows of the run."""
-        return len(self._prepared.listing)
+        return len(self._context.listing)
 
     @property
     def rows_failed(self) -> int:
@@ -336,12 +336,12 @@ class _PredictionSink:
 
     def missing(self) -> list[Part]:
         """Return all parts of the run."""
-        grid = Grid(self.rows_asked, self._prepared.part_rows)
+        grid = Grid(self.rows_asked, self._context.part_rows)
         return [grid.part(index) for index in range(len(grid))]
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the features of a batch."""
-        return compute_rows(self._prepared, engine, batch)
+        return compute_rows(self._context, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
         """Score the rows of a batch, and return its failures."""

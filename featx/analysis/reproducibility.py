@@ -95,9 +95,9 @@ def recheck_rows(
             if not inside:
                 continue
             spec = engine_spec(before.job.name)
-            with build_run_context(again, run.header.config, spec) as prepared:
-                _refuse_another_model(root, run, prepared)
-                for row, features, status in _extracted(prepared, run, inside):
+            with build_run_context(again, run.header.config, spec) as context:
+                _refuse_another_model(root, run, context)
+                for row, features, status in _extracted(context, run, inside):
                     found, note = _compared(store, row, specs, features, status)
                     if found < worst.get(row, np.inf):
                         notes[row] = f"row {row} ({store.keys[row]}): {note}"
@@ -272,13 +272,13 @@ def statistics_sha256(path: str, layer: str) -> str:
     return Statistics(path)[layer].sha256
 
 
-def _refuse_another_model(root: Path, run: Run, prepared: RunContext) -> None:
+def _refuse_another_model(root: Path, run: Run, context: RunContext) -> None:
     """Check that the model and the transform of a run are unchanged.
 
     Raises:
         StoreMismatchError: they have changed, so rows cannot be compared.
     """
-    before, now = run.header.fingerprint, prepared.header.fingerprint
+    before, now = run.header.fingerprint, context.header.fingerprint
     changed = [
         f"  {key}: the store has {before[key]!r}, now {now[key]!r}"
         for key in _OF_THE_MODEL
@@ -292,26 +292,26 @@ def _refuse_another_model(root: Path, run: Run, prepared: RunContext) -> None:
 
 
 def _extracted(
-    prepared: RunContext, run: Run, rows: list[int]
+    context: RunContext, run: Run, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     """Yield each row with its features in every layer, as stored, and its status."""
-    size = prepared.engine.compute.batch_size
+    size = context.engine.compute.batch_size
     spans: dict[int, list[int]] = {}
     for row in rows:
         spans.setdefault(row - (row - run.grid.part_of(row).start) % size, []).append(row)
     parts = [
         Part(0, start, min(start + size, run.grid.part_of(start).stop)) for start in sorted(spans)
     ]
-    with prepared.loader(size) as loader:
+    with context.loader(size) as loader:
         for _, batch in loader.batches(parts):
-            yield from _rows_of(prepared, batch, spans[batch.start])
+            yield from _rows_of(context, batch, spans[batch.start])
 
 
 def _rows_of(
-    prepared: RunContext, batch: Batch, rows: list[int]
+    context: RunContext, batch: Batch, rows: list[int]
 ) -> Iterator[tuple[int, dict[str, npt.NDArray[Any]], int]]:
     """Compute a batch and yield the requested rows of it, as `_extracted` does."""
-    computed = compute_rows(prepared, prepared.engine, batch)
+    computed = compute_rows(context, context.engine, batch)
     status = {failure.row: int(failure.status) for failure in computed.failures}
     for row in rows:
         values = {name: value[row - batch.start] for name, value in computed.features.items()}

@@ -156,9 +156,9 @@ class Engine:
         self.model_seconds = 0.0
         self.copy_seconds = 0.0
         self._store_dtype = getattr(torch, store_dtype)
-        self._keeper = OutputCollector(self._store_dtype)
+        self._collector = OutputCollector(self._store_dtype)
         self._module: nn.Module = backbone.module.to(device)
-        self._taps: list[CapturePoint] = []
+        self._points: list[CapturePoint] = []
         self._pairs: list[Pair] | None = None
         self._castable: dict[tuple[str, bool, bool], CastableWeights] = {}
         self._cast = CastableWeights()
@@ -258,7 +258,7 @@ class Engine:
     @property
     def unfused(self) -> list[str]:
         """Names of the modules whose fused attention is off because their weights are captured."""
-        shown = [tap.module for tap in self._taps if tap.capture == "attention"]
+        shown = [point.module for point in self._points if point.capture == "attention"]
         return list(dict.fromkeys([*self._plain, *shown]))
 
     def attach_captures(self, chosen: Sequence[tuple[CapturePoint, StoredReduce]]) -> None:
@@ -278,25 +278,25 @@ class Engine:
             RunError: the model computes something other than in the trace.
         """
         self._stack.close()
-        self._taps = [tap for tap, _ in chosen]
+        self._points = [point for point, _ in chosen]
         self._pairs = None
         self._castable.clear()
         self._calls = None
         if self._traced is not None:
-            self._operations = self._traced.operations_up_to(self._taps) or None
+            self._operations = self._traced.operations_up_to(self._points) or None
         x = self._trial = self._trial_batch()
         copies, reads = Copies(), ValueReads()
 
-        def keep(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
-            check_storable(tap, tensor)
-            return copies.keep(tap, tensor)
+        def keep(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+            check_storable(point, tensor)
+            return copies.keep(point, tensor)
 
-        hooks = self._tap_hooks(keep)
+        hooks = self._capture_hooks(keep)
         # Copies of x, for a model may write to its input.
         with self._named_failure(x), torch.no_grad(), hooks, reads.watching():
             values = hooks.forward(x.clone())
             self._order, calls = list(hooks.fired), hooks.num_calls
-        self._keeper = OutputCollector(self._store_dtype, copies.overwritten())
+        self._collector = OutputCollector(self._store_dtype, copies.overwritten())
         # The control flow may depend on the data, so every pass runs to its end and calls are
         # counted.
         if reads.seen:
@@ -305,8 +305,8 @@ class Engine:
         if self._score is not None and hooks.numbers is not None:
             self._check_score(x, hooks.numbers)
         self._check_order(calls)
-        for tap, reduce in chosen:
-            self._expect(tap, reduce, values[tap.name])
+        for point, reduce in chosen:
+            self._expect(point, reduce, values[point.name])
         self._check_positions(chosen, values)
         self._row_bytes = max(1, sum(4 * value[0].numel() for value in values.values()))
         self._check_rows(x, values)
@@ -320,8 +320,12 @@ class Engine:
             LayerError: no gradient arrives at a capture.
             RunError: a forward pass differs from the trace.
         """
-        promised = [tap.name for tap in self._taps]
-        silent = [tap.name for tap in self._taps if tap.is_gradient and tap.name not in self._order]
+        promised = [point.name for point in self._points]
+        silent = [
+            point.name
+            for point in self._points
+            if point.is_gradient and point.name not in self._order
+        ]
         if silent:
             raise LayerError(
                 f"{', '.join(silent)}: no gradient of target={self._target} arrives there; what "
@@ -340,7 +344,7 @@ class Engine:
                 "rows."
             )
 
-    def _expect(self, tap: CapturePoint, reduce: StoredReduce, value: torch.Tensor) -> None:
+    def _expect(self, point: CapturePoint, reduce: StoredReduce, value: torch.Tensor) -> None:
         """Record row shape and reduction of a capture, given its tensor for a batch of noise.
 
         Raises:
@@ -349,21 +353,21 @@ class Engine:
         shape = tuple(value.shape)
         if shape[:1] != (_BIND_BATCH,):
             raise LayerError(
-                f"{tap.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
+                f"{point.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
                 "in front, so its rows cannot be told apart. Choose a layer around it."
             )
-        if tap.capture == "attention":
-            check_weights(tap.name, value)
+        if point.capture == "attention":
+            check_weights(point.name, value)
         backbone = self.backbone
         reduction = bound_reduction(
             reduce,
-            tap.name,
+            point.name,
             shape[1:],
             backbone.preprocess.crop,
             backbone.num_prefix_tokens,
             backbone.has_class_token,
         )
-        self._keeper.expect(tap, shape[1:], reduce.name, reduction)
+        self._collector.expect(point, shape[1:], reduce.name, reduction)
 
     def _check_positions(
         self,
@@ -373,11 +377,11 @@ class Engine:
         """Check that positions read by a reduction lie in the tensor as in the image."""
         crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
         maps = []
-        for tap, reduce in chosen:
-            row_shape = tuple(values[tap.name].shape[1:])
-            if reads_positions(reduce) and not has_known_positions(tap.name, row_shape, crop):
-                to_map = map_view("grid", tap.name, row_shape, crop, num_prefix_tokens)
-                maps.append((tap, to_map))
+        for point, reduce in chosen:
+            row_shape = tuple(values[point.name].shape[1:])
+            if reads_positions(reduce) and not has_known_positions(point.name, row_shape, crop):
+                to_map = map_view("grid", point.name, row_shape, crop, num_prefix_tokens)
+                maps.append((point, to_map))
         x = self._noise(1)
         with self._named_failure(x):
             check_positions(self._module, maps, x)
@@ -410,7 +414,7 @@ class Engine:
         run.
         """
         buffers = Buffers(self._module)
-        hooks = self._tap_hooks(_clone, self._order, stop=True)
+        hooks = self._capture_hooks(_clone, self._order, stop=True)
         with self._named_failure(x), torch.no_grad(), hooks:
             for batch in self._regrouped(x):
                 again = hooks.forward(batch)
@@ -425,7 +429,7 @@ class Engine:
         changes it for the whole batch.
         """
         every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
-        hooks = self._tap_hooks(_clone, self._order)
+        hooks = self._capture_hooks(_clone, self._order)
         with torch.no_grad(), hooks:
             with self._named_failure(every):
                 together = hooks.forward(every.clone())
@@ -461,7 +465,7 @@ class Engine:
                 the same, and the forward passes of the proof are saved.
         """
         self._take(compute, cast_once)
-        hooks = self._tap_hooks(self._keeper.keep, self._order, stop=not compute.compile)
+        hooks = self._capture_hooks(self._collector.keep, self._order, stop=not compute.compile)
         self._hooks = self._stack.enter_context(hooks)
         self._forward = hooks.forward
         if compute.compile:
@@ -476,7 +480,7 @@ class Engine:
         self._stack.close()
         return self._module, self._noise(1)
 
-    def _tap_hooks(
+    def _capture_hooks(
         self, keep: Keep, fired: Sequence[str] | None = None, stop: bool = False
     ) -> CaptureHooks:
         """Hooks for the captures that check each pass against the first one.
@@ -487,13 +491,13 @@ class Engine:
             stop: whether a pass may end after the last capture; it never does if calls are counted.
         """
         expected = Expected(fired, self._operations, self._calls, stop and self._calls is None)
-        return CaptureHooks(self._module, self._taps, keep, expected, self._score)
+        return CaptureHooks(self._module, self._points, keep, expected, self._score)
 
     def _take(self, compute: Compute, cast_once: bool) -> None:
         """Remove the hooks of earlier settings and prepare the weights for the new ones."""
         self._stack.close()
         self.compute = compute
-        self._keeper.compiled = compute.compile
+        self._collector.compiled = compute.compile
         if compute.fold_batchnorm:
             self._stack.enter_context(folded(self._foldable()))
         memory_format = torch.channels_last if compute.channels_last else torch.contiguous_format
@@ -533,7 +537,7 @@ class Engine:
         batches = [self._noise(_PROOF_BATCH)]
         if self.trial_images is not None and len(self.trial_images):
             batches.append(self._normalised(self.trial_images[:_PROOF_BATCH]))
-        hooks = self._tap_hooks(_clone, self._order, stop=True)
+        hooks = self._capture_hooks(_clone, self._order, stop=True)
         with torch.no_grad(), self._autocast(), hooks:
             return [dict(hooks.forward(self._memory_format(x))) for x in batches]
 
@@ -574,7 +578,7 @@ class Engine:
         x = self._normalised(images) if len(images) else self._noise(_BIND_BATCH)
         x = x[: max(2, _PROOF_BYTES // self._row_bytes)]
         chosen = False, False
-        with self._keeper.uncast() as stored:  # float16 rounds more than layouts differ
+        with self._collector.uncast() as stored:  # float16 rounds more than layouts differ
             values = plain = self._values_of(x, False, False)
             for channels_last, is_folded in tried:
                 try:
@@ -630,7 +634,7 @@ class Engine:
             return []
         if self._pairs is None:
             self._stack.close()
-            kept = {tap.module for tap in self._taps}
+            kept = {point.module for point in self._points}
             with self._named_failure(self._trial):
                 self._pairs = foldable_pairs(self._module, self._trial, kept)
         return self._pairs
@@ -638,7 +642,9 @@ class Engine:
     @property
     def replicable(self) -> bool:
         """Whether `replicas` may be called: a forward pass is the same in any thread."""
-        plain = all(tap.capture in ("input", "output") and not tap.operation for tap in self._taps)
+        plain = all(
+            point.capture in ("input", "output") and not point.operation for point in self._points
+        )
         eager = self.device.type in ("cpu", "cuda") and not self.compute.compile
         return self.backbone.reentrant and plain and eager
 
@@ -679,8 +685,8 @@ class Engine:
         replica = copy.copy(self)
         replica.model_seconds = replica.copy_seconds = 0.0
         replica._stream = stream
-        replica._keeper = self._keeper.replica()
-        replica._hooks = replica._tap_hooks(replica._keeper.keep, self._order, stop=True)
+        replica._collector = self._collector.replica()
+        replica._hooks = replica._capture_hooks(replica._collector.keep, self._order, stop=True)
         replica._hooks.thread = _NO_THREAD
         with replica._hooks:
             replica._forward = replica._hooks.forward
@@ -693,14 +699,14 @@ class Engine:
     @property
     def takes_gradients(self) -> bool:
         """Whether any capture is a gradient, which rules out early exit and compilation."""
-        return any(tap.is_gradient for tap in self._taps)
+        return any(point.is_gradient for point in self._points)
 
     @property
     def why_eager(self) -> str | None:
         """The reason why the model cannot be compiled, or None if it can."""
         if self.takes_gradients:
             return "gradients are taken"
-        return "operations are captured" if any(tap.operation for tap in self._taps) else None
+        return "operations are captured" if any(point.operation for point in self._points) else None
 
     @property
     def _score(self) -> Callable[[Any], torch.Tensor] | None:
@@ -761,7 +767,7 @@ class Engine:
 
     def underflow_rows(self) -> dict[str, npt.NDArray[np.bool_]]:
         """dataset name -> (B,) bool: rows of the last batch that are too small for float16."""
-        return self._keeper.underflow_rows()
+        return self._collector.underflow_rows()
 
     def explain(
         self, images: torch.Tensor, labels: torch.Tensor | None, row: int, name: str
@@ -774,7 +780,7 @@ class Engine:
             row: position of the row in the batch.
             name: name of the dataset.
         """
-        with self._keeper.uncast() as stored:
+        with self._collector.uncast() as stored:
             value = self.run(images, labels)[name][row].flatten()
         bad = value[~torch.isfinite(value)]
         if len(bad):
@@ -792,9 +798,10 @@ class Engine:
         x = self._memory_format(self._noise(_BIND_BATCH))
         with self._named_failure(x), torch.no_grad(), self._autocast():
             values = self._hooks.forward(x)
-        computed = self._keeper.compute_dtypes
+        computed = self._collector.compute_dtypes
         return [
-            spec_of(tap, reduce, values[tap.name], computed[tap.name]) for tap, reduce in chosen
+            spec_of(point, reduce, values[point.name], computed[point.name])
+            for point, reduce in chosen
         ]
 
     def seconds_per_image(
@@ -843,7 +850,7 @@ class Engine:
             values = dict(self._forward(self._memory_format(x)))
             # A later in-place operation has changed a captured tensor that was not copied. It is
             # copied from now on, and the batch is computed again.
-            while self._keeper.copy_from_now_on():
+            while self._collector.copy_from_now_on():
                 values = dict(self._forward(self._memory_format(x)))
         for name, value in values.items():
             if len(value) != len(x):
@@ -902,20 +909,20 @@ class Engine:
 
 
 def spec_of(
-    tap: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
+    point: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
 ) -> LayerSpec:
     """Description of the rows of one dataset.
 
     Args:
-        tap: capture that is stored.
+        point: capture that is stored.
         reduce: reduction of the capture.
         value: (B, ...) rows in the dtype of the store.
         compute_dtype: dtype in which the layer computed them.
     """
     return LayerSpec(
-        name=tap.name,
-        layer=tap.layer,
-        capture=tap.capture,
+        name=point.name,
+        layer=point.layer,
+        capture=point.capture,
         reduce=reduce.name,
         reduce_args=reduce.args,
         shape=tuple(value.shape[1:]),
@@ -924,6 +931,6 @@ def spec_of(
     )
 
 
-def _clone(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+def _clone(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a captured tensor; later in-place operations do not change it."""
     return tensor.detach().clone()

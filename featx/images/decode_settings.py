@@ -30,7 +30,7 @@ class DecodeSettings:
             always true for a transform that the fast path cannot follow.
         timeout_s: seconds after which decoding an image is given up and repeated in a child
             process, where the image fails after the same time; None for no limit.
-        suspects: crash list, whose images are decoded in child processes, and the place of the
+        crash_list: crash list, whose images are decoded in child processes, and the place of the
             in-flight journal.
         device_share: number of shares (sixteenths) of the images that the GPU decodes, or None for
             decoding on the CPU only. The key of an image decides, so it is decoded by the same
@@ -41,7 +41,7 @@ class DecodeSettings:
     policy: ImagePolicy
     reference: bool = False
     timeout_s: float | None = None
-    suspects: CrashList = field(default_factory=lambda: CrashList(None))
+    crash_list: CrashList = field(default_factory=lambda: CrashList(None))
     device_share: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class DecodeSettings:
         config: Config,
         preprocess: Preprocess,
         listing: Listing,
-        suspects: CrashList,
+        crash_list: CrashList,
         begun: ResumeState | None = None,
     ) -> DecodeSettings:
         """The settings that a config asks for, with the decoders of the resume state.
@@ -62,7 +62,7 @@ class DecodeSettings:
             config: configuration of the run.
             preprocess: transform of the backbone.
             listing: listing, whose keys show whether there may be HEIC images.
-            suspects: crash list of the run.
+            crash_list: crash list of the run.
             begun: resume state, or None for a new run.
 
         Raises:
@@ -82,7 +82,7 @@ class DecodeSettings:
             heif=heif_version(listing.keys, before.get("heif"), new=begun is None),
         )
         share = before.get("gpu_share") if config.decode == "gpu" else None
-        return cls(preprocess, policy, reference, config.data.timeout_s, suspects, share)
+        return cls(preprocess, policy, reference, config.data.timeout_s, crash_list, share)
 
     def is_for_device(self, key: bytes) -> bool:
         """Whether the GPU decodes the image of a key, provided that it can."""

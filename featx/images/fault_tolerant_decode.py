@@ -69,7 +69,7 @@ class FaultTolerantDecoder:
             because the size of a box is unknown before its image is decoded.
         timeout_s: seconds after which decoding an image is given up and repeated in a child
             process, where the image fails after the same time; None for no limit.
-        suspects: crash list, whose images are decoded in child processes, and the place of the
+        crash_list: crash list, whose images are decoded in child processes, and the place of the
             in-flight journal.
         name: beginning of the names of the threads.
 
@@ -83,7 +83,7 @@ class FaultTolerantDecoder:
         policy: ImagePolicy,
         at_least: int | None,
         timeout_s: float | None,
-        suspects: CrashList,
+        crash_list: CrashList,
         name: str,
     ) -> None:
         self.warnings = DecoderWarnings()
@@ -92,13 +92,13 @@ class FaultTolerantDecoder:
         self._policy = policy
         self._at_least = None if self._regions else at_least
         self._timeout_s = timeout_s
-        self._suspects = suspects
+        self._crash_list = crash_list
         self._name = name
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> FaultTolerantDecoder:
         self._stack.enter_context(decoder_warnings_redirected)
-        self._notes = self._stack.enter_context(self._suspects.notes())
+        self._notes = self._stack.enter_context(self._crash_list.notes())
         threads = ReplaceableThreadPool(num_cpus(), self._timeout_s, self._name)
         self._threads = self._stack.enter_context(threads)
         return self
@@ -126,13 +126,13 @@ class FaultTolerantDecoder:
         Raises:
             RunError: reading fails repeatedly.
         """
-        with self._suspects.left_behind() as noted:
+        with self._crash_list.left_behind() as noted:
             if not noted:
                 return
             rows = {self.picture_of(bytes(key)): bytes(key) for key in keys}
             for picture in noted & rows.keys():
                 with contextlib.suppress(ImageFault):  # its row records the fault later
-                    self._decoded_alone(picture, self.read(rows[picture]))
+                    self._decoded_in_subprocess(picture, self.read(rows[picture]))
 
     def picture_of(self, key: bytes) -> bytes:
         """The key of the image that a row is, or whose box it is."""
@@ -158,8 +158,8 @@ class FaultTolerantDecoder:
             ImageFault: the image cannot be decoded; its status names the reason.
         """
         picture = self.picture_of(key)
-        if self._to_be_alone(picture):
-            return Image.fromarray(self._decoded_alone(picture, data))
+        if self._needs_subprocess(picture):
+            return Image.fromarray(self._decoded_in_subprocess(picture, data))
         with self._noted(picture):
             return decode(data, self._policy, self._at_least)
 
@@ -170,8 +170,8 @@ class FaultTolerantDecoder:
             (H, W, 3) uint8 RGB.
         """
         picture = self.picture_of(key)
-        if self._to_be_alone(picture):
-            return self._decoded_alone(picture, data)
+        if self._needs_subprocess(picture):
+            return self._decoded_in_subprocess(picture, data)
         with self._noted(picture):
             return decode_pixels(data, self._policy, self._at_least)
 
@@ -182,14 +182,14 @@ class FaultTolerantDecoder:
             The JPEG, or None if the image has to be decoded on the CPU.
         """
         picture = self.picture_of(key)
-        if self._at_least is None or self._to_be_alone(picture):
+        if self._at_least is None or self._needs_subprocess(picture):
             return None
         with self._noted(picture):
             return coded_jpeg(data, self._policy, self._at_least)
 
-    def _to_be_alone(self, picture: bytes) -> bool:
+    def _needs_subprocess(self, picture: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""
-        return self._threads.again or picture in self._suspects
+        return self._threads.again or picture in self._crash_list
 
     @contextlib.contextmanager
     def _noted(self, picture: bytes) -> Iterator[None]:
@@ -198,11 +198,11 @@ class FaultTolerantDecoder:
         with self.warnings.collecting(picture), self._threads.watched(), noted:
             yield
 
-    def _decoded_alone(self, picture: bytes, data: bytes) -> npt.NDArray[np.uint8]:
+    def _decoded_in_subprocess(self, picture: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """(H, W, 3) uint8 from a child process; an image that crashes or hangs it is remembered."""
         try:
             return decode_in_subprocess(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:
             if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
-                self._suspects.remember(picture)
+                self._crash_list.remember(picture)
             raise

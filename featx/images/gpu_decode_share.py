@@ -138,7 +138,7 @@ def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> l
         decoding.policy,
         decoding.preprocess.resize,
         decoding.timeout_s,
-        decoding.suspects,
+        decoding.crash_list,
         "featx-share",
     ) as decoder:
 

@@ -117,7 +117,7 @@ class Loader:
             decoding.policy,
             None if decoding.reference else decoding.preprocess.resize,
             decoding.timeout_s,
-            decoding.suspects,
+            decoding.crash_list,
             "featx-loader",
         )
         self._pictures: deque[tuple[bytes, tuple[Picture, int]]] = deque(maxlen=PICTURES)

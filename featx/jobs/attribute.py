@@ -55,22 +55,22 @@ class ContactSheets(RunObserver):
     """Draws the sheets when the store is complete.
 
     Args:
-        prepared: the run.
+        context: the run.
         session: its store, held.
     """
 
-    def __init__(self, prepared: RunContext, session: StoreSession) -> None:
-        self._prepared = prepared
+    def __init__(self, context: RunContext, session: StoreSession) -> None:
+        self._context = context
         self._session = session
 
     def run_finished(self) -> None:
         """Draw the sheets."""
-        _draw(self._prepared, self._session)
+        _draw(self._context, self._session)
 
 
-def _draw(prepared: RunContext, session: StoreSession) -> None:
+def _draw(context: RunContext, session: StoreSession) -> None:
     """The sheets of a store that is whole, one a class, and feature maps where asked for."""
-    config = prepared.config
+    config = context.config
     if not config.attribute.per_class:
         return
     folder = session.root / layout.PICTURES
@@ -79,17 +79,17 @@ def _draw(prepared: RunContext, session: StoreSession) -> None:
     methods = [method for method in METHODS if method in store]
     labels = np.unique(store.labels[store.ok]).tolist()
     made = []
-    with prepared.loader(1) as loader:
+    with context.loader(1) as loader:
         for label in labels[:MAX_SHEETS]:
             name, rows = _group(store, label, config.attribute.per_class)
-            tiles = _tiles(prepared, store, loader, methods, rows)
+            tiles = _tiles(context, store, loader, methods, rows)
             if not tiles:
                 continue
             title = name or "pictures without a label"
-            sheet = contact_sheet(title, _subtitle(prepared, store), methods, tiles)
+            sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
             made.append((f"{_file_name(name)}.png", sheet))
             if config.attribute.feature_map_layer is not None:
-                made.append(_feature_maps(prepared, loader, name, rows[0], tiles[0]))
+                made.append(_feature_maps(context, loader, name, rows[0], tiles[0]))
             for file_name, image in made:
                 data = io.BytesIO()
                 image.save(data, "PNG")
@@ -107,7 +107,7 @@ def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:
 
 
 def _tiles(
-    prepared: RunContext,
+    context: RunContext,
     store: FeatureStore,
     loader: Loader,
     methods: list[str],
@@ -120,24 +120,24 @@ def _tiles(
         if len(images):
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
             key = os.fsencode(str(store.keys[row])).decode("utf-8", "replace")
-            tiles.append(Tile(_shown(prepared, images), maps, (key, _said(prepared, store, row))))
+            tiles.append(Tile(_shown(context, images), maps, (key, _said(context, store, row))))
     return tiles
 
 
-def _shown(prepared: RunContext, images: Any) -> Any:
+def _shown(context: RunContext, images: Any) -> Any:
     """(1, 3, H, W) of a loader -> (H, W, 3) uint8."""
-    x = prepared.engine.backbone.preprocess.as_uint8(images[0])
+    x = context.engine.backbone.preprocess.as_uint8(images[0])
     return x.permute(1, 2, 0).contiguous().numpy()
 
 
-def _said(prepared: RunContext, store: FeatureStore, row: int) -> str:
+def _said(context: RunContext, store: FeatureStore, row: int) -> str:
     """What was explained in a row, and how sure the model was."""
-    target = prepared.config.target
+    target = context.config.target
     score = float(store["score"][row])
     if "target" not in store:
         return f"{target} {score:.3g}"
     number = int(store["target"][row])
-    names = prepared.engine.backbone.classes
+    names = context.engine.backbone.classes
     if target in ("label", "loss") and not names:
         names = store.classes
     name = names[number] if number < len(names) else f"class {number}"
@@ -145,28 +145,28 @@ def _said(prepared: RunContext, store: FeatureStore, row: int) -> str:
     return f"loss {score:.3g} of {said}" if target == "loss" else said
 
 
-def _subtitle(prepared: RunContext, store: FeatureStore) -> str:
+def _subtitle(context: RunContext, store: FeatureStore) -> str:
     """What was explained, of which model and layer."""
-    target = prepared.config.target
+    target = context.config.target
     explained = {
         "predicted": "predicted class, probability",
         "label": "class of the label, probability",
     }.get(target, f"class {target}" if isinstance(target, int) else str(target))
     layers = [str(store[method].attrs["layer"]) for method in OF_A_LAYER if method in store]
     of_layer = f", {layers[0]}" if layers else ""
-    return f"{prepared.header.model}{of_layer}: {explained}"
+    return f"{context.header.model}{of_layer}: {explained}"
 
 
 def _feature_maps(
-    prepared: RunContext, loader: Loader, name: str, row: int, tile: Tile
+    context: RunContext, loader: Loader, name: str, row: int, tile: Tile
 ) -> tuple[str, Image.Image]:
     """(file name, grid) of the layer that attribute.feature_map_layer names, for one row."""
-    layer = prepared.config.attribute.feature_map_layer
+    layer = context.config.attribute.feature_map_layer
     from featx.analysis.attribution.attributor import Attributor  # which imports torch
 
-    assert isinstance(prepared.engine, Attributor)
-    maps = prepared.engine.feature_maps(loader.load([row]))[0].numpy()
-    title = f"{layer} of {prepared.header.model}"
+    assert isinstance(context.engine, Attributor)
+    maps = context.engine.feature_maps(loader.load([row]))[0].numpy()
+    title = f"{layer} of {context.header.model}"
     subtitle = f"{tile.caption[0]}."
     file_name = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"
     return file_name, feature_map_grid(title, subtitle, tile.picture, maps)

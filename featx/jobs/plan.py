@@ -25,38 +25,38 @@ _PROBE_BATCHES = 2
 
 def run(config: Config, config_yaml: str) -> int:
     """Print rows, shapes, bytes, disk, memory and time; returns the exit code."""
-    with build_run_context(config, config_yaml, FEATURES) as prepared:
-        plan = _plan(config, prepared)
+    with build_run_context(config, config_yaml, FEATURES) as context:
+        plan = _plan(config, context)
         if config.job.json:
             print_result(json.dumps(plan, indent=2))
         else:
-            print_result(facts([*describe_run(prepared), *_lines(plan)]))
+            print_result(facts([*describe_run(context), *_lines(plan)]))
     return 0
 
 
-def _plan(config: Config, prepared: RunContext) -> dict[str, Any]:
-    num_rows = len(prepared.listing)
-    seconds_read = _seconds_per_image_read(prepared)
-    stored = prepared.row_bytes * num_rows
-    compute = prepared.engine.compute
-    part = min(prepared.part_rows, num_rows) * prepared.row_bytes
-    height, width = prepared.engine.backbone.preprocess.crop
+def _plan(config: Config, context: RunContext) -> dict[str, Any]:
+    num_rows = len(context.listing)
+    seconds_read = _seconds_per_image_read(context)
+    stored = context.row_bytes * num_rows
+    compute = context.engine.compute
+    part = min(context.part_rows, num_rows) * context.row_bytes
+    height, width = context.engine.backbone.preprocess.crop
     batch = compute.batch_size * 3 * height * width * 4
     return {
         "rows": num_rows,
         "layers": {
             spec.name: {"shape": list(spec.shape), "dtype": spec.dtype, "bytes": spec.row_bytes}
-            for spec in prepared.specs
+            for spec in context.specs
         },
         **compute.as_dict(),
-        "part_rows": prepared.part_rows,
+        "part_rows": context.part_rows,
         "disk_needed": stored,
         "disk_needed_while_packing": packed_size_bound(2 * stored),
         "disk_free": None if is_url(config.out) else _free_bytes(parse_path(config.out)),
-        "memory": prepared.engine.weight_bytes + 3 * part + 6 * batch,
-        "images_per_second_model": 1 / prepared.trial.model_s,
+        "memory": context.engine.weight_bytes + 3 * part + 6 * batch,
+        "images_per_second_model": 1 / context.trial.model_s,
         "images_per_second_read": 1 / seconds_read if seconds_read else None,
-        "seconds": num_rows * max(prepared.trial.model_s, seconds_read or 0.0),
+        "seconds": num_rows * max(context.trial.model_s, seconds_read or 0.0),
     }
 
 
@@ -65,11 +65,11 @@ def _free_bytes(root: Path) -> int:
     return AtomicFolder(root).free_bytes() + leftover_bytes(root)
 
 
-def _seconds_per_image_read(prepared: RunContext) -> float | None:
+def _seconds_per_image_read(context: RunContext) -> float | None:
     """Reading and decoding alone, with all threads, measured on the first images."""
-    size = min(len(prepared.listing), 8 * num_cpus())
-    part = Part(0, 0, min(len(prepared.listing), size * _PROBE_BATCHES))
-    with prepared.loader(size) as loader:
+    size = min(len(context.listing), 8 * num_cpus())
+    part = Part(0, 0, min(len(context.listing), size * _PROBE_BATCHES))
+    with context.loader(size) as loader:
         begun = time.perf_counter()
         count = sum(batch.count for _, batch in loader.batches([part]))
         return (time.perf_counter() - begun) / count

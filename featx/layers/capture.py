@@ -14,7 +14,7 @@ from featx.base.torchscript import refuse_scripted
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.capture_hooks import CaptureHooks, PassRecord
-from featx.layers.layer_names import check_operation_capture, parse_operation, parse_tap
+from featx.layers.layer_names import check_operation_capture, parse_capture_point, parse_operation
 from featx.layers.operations import is_function_name, of_module
 from featx.layers.trace import CapturePoint
 
@@ -56,9 +56,9 @@ def capture(model: nn.Module, layers: str | Sequence[str]) -> Iterator[Captured]
     layers = [layers] if isinstance(layers, str) else layers
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {name: name for name in modules}
-    taps = [tap for layer in layers for tap in _parse(layer, names)]
-    refuse_scripted((name, modules[name]) for name in ["", *(tap.module for tap in taps)])
-    captured = Captured(model, taps)
+    points = [point for layer in layers for point in _parse(layer, names)]
+    refuse_scripted((name, modules[name]) for name in ["", *(point.module for point in points)])
+    captured = Captured(model, points)
     plain = plain_attention(model, needs_plain_attention(model, layers))
     with plain, captured.hooks as hooks:
         begin = of_module(model, captured.begin)
@@ -80,12 +80,12 @@ def _parse(layer: str, names: Mapping[str, str]) -> list[CapturePoint]:
     name, capture, path = parsed or ("", "", ())
     module, _, plain = name.rpartition(".")
     if not plain or name in names or module not in names or not is_function_name(plain):
-        return [parse_tap(layer, names)]
+        return [parse_capture_point(layer, names)]
     operation = CapturePoint(layer.removesuffix(":output"), module, capture, None, path, name)
     if not module:
         check_operation_capture(layer, capture)
         return [operation]
-    element = parse_tap(layer, names)
+    element = parse_capture_point(layer, names)
     return [element, operation] if capture in ("output", "grad_output") else [element]
 
 
@@ -110,10 +110,10 @@ class _CaptureHooks(CaptureHooks):
         """Remove the hooks but keep the tensors, which may be read after the block."""
         self._detach()
 
-    def _store(self, record: PassRecord, tap: CapturePoint, tensor: torch.Tensor) -> None:
+    def _store(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
         """Append a copy of the tensor to those of its capture."""
         assert isinstance(record, _CapturedPass)
-        record.tensors.setdefault((tap.name, tap.operation), []).append(tensor.clone())
+        record.tensors.setdefault((point.name, point.operation), []).append(tensor.clone())
 
 
 class Captured(Mapping[str, torch.Tensor]):
@@ -121,14 +121,14 @@ class Captured(Mapping[str, torch.Tensor]):
 
     Args:
         model: the model.
-        taps: capture points of all names.
+        points: capture points of all names.
     """
 
-    def __init__(self, model: nn.Module, taps: Sequence[CapturePoint]) -> None:
-        self._taps = {tap.name: tap for tap in taps}
+    def __init__(self, model: nn.Module, points: Sequence[CapturePoint]) -> None:
+        self._points = {point.name: point for point in points}
         self._threads: set[int] = set()
-        operations = [tap.name for tap in taps if tap.operation]
-        self.hooks = _CaptureHooks(model, taps, optional=operations, per_thread=True)
+        operations = [point.name for point in points if point.operation]
+        self.hooks = _CaptureHooks(model, points, optional=operations, per_thread=True)
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Start the record of a forward pass of the calling thread."""
@@ -136,13 +136,15 @@ class Captured(Mapping[str, torch.Tensor]):
         self.hooks.reset()
 
     def __getitem__(self, layer: str) -> torch.Tensor:
-        if layer not in self._taps:
-            raise LayerError(f"{layer!r} is not captured; this block captures {list(self._taps)}.")
-        tap = self._taps[layer]
+        if layer not in self._points:
+            raise LayerError(
+                f"{layer!r} is not captured; this block captures {list(self._points)}."
+            )
+        point = self._points[layer]
         record = self.hooks.record
         assert isinstance(record, _CapturedPass)
         # An element of a module's output has precedence over an operation of the same name.
-        found = record.tensors.get((layer, "")) or record.tensors.get((layer, tap.operation), [])
+        found = record.tensors.get((layer, "")) or record.tensors.get((layer, point.operation), [])
         if len(found) == 1:
             return found[0]
         if found:
@@ -156,22 +158,22 @@ class Captured(Mapping[str, torch.Tensor]):
                 f"{layer!r}: this thread has run no forward pass in the block, other threads have. "
                 "Read the features in the thread that called the model."
             )
-        if tap.is_gradient:
+        if point.is_gradient:
             raise LayerError(
                 f"no gradient of {layer!r} has arrived for the last forward pass of this thread. "
                 "Call backward() on what that pass returned, before the next pass begins: a "
                 "gradient of an earlier pass does not belong to what is captured now."
             )
-        if tap.operation:
+        if point.operation:
             raise LayerError(
                 f"the operation {layer!r} was not called in the last forward pass, and no layer "
-                f"gave an element of that name; {tap.module or 'the model'} called "
+                f"gave an element of that name; {point.module or 'the model'} called "
                 f"{', '.join(record.done) or 'none'}."
             )
         raise LayerError(f"the layer {layer!r} was not called in the last forward pass.")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._taps)
+        return iter(self._points)
 
     def __len__(self) -> int:
-        return len(self._taps)
+        return len(self._points)

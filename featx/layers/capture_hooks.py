@@ -170,7 +170,7 @@ class CaptureHooks:
 
     Args:
         module: the model.
-        taps: capture points.
+        points: capture points.
         keep: function (capture point, tensor) -> tensor that is called inside the hook, while the
             tensor is as the layer made it; for example a reduction and a cast.
         expected: what each pass of `forward` must do, and whether it ends early.
@@ -193,8 +193,8 @@ class CaptureHooks:
     def __init__(
         self,
         module: nn.Module,
-        taps: Sequence[CapturePoint],
-        keep: Keep = lambda tap, x: x,
+        points: Sequence[CapturePoint],
+        keep: Keep = lambda point, x: x,
         expected: Expected = ANYTHING,
         score: Callable[[Any], torch.Tensor] | None = None,
         optional: Sequence[str] = (),
@@ -209,17 +209,19 @@ class CaptureHooks:
         self._records = records(self.record_type)
         self.numbers: torch.Tensor | None = None
         self.thread: int | None = None
-        self._taps: dict[tuple[int, str], list[CapturePoint]] = {}
+        self._points: dict[tuple[int, str], list[CapturePoint]] = {}
         self._operations: dict[str, list[CapturePoint]] = {}
         self._optional = set(optional)
         modules = dict(module.named_modules(remove_duplicate=False))
-        for tap in taps:
-            if tap.operation:
-                self._operations.setdefault(tap.operation, []).append(tap)
+        for point in points:
+            if point.operation:
+                self._operations.setdefault(point.operation, []).append(point)
             else:
-                self._taps.setdefault((id(modules[tap.module]), tap.capture), []).append(tap)
+                self._points.setdefault((id(modules[point.module]), point.capture), []).append(
+                    point
+                )
         self._by_id = {id(m): m for m in modules.values()}
-        self._watched = {tap.module for tap in taps if tap.operation}
+        self._watched = {point.module for point in points if point.operation}
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
     @property
@@ -248,26 +250,26 @@ class CaptureHooks:
             self._handles += self._watch.attach()
         # Attention first: its hooks run before the others, which then see the output as the
         # surrounding layers do.
-        for (identity, capture), taps in sorted(
-            self._taps.items(), key=lambda item: item[0][1] != "attention"
+        for (identity, capture), points in sorted(
+            self._points.items(), key=lambda item: item[0][1] != "attention"
         ):
             target = self._by_id[identity]
             key = identity, capture
             if capture == "attention":
-                take = functools.partial(self._take, key, taps)
-                self._handles += weight_hooks(taps[0].module, target, take)
+                take = functools.partial(self._take, key, points)
+                self._handles += weight_hooks(points[0].module, target, take)
                 continue
             if capture == "input":
-                hook: Any = self._input_hook(key, taps)
+                hook: Any = self._input_hook(key, points)
                 handle = target.register_forward_pre_hook(of_module(target, hook), with_kwargs=True)
             elif capture == "grad_input":
-                hook = self._grad_input_hook(key, taps)
+                hook = self._grad_input_hook(key, points)
                 handle = target.register_forward_pre_hook(of_module(target, hook), with_kwargs=True)
             elif capture == "grad_output":
-                hook = self._grad_output_hook(key, taps)
+                hook = self._grad_output_hook(key, points)
                 handle = target.register_forward_hook(of_module(target, hook))
             else:
-                hook = self._output_hook(key, taps)
+                hook = self._output_hook(key, points)
                 handle = target.register_forward_hook(of_module(target, hook))
             self._handles.append(handle)
 
@@ -291,7 +293,9 @@ class CaptureHooks:
     def num_calls(self) -> dict[tuple[str, str], int]:
         """(module, kind of capture) -> number of calls of the module in the last pass."""
         made = self._records.current.calls
-        return {(taps[0].module, key[1]): made.get(key, 0) for key, taps in self._taps.items()}
+        return {
+            (points[0].module, key[1]): made.get(key, 0) for key, points in self._points.items()
+        }
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run one forward pass and return the captured tensors.
@@ -334,32 +338,32 @@ class CaptureHooks:
         self.numbers = numbers.detach()
         torch.autograd.grad(total, leaf, allow_unused=True)
 
-    def _output_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+    def _output_hook(self, key: tuple[int, str], points: list[CapturePoint]) -> Any:
         """Hook that captures outputs."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            self._keep_all(self._present(self._meant(key, taps), output), output)
+            self._keep_all(self._present(self._meant(key, points), output), output)
 
         return hook
 
-    def _input_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+    def _input_hook(self, key: tuple[int, str], points: list[CapturePoint]) -> Any:
         """Hook that captures inputs."""
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            self._take(key, taps, [*args, *kwargs.values()])
+            self._take(key, points, [*args, *kwargs.values()])
 
         return hook
 
-    def _grad_output_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+    def _grad_output_hook(self, key: tuple[int, str], points: list[CapturePoint]) -> Any:
         """Hook that captures the gradient of an output."""
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for tap in self._present(self._meant(key, taps), output):
-                self._await_gradient(tap, pick(output, tap))
+            for point in self._present(self._meant(key, points), output):
+                self._await_gradient(point, pick(output, point))
 
         return hook
 
-    def _grad_input_hook(self, key: tuple[int, str], taps: list[CapturePoint]) -> Any:
+    def _grad_input_hook(self, key: tuple[int, str], points: list[CapturePoint]) -> Any:
         """Hook that gives the layer a copy of its input and captures the gradient of the copy.
 
         The gradient of the input itself would include that of other layers which read it. A view
@@ -368,17 +372,17 @@ class CaptureHooks:
 
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = [*args, *kwargs.values()]
-            for tap in self._meant(key, taps):
-                path = path_to(given, tap)
+            for point in self._meant(key, points):
+                path = path_to(given, point)
                 with unwatched():
                     own = elements(given)[path].clone()
-                self._await_gradient(tap, own)
+                self._await_gradient(point, own)
                 given = with_element(given, path, own)
             return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
         return hook
 
-    def _await_gradient(self, tap: CapturePoint, tensor: torch.Tensor) -> None:
+    def _await_gradient(self, point: CapturePoint, tensor: torch.Tensor) -> None:
         """Capture the gradient of a tensor when the backward pass reaches it.
 
         Raises:
@@ -386,7 +390,7 @@ class CaptureHooks:
         """
         if not tensor.requires_grad:
             raise LayerError(
-                f"{tap.name}: no gradient passes there. It is under torch.no_grad(), or depends "
+                f"{point.name}: no gradient passes there. It is under torch.no_grad(), or depends "
                 "neither on an input nor on a parameter that requires gradients."
             )
 
@@ -394,12 +398,12 @@ class CaptureHooks:
 
         def arrived(gradient: torch.Tensor) -> None:
             with unwatched():
-                self._store(record, tap, gradient)
-            record.fired.append(tap.name)
+                self._store(record, point, gradient)
+            record.fired.append(point.name)
 
         tensor.register_hook(arrived)  # type: ignore[no-untyped-call]
 
-    def _meant(self, key: tuple[int, str], taps: list[CapturePoint]) -> list[CapturePoint]:
+    def _meant(self, key: tuple[int, str], points: list[CapturePoint]) -> list[CapturePoint]:
         """Count a call of a module, and return the captures of this call.
 
         There are none if the call belongs to a thread that is not captured.
@@ -409,18 +413,20 @@ class CaptureHooks:
         calls = self._records.current.calls
         number = calls.get(key, 0) + 1
         calls[key] = number
-        return [tap for tap in taps if tap.call is None or tap.call == number]
+        return [point for point in points if point.call is None or point.call == number]
 
-    def _present(self, taps: list[CapturePoint], output: Any) -> list[CapturePoint]:
+    def _present(self, points: list[CapturePoint], output: Any) -> list[CapturePoint]:
         """The captures without those that are optional and whose element is missing."""
         if not self._optional:
-            return taps
+            return points
         there = elements(output)
-        return [tap for tap in taps if tap.name not in self._optional or tap.path in there]
+        return [
+            point for point in points if point.name not in self._optional or point.path in there
+        ]
 
-    def _take(self, key: tuple[int, str], taps: list[CapturePoint], value: Any) -> None:
+    def _take(self, key: tuple[int, str], points: list[CapturePoint], value: Any) -> None:
         """Capture tensors of a value of one call."""
-        self._keep_all(self._meant(key, taps), value)
+        self._keep_all(self._meant(key, points), value)
 
     def _operation(self, name: str, module: str, function: Any, result: Any) -> None:
         """Record an operation, and capture its result if requested."""
@@ -428,27 +434,27 @@ class CaptureHooks:
             return
         record = self._records.current
         record.done.append(name)
-        taps = self._operations.get(name, [])
-        if taps:
+        points = self._operations.get(name, [])
+        if points:
             record.num_done = len(record.done)
-        for tap in taps:
-            if tap.is_gradient:
-                self._await_gradient(tap, pick(result, tap))
-        self._keep_all([tap for tap in taps if not tap.is_gradient], result)
+        for point in points:
+            if point.is_gradient:
+                self._await_gradient(point, pick(result, point))
+        self._keep_all([point for point in points if not point.is_gradient], result)
 
-    def _keep_all(self, taps: list[CapturePoint], value: Any) -> None:
+    def _keep_all(self, points: list[CapturePoint], value: Any) -> None:
         """Capture tensors of `value`, and end the pass after the last expected one."""
         record = self._records.current
-        for tap in taps:
+        for point in points:
             with unwatched():
-                self._store(record, tap, pick(value, tap))
-            record.fired.append(tap.name)
-        if taps and self._expected.ends_after(record.fired):
+                self._store(record, point, pick(value, point))
+            record.fired.append(point.name)
+        if points and self._expected.ends_after(record.fired):
             raise StopForward
 
-    def _store(self, record: PassRecord, tap: CapturePoint, tensor: torch.Tensor) -> None:
+    def _store(self, record: PassRecord, point: CapturePoint, tensor: torch.Tensor) -> None:
         """Put a captured tensor into the record of its pass."""
-        record.values[tap.name] = self._keep(tap, tensor)
+        record.values[point.name] = self._keep(point, tensor)
 
 
 def _refuse_compiled(module: nn.Module, operation: str) -> None:
@@ -474,11 +480,11 @@ class Copies:
     def __init__(self) -> None:
         self._pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def keep(self, tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor; a `Keep` function. Gradients are copied but not compared."""
         copy = tensor.detach().clone()
-        if not tap.is_gradient:
-            self._pairs[tap.name] = tensor.detach(), copy
+        if not point.is_gradient:
+            self._pairs[point.name] = tensor.detach(), copy
         return copy
 
     def overwritten(self) -> frozenset[str]:

@@ -69,10 +69,10 @@ def with_evidence(
         )
     several = not found.operation and len(trace.by_module.get(found.module, ())) > 1
     number = found.number if several else None
-    tap = CapturePoint(
+    point = CapturePoint(
         "embedding", found.module, found.capture, number, found.path, found.operation
     )
-    return replace(trace, library_embedding=(tap, "none" if found.is_vector else "flatten"))
+    return replace(trace, library_embedding=(point, "none" if found.is_vector else "flatten"))
 
 
 def is_exposed(trace: Trace) -> bool:

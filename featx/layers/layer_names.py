@@ -41,7 +41,7 @@ def with_capture(name: str, capture: str) -> str:
     return name if capture == "output" else f"{name}:{capture}"
 
 
-def parse_tap(
+def parse_capture_point(
     request: str, names: Mapping[str, str], known_names: Sequence[str] | None = None
 ) -> CapturePoint:
     """Parse one exact name of a module, with its call number and its path into a nested output.

@@ -46,46 +46,46 @@ class OutputCollector:
         return replica
 
     def expect(
-        self, tap: CapturePoint, row_shape: tuple[int, ...], kind: str, reduction: Reduction
+        self, point: CapturePoint, row_shape: tuple[int, ...], kind: str, reduction: Reduction
     ) -> None:
         """Set the expected row shape and the reduction of a capture.
 
         Args:
-            tap: capture point that fires in every pass.
+            point: capture point that fires in every pass.
             row_shape: shape of its tensor without the batch dimension.
             kind: name of the reduction.
             reduction: function for tensors with such rows.
         """
-        self._row_shapes[tap.name] = row_shape
-        self._reductions[tap.name] = reduction
+        self._row_shapes[point.name] = row_shape
+        self._reductions[point.name] = reduction
         if kind in VIEWS:
-            self._views.add(tap.name)
+            self._views.add(point.name)
 
-    def keep(self, tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
         """Reduce and cast a captured tensor.
 
         Raises:
             RunError: the tensor has another row shape than expected.
         """
         shape = tuple(tensor.shape)
-        if shape[1:] != self._row_shapes[tap.name]:
+        if shape[1:] != self._row_shapes[point.name]:
             raise RunError(
-                f"{tap.name} gave {shape}, the probe saw rows of {self._row_shapes[tap.name]}."
+                f"{point.name} gave {shape}, the probe saw rows of {self._row_shapes[point.name]}."
             )
         tensor = tensor.detach()  # drop the graph, if gradients are taken
-        self.compute_dtypes[tap.name] = tensor.dtype
-        reduced = self._reductions[tap.name](tensor)
-        stored = self.stored(tap.name, reduced)
-        if stored is not reduced or tap.name not in self._views:
+        self.compute_dtypes[point.name] = tensor.dtype
+        reduced = self._reductions[point.name](tensor)
+        stored = self.stored(point.name, reduced)
+        if stored is not reduced or point.name not in self._views:
             return stored
         # The result shares memory with the layer's tensor and may be overwritten. Autograd adds to
         # gradients. Compiled passes and inference tensors have no version counter, so they are
         # copied as well. Other tensors are checked by their counter after the pass.
-        if tap.is_gradient:
+        if point.is_gradient:
             return stored.clone()
-        if tap.name in self._copied or self.compiled or tensor.is_inference():
+        if point.name in self._copied or self.compiled or tensor.is_inference():
             return stored.clone()
-        self._watched[tap.name] = (tensor, tensor._version)
+        self._watched[point.name] = (tensor, tensor._version)
         return stored
 
     def stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,7 @@ class OutputCollector:
         }
 
 
-def check_storable(tap: CapturePoint, tensor: torch.Tensor) -> None:
+def check_storable(point: CapturePoint, tensor: torch.Tensor) -> None:
     """Check that a tensor holds real numbers in a dense layout.
 
     Raises:
@@ -149,4 +149,4 @@ def check_storable(tap: CapturePoint, tensor: torch.Tensor) -> None:
         kind = f"a tensor of layout {'nested' if tensor.is_nested else tensor.layout}"
     else:
         return
-    raise LayerError(f"{tap.name} gives {kind}, and a store keeps real numbers. {advice}.")
+    raise LayerError(f"{point.name} gives {kind}, and a store keeps real numbers. {advice}.")

@@ -40,24 +40,24 @@ def pick_path(request: str, elements: Mapping[Path, tuple[int, ...]], path: Path
     )
 
 
-def path_to(value: Any, tap: CapturePoint) -> Path:
+def path_to(value: Any, point: CapturePoint) -> Path:
     """Path to the tensor of a nested value that a capture point means.
 
     Raises:
         LayerError: it does not exist, or the capture point is ambiguous.
     """
-    return pick_path(tap.name, shapes_of(value), tap.path)
+    return pick_path(point.name, shapes_of(value), point.path)
 
 
-def pick(value: Any, tap: CapturePoint) -> torch.Tensor:
+def pick(value: Any, point: CapturePoint) -> torch.Tensor:
     """The tensor of a nested value that a capture point means.
 
     Raises:
         LayerError: as for `path_to`.
     """
-    if isinstance(value, torch.Tensor) and tap.path == ():
+    if isinstance(value, torch.Tensor) and point.path == ():
         return value
-    return elements(value)[path_to(value, tap)]
+    return elements(value)[path_to(value, point)]
 
 
 def with_element(value: Any, path: Path, new: torch.Tensor) -> Any:

@@ -40,23 +40,23 @@ def check_positions(
     Raises:
         ReduceError: positions are in another order, or their order cannot be determined.
     """
-    for tap, to_map in maps:
+    for point, to_map in maps:
         # A gradient has the positions of its tensor, so the tensor is checked without a backward
         # pass.
-        forward = replace(tap, capture=tap.capture.removeprefix("grad_"))
+        forward = replace(point, capture=point.capture.removeprefix("grad_"))
         with torch.no_grad(), CaptureHooks(module, [forward], _clone) as hooks:
-            first = to_map(hooks.forward(image.clone())[tap.name].float())
+            first = to_map(hooks.forward(image.clone())[point.name].float())
             apart, cells = _cells(first.shape[2], first.shape[3])
-            changes = [_noticed(hooks, tap, to_map, image, first, cell) for cell in cells]
+            changes = [_noticed(hooks, point, to_map, image, first, cell) for cell in cells]
             noticed = torch.stack(changes)
         if not (_are_apart(noticed, apart) and _are_near(noticed, cells)):
             rows, columns = first.shape[2:]
             raise ReduceError(
-                f"{tap.name}: its positions cannot be shown to lie as the image does. Cells of an "
-                f"image were changed one by one, and of {rows} x {columns} positions in row-major "
-                "order others than theirs changed most. Some models keep tokens in an order of "
-                "their own (Hiera), and a grid or heat map of these is scrambled. Reduce the layer "
-                "in another way (avg, max, none), or choose another one."
+                f"{point.name}: its positions cannot be shown to lie as the image does. Cells of "
+                f"an image were changed one by one, and of {rows} x {columns} positions in "
+                "row-major order others than theirs changed most. Some models keep tokens in an "
+                "order of their own (Hiera), and a grid or heat map of these is scrambled. Reduce "
+                "the layer in another way (avg, max, none), or choose another one."
             )
 
 
@@ -81,7 +81,7 @@ def _cells(rows: int, columns: int) -> tuple[list[tuple[int, int]], list[tuple[i
 
 def _noticed(
     hooks: CaptureHooks,
-    tap: CapturePoint,
+    point: CapturePoint,
     to_map: ToMap,
     image: torch.Tensor,
     first: torch.Tensor,
@@ -94,7 +94,7 @@ def _noticed(
     left, right = column * width // columns, (column + 1) * width // columns
     other = image.clone()
     other[:, :, top:bottom, left:right] *= -2
-    found = to_map(hooks.forward(other)[tap.name].float())
+    found = to_map(hooks.forward(other)[point.name].float())
     changes: torch.Tensor = (found - first)[0].double().norm(dim=0)
     return changes
 
@@ -141,6 +141,6 @@ def _are_near(noticed: torch.Tensor, cells: Sequence[tuple[int, int]]) -> bool:
     )
 
 
-def _clone(tap: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
+def _clone(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a captured tensor; later in-place operations do not change it."""
     return tensor.detach().clone()

@@ -16,8 +16,8 @@ from featx.errors import ConfigError, LayerError, nearest
 from featx.layers.layer_names import (
     check_operation_capture,
     no_layer,
+    parse_capture_point,
     parse_operation,
-    parse_tap,
     split_capture,
     with_capture,
 )
@@ -60,19 +60,19 @@ def select(
     selection = Selection([], [])
     seen: dict[str, ReduceConfig] = {}
     for request, reduce in requests:
-        for tap in _taps(request, trace, classifier, stages, selection.left_out):
-            if tap.name not in seen:
-                seen[tap.name] = reduce
-                selection.chosen.append((tap, _embedding_reduce(tap, reduce, trace)))
-            elif seen[tap.name] != reduce:
+        for point in _points(request, trace, classifier, stages, selection.left_out):
+            if point.name not in seen:
+                seen[point.name] = reduce
+                selection.chosen.append((point, _embedding_reduce(point, reduce, trace)))
+            elif seen[point.name] != reduce:
                 raise ConfigError(
-                    f"layers asks for {tap.name} with reduce={seen[tap.name].name} and with "
+                    f"layers asks for {point.name} with reduce={seen[point.name].name} and with "
                     f"reduce={reduce.name}; one store holds a layer once."
                 )
     return selection
 
 
-def _taps(
+def _points(
     request: str,
     trace: Trace,
     classifier: str | None,
@@ -93,26 +93,26 @@ def _taps(
                     f"{request!r}: the preset embedding is a vector of its own, the input of the "
                     f"classifier; capture={capture} needs the name of a layer."
                 )
-            yield embedding_tap(trace, classifier)
+            yield embedding_point(trace, classifier)
         elif name == "stages":
             found = list(stages) if stages is not None else find_stages(trace)
             for stage in found:
                 try:
-                    yield named_tap(with_capture(_meant(stage, trace), capture), trace)
+                    yield named_point(with_capture(_meant(stage, trace), capture), trace)
                 except LayerError as error:
                     raise LayerError(
                         f"the preset stages means {', '.join(found)} in this model, and one of "
                         f"these cannot be taken: {error}"
                     ) from error
         else:
-            yield from _every_tap(trace, name == "leaves", capture, left_out)
+            yield from _every_point(trace, name == "leaves", capture, left_out)
     elif any(sign in name for sign in "*?"):
         yield from _globbed(name, capture, trace, left_out)
     else:
-        yield named_tap(request, trace)
+        yield named_point(request, trace)
 
 
-def named_tap(request: str, trace: Trace) -> CapturePoint:
+def named_point(request: str, trace: Trace) -> CapturePoint:
     """The capture point of one exact name of a module or operation.
 
     Args:
@@ -123,11 +123,11 @@ def named_tap(request: str, trace: Trace) -> CapturePoint:
         LayerError: the name does not exist, is not called, is called several times, or is
             ambiguous.
     """
-    operation = _operation_tap(request, trace)
+    operation = _operation_point(request, trace)
     if operation is not None:
         return operation
-    tap = parse_tap(request, trace.names, trace.known_names())
-    module, number = tap.module, tap.call
+    point = parse_capture_point(request, trace.names, trace.known_names())
+    module, number = point.module, point.call
     calls = trace.by_module.get(trace.names[module], [])
     if not calls:
         raise LayerError(
@@ -144,17 +144,17 @@ def named_tap(request: str, trace: Trace) -> CapturePoint:
     if number is not None and not 1 <= number <= len(calls):
         raise LayerError(f"{request!r}: {module} is called {len(calls)} times, counted from 1.")
     call = calls[(number or 1) - 1]
-    tensors = call.tensors(tap.capture)
-    if tap.path and list(call.outputs) == [()] and "output" in tap.capture:
+    tensors = call.tensors(point.capture)
+    if point.path and list(call.outputs) == [()] and "output" in point.capture:
         # layer4.7, where the output of layer4 is a single tensor, is a mistyped module name.
         raise no_layer(split_capture(request)[0], trace.known_names())
-    if tap.capture == "attention" and not tensors:
+    if point.capture == "attention" and not tensors:
         raise _no_attention(call, trace)
-    _check_element(request, tensors, tap.path, trace.batch_size)
-    return tap
+    _check_element(request, tensors, point.path, trace.batch_size)
+    return point
 
 
-def _operation_tap(request: str, trace: Trace) -> CapturePoint | None:
+def _operation_point(request: str, trace: Trace) -> CapturePoint | None:
     """The capture point of an operation, or None if the name means a module or its element."""
     parsed = parse_operation(request)
     if parsed is None:
@@ -202,7 +202,7 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
     )
 
 
-def embedding_tap(trace: Trace, classifier: str | None) -> CapturePoint:
+def embedding_point(trace: Trace, classifier: str | None) -> CapturePoint:
     """The capture point of the vector before the classifier.
 
     It is the library's own embedding if it defines one, otherwise the input of the classifier.
@@ -247,7 +247,7 @@ def last_linear(trace: Trace) -> str | None:
     return leaves[-1].module if leaves and leaves[-1].is_linear else None
 
 
-def _every_tap(
+def _every_point(
     trace: Trace, leaves_only: bool, capture: str, left_out: list[str]
 ) -> Iterator[CapturePoint]:
     """Capture points of all layers, for the presets `all` and `leaves`; adds to `left_out`."""
@@ -277,7 +277,7 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
     fired = [name for name in matches if trace.names[name] in trace.by_module]
     operations = [name for name in trace.by_operation if pattern.fullmatch(name)]
     if operations and not matches:
-        yield from (named_tap(with_capture(name, capture), trace) for name in operations)
+        yield from (named_point(with_capture(name, capture), trace) for name in operations)
         return
     if not fired:
         what = "names only layers that are never called" if matches else "matches no layer"
@@ -289,7 +289,7 @@ def _globbed(glob: str, capture: str, trace: Trace, left_out: list[str]) -> Iter
     left_out.extend(f"{name} (never called)" for name in matches if name not in fired)
     order = {call.module: i for i, call in reversed(list(enumerate(trace.calls)))}
     for name in sorted(fired, key=lambda name: order[trace.names[name]]):
-        yield named_tap(with_capture(_meant(name, trace), capture), trace)
+        yield named_point(with_capture(_meant(name, trace), capture), trace)
 
 
 def _meant(name: str, trace: Trace) -> str:
@@ -310,16 +310,16 @@ def _check_element(
         )
 
 
-def _embedding_reduce(tap: CapturePoint, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
+def _embedding_reduce(point: CapturePoint, reduce: ReduceConfig, trace: Trace) -> ReduceConfig:
     """The reduction that makes the embedding a vector.
 
     The input of a convolutional classifier is a map, which is averaged.
     """
-    if tap.name != "embedding" or reduce.name != "none":
+    if point.name != "embedding" or reduce.name != "none":
         return reduce
     if trace.library_embedding is not None:
         return ReduceConfig(trace.library_embedding[1])
-    call = trace.by_module[trace.names.get(tap.module, tap.module)][0]
+    call = trace.by_module[trace.names.get(point.module, point.module)][0]
     shape = next(iter(call.inputs.values()))
     if len(shape) == 2:
         return reduce

@@ -143,12 +143,12 @@ class Trace:
         for operation in self.operations:
             self.by_operation[operation.name] = operation
 
-    def operations_up_to(self, taps: Sequence[CapturePoint]) -> list[str]:
+    def operations_up_to(self, points: Sequence[CapturePoint]) -> list[str]:
         """Operations of all modules with a captured operation, up to the last captured one.
 
         If a pass runs other operations, the same names mean other things.
         """
-        wanted = {tap.operation for tap in taps if tap.operation}
+        wanted = {point.operation for point in points if point.operation}
         modules = {self.by_operation[name].module for name in wanted}
         names = [each.name for each in self.operations if each.module in modules]
         last = max((i for i, name in enumerate(names) if name in wanted), default=-1)

@@ -91,23 +91,23 @@ def _run(
     out = parse_path(config.out)
     _check(config, out, writes_images=observe is not None)
     with contextlib.ExitStack() as stack:
-        purpose = StoreTarget(config, known_rows_only, source)
-        prepared = stack.enter_context(build_run_context(config, config_yaml, engine_spec, purpose))
-        session = StoreSession(out, prepared.as_run(), prepared.listing, config.grow)
+        target = StoreTarget(config, known_rows_only, source)
+        context = stack.enter_context(build_run_context(config, config_yaml, engine_spec, target))
+        session = StoreSession(out, context.as_run(), context.listing, config.grow)
         stack.enter_context(session.hold(config.overwrite))
         if config.overwrite:
             mark.write(session.disk)
         session.write_config(config_yaml)
-        announce([*describe_run(prepared), ("store", _store_text(session))])
-        observer = RunObserver() if observe is None else observe(prepared, session)
-        _compute_lost(prepared, session)
-        _mind_images(prepared, session, only_tell=known_rows_only)
+        announce([*describe_run(context), ("store", _store_text(session))])
+        observer = RunObserver() if observe is None else observe(context, session)
+        _compute_lost(context, session)
+        _check_images(context, session, only_tell=known_rows_only)
         if config.retry_failed:
-            _retry(prepared, session)
+            _retry(context, session)
         outcome = (
-            run_distributed(prepared, session, product_of(purpose, prepared, session), config_yaml)
+            run_distributed(context, session, part_task_of(target, context, session), config_yaml)
             if config.is_spread
-            else _done_here(prepared, session, observer)
+            else _computed_in_process(context, session, observer)
         )
         figures = outcome.figures
         packing = time.perf_counter()
@@ -181,11 +181,11 @@ def store_exit_code(config: Config, summary: dict[str, Any]) -> int:
     )
 
 
-def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -> None:
+def _check_images(context: RunContext, session: StoreSession, only_tell: bool) -> None:
     """Compare the images with those that the rows in the store were computed from.
 
     Args:
-        prepared: run context.
+        context: run context.
         session: write session of the store.
         only_tell: warn about changed images instead of raising. A repair does so, as it refuses
             nothing that it can fix.
@@ -194,8 +194,8 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
         StoreMismatchError: images have changed, and refresh=true was not given or could not compute
             all layers of their rows.
     """
-    config, keys = prepared.config, prepared.listing.keys
-    changes = _changes(prepared, session)
+    config, keys = context.config, context.listing.keys
+    changes = _changes(context, session)
     if changes.num_unknown:
         log_message(
             f"warning: {unknown_images_text(changes.num_unknown)} (this was damaged and could "
@@ -210,8 +210,8 @@ def _mind_images(prepared: RunContext, session: StoreSession, only_tell: bool) -
         log_message(f"{changed_text(len(changes.rows))} since their rows were computed\n")
         rows = _of_runs_asked(session, changes)
         if len(rows):
-            _compute_anew(prepared, session, rows.tolist(), "refresh")
-            changes = _changes(prepared, session)
+            _recompute(context, session, rows.tolist(), "refresh")
+            changes = _changes(context, session)
     failed = {failure.row for failure in session.failures}
     mended = [row for row in changes.rows.tolist() if row in failed]
     changed = [row for row in changes.rows.tolist() if row not in failed]
@@ -241,14 +241,14 @@ def _anew_text(layers: Sequence[str]) -> str:
     return f"computes those rows anew and no others{each}"
 
 
-def _changes(prepared: RunContext, session: StoreSession) -> ImageChanges:
+def _changes(context: RunContext, session: StoreSession) -> ImageChanges:
     """Compare the images with the store, and save their states for the next comparison."""
     changes = image_changes(
-        prepared.source,
-        prepared.listing.keys,
+        context.source,
+        context.listing.keys,
         session.root,
         session.manifest,
-        read_all=prepared.config.refresh,
+        read_all=context.config.refresh,
     )
     if changes.states is not None:
         session.write_image_states(changes.states)
@@ -263,34 +263,34 @@ def _of_runs_asked(session: StoreSession, changes: ImageChanges) -> npt.NDArray[
     )
 
 
-def _compute_lost(prepared: RunContext, session: StoreSession) -> None:
+def _compute_lost(context: RunContext, session: StoreSession) -> None:
     """Recompute rows lost with damaged chunks, and merge them with the rows that a repair kept."""
     rows = session.lost_rows()
     if rows:
         log_message(
             f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n"
         )
-        sink = RetrySink(prepared, session, rows)
-        run_parts(prepared, sink, sink)
+        sink = RetrySink(context, session, rows)
+        run_parts(context, sink, sink)
         session.survey_anew()
 
 
-def _retry(prepared: RunContext, session: StoreSession) -> None:
+def _retry(context: RunContext, session: StoreSession) -> None:
     """Read the failed images again, and recompute the rows of those that can be decoded now."""
     failed = [f.row for f in session.failures if f.status != Status.NON_FINITE]
-    rows = readable_again(prepared, failed)
+    rows = readable_again(context, failed)
     log_message(f"{len(rows)} of {counted(len(failed), 'failed image')} can be read now\n")
     if rows:
-        _compute_anew(prepared, session, rows, "retry_failed")
+        _recompute(context, session, rows, "retry_failed")
 
 
-def _compute_anew(
-    prepared: RunContext, session: StoreSession, rows: Sequence[int], option: str
+def _recompute(
+    context: RunContext, session: StoreSession, rows: Sequence[int], option: str
 ) -> None:
     """Recompute some rows in place; no other row changes.
 
     Args:
-        prepared: run context.
+        context: run context.
         session: write session of the store.
         rows: rows of the listing.
         option: name of the option that requests this, for messages.
@@ -305,30 +305,32 @@ def _compute_anew(
             f"the layers of one run: {', '.join(dict.fromkeys(together))}."
         )
     session.unpack()
-    sink = RetrySink(prepared, session, rows)
-    run_parts(prepared, sink, sink)
+    sink = RetrySink(context, session, rows)
+    run_parts(context, sink, sink)
     session.survey_anew()
 
 
-def _done_here(prepared: RunContext, session: StoreSession, observer: RunObserver) -> RunOutcome:
+def _computed_in_process(
+    context: RunContext, session: StoreSession, observer: RunObserver
+) -> RunOutcome:
     """Compute the missing parts in this process."""
-    with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
-        maker = FeatureSink(prepared, session.commit, heart, observer)
-        return in_process.run(prepared, session, maker, observer)
+    with Heartbeat(session.disk, str(context.engine.device)) as heartbeat:
+        sink = FeatureSink(context, session.commit, heartbeat, observer)
+        return in_process.run(context, session, sink, observer)
 
 
-def product_of(purpose: StoreTarget, prepared: RunContext, session: StoreSession) -> StorePartTask:
+def part_task_of(target: StoreTarget, context: RunContext, session: StoreSession) -> StorePartTask:
     """Part task for the workers of a distributed run.
 
     Args:
-        purpose: run target of the store.
-        prepared: run context of the driver.
+        target: run target of the store.
+        context: run context of the driver.
         session: write session of the store.
     """
     return StorePartTask(
-        dtype=purpose.dtype,
-        settings=purpose.settings,
-        datasets=frozenset(spec.name for spec in prepared.specs),
+        dtype=target.dtype,
+        settings=target.settings,
+        datasets=frozenset(spec.name for spec in context.specs),
         manifest=session.manifest.to_json(),
     )
 

@@ -51,10 +51,10 @@ class FeatureSink:
     """Batch sink of a run whose features are stored.
 
     Args:
-        prepared: run context.
+        context: run context.
         commit: commits a part; returns the failures of the part that the store holds afterwards,
             which another process may have committed first.
-        heart: heartbeat that records the current part.
+        heartbeat: heartbeat that records the current part.
         observer: notified of each batch.
 
     Attributes:
@@ -64,28 +64,28 @@ class FeatureSink:
 
     def __init__(
         self,
-        prepared: RunContext,
+        context: RunContext,
         commit: Callable[[PartBuilder], Sequence[Failure]],
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         observer: RunObserver | None = None,
     ) -> None:
         self.underflow_rows: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
         self._commit = commit
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._observer = observer or RunObserver()
-        self._prepared = prepared
+        self._context = context
         self._builder: PartBuilder | None = None
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the features of a batch."""
-        return compute_rows(self._prepared, engine, batch)
+        return compute_rows(self._context, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
         """Add the next batch to the current part; return the failures of its rows."""
         if self._builder is None:
-            self._builder = PartBuilder(part, self._prepared.specs)
-            self._heart.begin(part)
+            self._builder = PartBuilder(part, self._context.specs)
+            self._heartbeat.begin(part)
         rows = computed()
         self._builder.add(batch.start, rows.features, rows.failures, rows.checksums)
         self.underflow_rows += rows.underflow_rows
@@ -101,7 +101,7 @@ class FeatureSink:
     def _made_durable(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
         there = self._commit(builder)
-        self._heart.committed(builder.part)
+        self._heartbeat.committed(builder.part)
         return there
 
 
@@ -135,21 +135,21 @@ class StorePartTask:
         there = part_names(root)
         return [part for part in parts if layout.part_name(part.index) not in there]
 
-    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> FeatureSink:
+    def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> FeatureSink:
         """Create the sink that computes the parts and commits each of them to the store."""
         disk, manifest = open_folder(root), Manifest.from_json(self.manifest, root)
 
         def publish(builder: PartBuilder) -> Sequence[Failure]:
-            return publish_part(disk, builder, manifest, prepared.listing)
+            return publish_part(disk, builder, manifest, context.listing)
 
-        return FeatureSink(prepared, publish, heart)
+        return FeatureSink(context, publish, heartbeat)
 
 
-def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
+def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     """Compute the features of one batch, without padding; find non-finite and underflow rows.
 
     Args:
-        prepared: run context.
+        context: run context.
         engine: engine of the run, or a replica of it.
         batch: n rows, followed by padding.
 
@@ -158,8 +158,8 @@ def compute_rows(prepared: RunContext, engine: Engine, batch: Batch) -> Rows:
     """
     from featx.engine.row_checks import stored_bits
 
-    values = engine.run(batch.images, prepared.labels_of(batch))
-    failures = failures_of(prepared, engine, batch, values)
+    values = engine.run(batch.images, context.labels_of(batch))
+    failures = failures_of(context, engine, batch, values)
     failed = {failure.row for failure in failures}
     ok = [i for i in range(batch.count) if batch.start + i not in failed]
     underflow_rows = Counter(

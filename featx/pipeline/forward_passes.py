@@ -27,19 +27,19 @@ class Passes:
     """Forward passes of a run, one at a time or in parallel; a context manager.
 
     Args:
-        prepared: run context.
+        context: run context.
         compute: computes the result of a batch with an engine.
     """
 
-    def __init__(self, prepared: RunContext, compute: Callable[[Engine, Batch], Any]) -> None:
-        self._prepared = prepared
+    def __init__(self, context: RunContext, compute: Callable[[Engine, Batch], Any]) -> None:
+        self._context = context
         self._compute = compute
-        self._engines: list[Engine] = [prepared.engine]
+        self._engines: list[Engine] = [context.engine]
         self._beside: ParallelPasses | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Passes:
-        engine, at_once = self._prepared.engine, self._prepared.at_once
+        engine, at_once = self._context.engine, self._context.at_once
         engine.model_seconds = engine.copy_seconds = 0.0
         if at_once.replicas > 1:
             self._engines = self._stack.enter_context(engine.replicas(at_once.replicas))

@@ -77,7 +77,7 @@ class BatchSink(Protocol):
 
 
 def run_parts(
-    prepared: RunContext,
+    context: RunContext,
     parts: PartSource,
     sink: BatchSink,
     disk: AtomicFolder | None = None,
@@ -87,7 +87,7 @@ def run_parts(
     """Compute and commit the missing parts.
 
     Args:
-        prepared: run context.
+        context: run context.
         parts: what is missing; a sink that knows its own parts may be given for both.
         sink: receives the batches.
         disk: folder for the profiler trace of profile=true, or None if there is no folder.
@@ -103,11 +103,11 @@ def run_parts(
     """
     from featx.pipeline.profiler_trace import span  # imports torch
 
-    engine = prepared.engine
+    engine = context.engine
     num_computed = 0
     done_before = parts.rows_done
     missing = parts.missing()
-    loader = prepared.loader(engine.compute.batch_size)
+    loader = context.loader(engine.compute.batch_size)
     progress = Progress(parts.rows_asked, done_before) if progress is None else progress
     begun = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
@@ -117,9 +117,9 @@ def run_parts(
         loader,
         stop_signals() as stop,
         _Commits() as commits,
-        _timeline(prepared, disk) as timeline,
+        _timeline(context, disk) as timeline,
         progress,
-        Passes(prepared, sink.compute) as passes,
+        Passes(context, sink.compute) as passes,
     ):
         batches = _Awaited(loader.batches(missing), passes.idle_share)
         for part, batch, computed in passes.each(batches):
@@ -137,7 +137,7 @@ def run_parts(
                     observer.part_committed(part, seconds)
                 done, took = done_before + num_computed, time.perf_counter() - begun
                 left_s = (parts.rows_asked - done) * took / num_computed
-                refuse_failures(prepared.config, parts.rows_failed, done, parts.rows_asked, left_s)
+                refuse_failures(context.config, parts.rows_failed, done, parts.rows_asked, left_s)
             progress.step(batch.count, len(failures), batches.last_wait)
             if timeline is not None:
                 timeline.step()
@@ -151,10 +151,10 @@ def run_parts(
         return RunMetrics(
             {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings
         )
-    precision = prepared.config.precision
+    precision = context.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
-    trial = prepared.trial
-    num_batches = num_computed / engine.compute.batch_size / prepared.at_once.replicas
+    trial = context.trial
+    num_batches = num_computed / engine.compute.batch_size / context.at_once.replicas
     found = trial.compare(seconds, rows, took, num_batches)
     return RunMetrics(
         {**seconds},
@@ -254,14 +254,14 @@ class _Commits:
 
 
 def _timeline(
-    prepared: RunContext, disk: AtomicFolder | None
+    context: RunContext, disk: AtomicFolder | None
 ) -> contextlib.AbstractContextManager[Timeline | None]:
     """Profiler of the run with profile=true and a folder to write to, otherwise a null context."""
-    if disk is None or not prepared.config.profile:
+    if disk is None or not context.config.profile:
         return contextlib.nullcontext()
     from featx.pipeline.profiler_trace import Timeline
 
-    return Timeline(disk, prepared.engine.device)
+    return Timeline(disk, context.engine.device)
 
 
 def _seconds(loader: Loader, passes: Passes, waited: float, written: float) -> dict[str, float]:

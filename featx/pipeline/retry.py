@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
 
 
-def readable_again(prepared: RunContext, rows: Sequence[int]) -> list[int]:
+def readable_again(context: RunContext, rows: Sequence[int]) -> list[int]:
     """Select those of some failed rows whose image can be read and decoded now.
 
     Args:
-        prepared: run context.
+        context: run context.
         rows: rows of the listing.
     """
-    with prepared.loader(1) as loader:
+    with context.loader(1) as loader:
         images = loader.each(rows)
         return [row for row, image in zip(rows, images, strict=True) if image is not None]
 
@@ -40,7 +40,7 @@ class RetrySink:
     whole, but only the requested rows are replaced.
 
     Args:
-        prepared: run context.
+        context: run context.
         session: write session of the store, whose features lie in parts.
         rows: rows of the listing. For a part of which a repair kept pieces, all rows that the
             pieces lack must be among them.
@@ -49,9 +49,9 @@ class RetrySink:
         seconds: always empty, as this sink has no stages of its own.
     """
 
-    def __init__(self, prepared: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
+    def __init__(self, context: RunContext, session: StoreSession, rows: Sequence[int]) -> None:
         self.seconds: dict[str, float] = {}
-        self._prepared = prepared
+        self._context = context
         self._session = session
         self._rows = frozenset(rows)
         self._parts = {part.index: part for part in session.parts_with(rows)}
@@ -82,7 +82,7 @@ class RetrySink:
 
     def compute(self, engine: Engine, batch: Batch) -> Rows:
         """Compute the features of a batch."""
-        return compute_rows(self._prepared, engine, batch)
+        return compute_rows(self._context, engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Rows]) -> list[Failure]:
         """Keep the requested rows of a batch; return the failures among them."""
@@ -108,7 +108,7 @@ class RetrySink:
 
     def _batches_of(self, part: Part) -> list[Part]:
         """Batches of a part that contain requested rows, aligned as in the original run."""
-        size = self._prepared.engine.compute.batch_size
+        size = self._context.engine.compute.batch_size
         inside = [row for row in self._rows if part.start <= row < part.stop]
         starts = {row - (row - part.start) % size for row in inside}
         return [Part(part.index, i, min(i + size, part.stop)) for i in sorted(starts)]
@@ -130,6 +130,6 @@ class RetrySink:
             for name, value in values.items():
                 stored[name][row - part.start] = value
         kept = [failure for failure in before if failure.row not in features]
-        builder = PartBuilder(part, self._prepared.specs)
+        builder = PartBuilder(part, self._context.specs)
         builder.add(part.start, stored, [*kept, *failures], images)
         self._session.replace(builder)

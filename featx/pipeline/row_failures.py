@@ -21,12 +21,12 @@ EARLY_STOP_S = 60.0
 
 
 def failures_of(
-    prepared: RunContext, engine: Engine, batch: Batch, values: Mapping[str, Any]
+    context: RunContext, engine: Engine, batch: Batch, values: Mapping[str, Any]
 ) -> list[Failure]:
     """Collect the failed rows of a batch: unreadable images and non-finite features.
 
     Args:
-        prepared: run context.
+        context: run context.
         engine: engine that computed the batch.
         batch: n rows, followed by padding.
         values: dataset name -> (B, ...) tensor on any device.
@@ -44,23 +44,21 @@ def failures_of(
             if finite[i] or row in failed:
                 continue
             failed.add(row)
-            failures.append(_non_finite(prepared, engine, batch, row, name))
+            failures.append(_non_finite(context, engine, batch, row, name))
     return failures
 
 
-def _non_finite(
-    prepared: RunContext, engine: Engine, batch: Batch, row: int, layer: str
-) -> Failure:
+def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, layer: str) -> Failure:
     """Failure of a row with a NaN, infinite or too large feature.
 
     Raises:
         NonFiniteError: nonfinite=error.
     """
-    key = bytes(prepared.listing.keys[row])
-    labels = prepared.labels_of(batch)
+    key = bytes(context.listing.keys[row])
+    labels = context.labels_of(batch)
     reason = engine.explain(batch.images, labels, row - batch.start, layer)
-    if prepared.config.nonfinite == "error":
-        wide = prepared.specs[0].dtype == "float32"
+    if context.config.nonfinite == "error":
+        wide = context.specs[0].dtype == "float32"
         wider = "" if wide else "store larger values: dtype=float32; to "
         raise NonFiniteError(
             f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "

@@ -123,7 +123,7 @@ class RunContext:
 
 @contextlib.contextmanager
 def build_run_context(
-    config: Config, config_yaml: str, spec: EngineSpec, purpose: RunTarget | None = None
+    config: Config, config_yaml: str, spec: EngineSpec, target: RunTarget | None = None
 ) -> Iterator[RunContext]:
     """List the images, build the backbone, find the layers and decide every `auto`.
 
@@ -133,7 +133,7 @@ def build_run_context(
         config: checked config.
         config_yaml: config as the user wrote it; the store keeps this text.
         spec: how to build the engine that computes the rows.
-        purpose: run target; None stands for the store in `out`, to which nothing is written then.
+        target: run target; None stands for the store in `out`, to which nothing is written then.
 
     Yields:
         the run context.
@@ -141,9 +141,9 @@ def build_run_context(
     Raises:
         FeatxError: the config cannot be run. Nothing has been written.
     """
-    suspects = CrashList(None if purpose is None else purpose.folder)
-    purpose = StoreTarget(config) if purpose is None else purpose
-    source, listing = purpose.list_images()
+    crash_list = CrashList(None if target is None else target.folder)
+    target = StoreTarget(config) if target is None else target
+    source, listing = target.list_images()
     ImagePolicy.from_config(config.data)  # reports an invalid background colour before loading
     resolve_library(config.model)
     codecs.filters(config.codec)
@@ -169,15 +169,15 @@ def build_run_context(
         check_reference(backbone.preprocess)
         # The growth from here to the end of the trial estimates the memory of a parallel batch.
         before = resident_memory()
-        engine = stack.enter_context(spec.build(config, backbone, devices[0], purpose.dtype))
+        engine = stack.enter_context(spec.build(config, backbone, devices[0], target.dtype))
         selection = spec.select(config, engine)
         chosen = spec.bind_reductions(selection.chosen, config, backbone)
-        chosen = purpose.unfinished(listing, chosen)
-        begun = purpose.begun({tap.name for tap, _ in chosen})
+        chosen = target.unfinished(listing, chosen)
+        begun = target.begun({point.name for point, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
         # The calibration passes use all threads; the run itself may use fewer per batch (at_once).
         stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, begun)))
-        decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, suspects, begun)
+        decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, crash_list, begun)
         images, read_s, decode_s = _probe_images(source, listing, decoding)
         engine.trial_images = images
         engine.attach_captures(chosen)
@@ -187,7 +187,7 @@ def build_run_context(
         at_once = batch_parallelism.decide(engine, cpus, begun, before, resolver.filled)
         specs = engine.specs(chosen)
         work_s = resolver.seconds_per_image * len(listing)
-        part_rows = resolver.part_rows(*purpose.part_limits(engine, specs, work_s))
+        part_rows = resolver.part_rows(*target.part_limits(engine, specs, work_s))
         stack.enter_context(cpu_threads(at_once.threads))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
         yield RunContext(
@@ -198,7 +198,7 @@ def build_run_context(
             engine=engine,
             engine_spec=spec,
             specs=specs,
-            header=header(config_yaml, backbone, {**settings, **purpose.settings}),
+            header=header(config_yaml, backbone, {**settings, **target.settings}),
             part_rows=part_rows,
             trial=TrialSpeed(
                 read_s=read_s,

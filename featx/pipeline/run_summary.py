@@ -15,55 +15,55 @@ if TYPE_CHECKING:
     from featx.pipeline.run_context import RunContext
 
 
-def describe_run(prepared: RunContext) -> list[tuple[str, str]]:
+def describe_run(context: RunContext) -> list[tuple[str, str]]:
     """Rows (name, text) of the table before a run: data, model, layers and settings."""
-    config, listing, header = prepared.config, prepared.listing, prepared.header
+    config, listing, header = context.config, context.listing, context.header
     classes = f", {len(listing.classes)} classes" if listing.classes else ", no labels"
     data = f"{config.data.root or config.data.name}: {counted(len(listing), 'image')}{classes}"
     if listing.skipped:
         skipped = ", ".join(f"{n} {why}" for why, n in sorted(listing.skipped.items()))
         data += f"\nleft out: {skipped}"
-    compute = prepared.engine.compute
-    devices = Counter(map(str, prepared.devices))
+    compute = context.engine.compute
+    devices = Counter(map(str, context.devices))
     settings = {
-        **prepared.engine.backbone.choices,
+        **context.engine.backbone.choices,
         "precision": compute.precision,
         "compile": str(compute.compile).lower(),
         "fold_batchnorm": str(compute.fold_batchnorm).lower(),
         "batch_size": str(compute.batch_size),
-        "part_rows": str(prepared.part_rows),
-        **({} if prepared.at_once.threads is None else {"threads": str(prepared.at_once.threads)}),
-        **({"streams": str(prepared.at_once.replicas)} if "streams" in prepared.choices else {}),
+        "part_rows": str(context.part_rows),
+        **({} if context.at_once.threads is None else {"threads": str(context.at_once.threads)}),
+        **({"streams": str(context.at_once.replicas)} if "streams" in context.choices else {}),
     }
     rows = [
         ("data", data),
         ("model", f"{header.model}, weights {header.weights}"),
         ("", f"sha256 {header.weights_sha256}"),
         ("transform", f"{header.transform}, decode={config.decode}"),
-        ("layers", layers_text(prepared)),
+        ("layers", layers_text(context)),
         ("device", ", ".join(f"{n} x {d}" if n > 1 else d for d, n in devices.items())),
-        *((name, prepared.choices.get(name, value)) for name, value in settings.items()),
+        *((name, context.choices.get(name, value)) for name, value in settings.items()),
     ]
-    if doubt := prepared.engine.why_cast_each_pass:
+    if doubt := context.engine.why_cast_each_pass:
         rows.append(("weights", f"cast to {compute.precision} in each pass; cast once, {doubt}"))
-    if plain := prepared.engine.unfused:
+    if plain := context.engine.unfused:
         shown = ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else "")
         rows.append(("attention", f"fused attention is off for this run in {shown} ({len(plain)})"))
-    if prepared.left_out:
-        rows.append(("left out", "\n".join(prepared.left_out)))
+    if context.left_out:
+        rows.append(("left out", "\n".join(context.left_out)))
     return rows
 
 
-def layers_text(prepared: RunContext) -> str:
+def layers_text(context: RunContext) -> str:
     """One line per dataset with name, shape, dtype and bytes per row; at most 20 datasets."""
-    shown = prepared.specs[:20]
+    shown = context.specs[:20]
     lines = [
         f"{spec.name}  {spec.shape}  {spec.dtype}  {size_text(spec.row_bytes)} a row"
         + (f"  ({_origin(spec)})" if spec.name != spec.layer else "")
         for spec in shown
     ]
-    if len(prepared.specs) > len(shown):
-        lines.append(f"... and {len(prepared.specs) - len(shown)} more")
+    if len(context.specs) > len(shown):
+        lines.append(f"... and {len(context.specs) - len(shown)} more")
     return "\n".join(lines)
 
 

@@ -229,30 +229,30 @@ def _unfinished(
     fresh = [pair for pair in chosen if pair[0].name not in finished]
     if not fresh:
         return chosen
-    for tap, reduce in chosen:
-        if tap.name in finished:
-            _refuse_another_layer(out, stored, tap, reduce, config)
+    for point, reduce in chosen:
+        if point.name in finished:
+            _refuse_another_layer(out, stored, point, reduce, config)
     return fresh
 
 
 def _refuse_another_layer(
-    out: Path, stored: Manifest, tap: CapturePoint, reduce: StoredReduce, config: Config
+    out: Path, stored: Manifest, point: CapturePoint, reduce: StoredReduce, config: Config
 ) -> None:
     """Raise StoreMismatchError if a finished layer differs from what the config asks for."""
-    before = stored.layers[tap.name]
+    before = stored.layers[point.name]
     now = replace(
         before,
-        layer=tap.layer,
-        capture=tap.capture,
+        layer=point.layer,
+        capture=point.capture,
         reduce=reduce.name,
         reduce_args=reduce.args,
-        dtype=tap.dtype or config.dtype,
+        dtype=point.dtype or config.dtype,
     )
-    line = stored.holder(tap.name).header.fingerprint.get(f"layer.{tap.name}")
+    line = stored.holder(point.name).header.fingerprint.get(f"layer.{point.name}")
     refuse_difference(
         out,
-        {f"layer {tap.name}": {**asdict(before), "as": line}},
-        {f"layer {tap.name}": {**asdict(now), "as": layer_line(now, config)}},
+        {f"layer {point.name}": {**asdict(before), "as": line}},
+        {f"layer {point.name}": {**asdict(now), "as": layer_line(now, config)}},
     )
 
 

@@ -145,10 +145,10 @@ def test_a_run_that_was_stopped_goes_on_with_the_next_step(
 ) -> None:
     compute = feature_sink.compute_rows
 
-    def interrupted(prepared: Any, engine: Any, batch: Any) -> Any:
+    def interrupted(context: Any, engine: Any, batch: Any) -> Any:
         if batch.start == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        return compute(prepared, engine, batch)
+        return compute(context, engine, batch)
 
     monkeypatch.setattr(feature_sink, "compute_rows", interrupted)
     with pytest.raises(Interrupted):

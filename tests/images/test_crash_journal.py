@@ -72,22 +72,22 @@ def test_the_notes_of_the_living_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_folders_that_were_made_for_the_notes_go_with_them(tmp_path: Path) -> None:
-    suspects = CrashList(tmp_path / "runs" / "store")
-    with suspects.notes():
+    crash_list = CrashList(tmp_path / "runs" / "store")
+    with crash_list.notes():
         assert (tmp_path / "runs" / "store").is_dir()
     assert files(tmp_path) == []
-    with suspects.notes():
+    with crash_list.notes():
         (tmp_path / "runs" / "mine").touch()
     assert files(tmp_path / "runs") == ["mine"]
 
 
 def test_a_folder_that_cannot_be_had_is_no_reason_to_stop(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    suspects = CrashList(tmp_path / "file" / "store")
-    with suspects.notes() as notes:
+    crash_list = CrashList(tmp_path / "file" / "store")
+    with crash_list.notes() as notes:
         assert notes is None
-    suspects.remember(b"a")
-    assert b"a" in suspects
+    crash_list.remember(b"a")
+    assert b"a" in crash_list
     with CrashList(None).notes() as notes:
         assert notes is None
     with CrashList(None).left_behind() as keys:
@@ -140,10 +140,10 @@ def test_any_bytes_can_be_read_as_notes(
 
 
 def test_what_is_dangerous_is_remembered(tmp_path: Path) -> None:
-    suspects = CrashList(tmp_path)
+    crash_list = CrashList(tmp_path)
     keys = [b"a.gif", b"\xff/\xfe.gif", "ü.gif".encode()]
     for key in [*keys, *keys]:
-        suspects.remember(key)
+        crash_list.remember(key)
     again = CrashList(tmp_path)
     assert all(key in again for key in keys)
     assert b"b.gif" not in again

@@ -231,10 +231,10 @@ def test_globs_and_presets_take_every_attention_module() -> None:
     model = tiny_vit()
     every = [f"blocks.{i}.attn:attention" for i in (0, 1)]
     for request in ("blocks.*.attn:attention", "all:attention", "leaves:attention"):
-        assert [tap.name for tap, _ in choose(model, request).chosen] == every
+        assert [point.name for point, _ in choose(model, request).chosen] == every
         assert choose(model, request).left_out == []
     several = [MHA.format(i) + ":attention" for i in (0, 1)]
-    assert [tap.name for tap, _ in choose(torchvision_vit(), "all:attention").chosen] == several
+    assert [point.name for point, _ in choose(torchvision_vit(), "all:attention").chosen] == several
     # Whoever asks for something else does not pay for it.
     for request in ("all", "leaves", "blocks.*.attn", "**", "blocks.1.attn", "blocks.1.attn.proj"):
         assert needs_plain_attention(model, [request]) == []

@@ -85,7 +85,7 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def taps(*names: str) -> list[CapturePoint]:
+def points(*names: str) -> list[CapturePoint]:
     return [CapturePoint(name, name) for name in names]
 
 
@@ -106,7 +106,7 @@ def test_capture_keeps_what_the_layer_gave_although_it_is_overwritten(x: torch.T
 
 
 def test_overwritten_names_just_the_overwritten(x: torch.Tensor) -> None:
-    found = overwritten(Block().eval(), taps("conv", "bn", "plain"), x)
+    found = overwritten(Block().eval(), points("conv", "bn", "plain"), x)
     assert found == {"bn", "plain"}
 
 
@@ -121,7 +121,7 @@ def test_overwritten_sees_writes_behind_the_version_counter(x: torch.Tensor) -> 
             y.data.mul_(2)
             return y
 
-    assert overwritten(Sneaky().eval(), taps("a"), x) == {"a"}
+    assert overwritten(Sneaky().eval(), points("a"), x) == {"a"}
 
 
 def test_capture_takes_one_name_too(x: torch.Tensor) -> None:
@@ -243,7 +243,7 @@ def test_the_users_own_hooks_stay(x: torch.Tensor) -> None:
 def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: torch.Tensor) -> None:
     model = Chain().eval()
     expected = Expected(["steps.1", "steps.3"], stop=True)
-    with CaptureHooks(model, taps("steps.3", "steps.1"), expected=expected) as hooks:
+    with CaptureHooks(model, points("steps.3", "steps.1"), expected=expected) as hooks:
         values = hooks.forward(x)
     # steps.3 ran, but its caller never saw it return.
     assert model.calls == [1, 1, 1, 0, 0]
@@ -258,7 +258,7 @@ def test_the_pass_stops_after_the_last_executed_layer_not_the_last_listed(x: tor
 
 def test_hooks_are_gone_after_an_early_stop(x: torch.Tensor) -> None:
     model = Chain().eval()
-    with CaptureHooks(model, taps("steps.0"), expected=Expected(["steps.0"], stop=True)) as hooks:
+    with CaptureHooks(model, points("steps.0"), expected=Expected(["steps.0"], stop=True)) as hooks:
         with pytest.raises(StopForward):
             model(x)
         assert list(hooks.forward(x)) == ["steps.0"]
@@ -283,7 +283,7 @@ def test_a_model_that_catches_every_exception_still_stops(x: torch.Tensor) -> No
             return self.second(x)
 
     model = Stubborn().eval()
-    with CaptureHooks(model, taps("first"), expected=Expected(["first"], stop=True)) as hooks:
+    with CaptureHooks(model, points("first"), expected=Expected(["first"], stop=True)) as hooks:
         values = hooks.forward(x)
     assert model.seen == 0
     assert torch.equal(values["first"], model.first(x))
@@ -307,7 +307,7 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
     model = Moody()
     x = torch.ones(2, 3, 4, 4)
     expected = Expected(["a", "c", "b"], stop=stop)
-    with CaptureHooks(model, taps("a", "b", "c"), expected=expected) as hooks:
+    with CaptureHooks(model, points("a", "b", "c"), expected=expected) as hooks:
         assert set(hooks.forward(x)) == {"a", "b", "c"}
         with pytest.raises(RunError, match=r"fired, expected \['a', 'c', 'b'\]"):
             hooks.forward(20 * x)
@@ -318,11 +318,11 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
 
 def test_input_taps_see_the_input_before_the_layer_writes_to_it(x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)).eval()
-    tap = CapturePoint("embedding", "1", "input")
-    with torch.no_grad(), CaptureHooks(model, [tap], lambda tap, t: t.clone()) as hooks:
+    point = CapturePoint("embedding", "1", "input")
+    with torch.no_grad(), CaptureHooks(model, [point], lambda point, t: t.clone()) as hooks:
         values = hooks.forward(x)
         assert torch.equal(values["embedding"], model[0](x))
-        assert overwritten(model, [tap], x) == {"embedding"}
+        assert overwritten(model, [point], x) == {"embedding"}
 
 
 def test_keyword_inputs_are_seen(x: torch.Tensor) -> None:

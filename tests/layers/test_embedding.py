@@ -78,8 +78,8 @@ def embedding(backbone: Backbone, x: torch.Tensor) -> tuple[CapturePoint, torch.
 def test_a_fresh_batchnorm_does_not_pass_for_the_identity() -> None:
     """It changes values by 5e-6 only; the embedding is what goes into it."""
     backbone, x = timm_backbone(), noise()
-    tap, found = embedding(backbone, x)
-    assert (tap.module, tap.capture) == ("head_dist.bn", "input")
+    point, found = embedding(backbone, x)
+    assert (point.module, point.capture) == ("head_dist.bn", "input")
     assert torch.equal(found, backbone.module.conv(x).mean((2, 3)))
 
 
@@ -87,9 +87,9 @@ def test_an_embedding_that_is_no_tensor_of_the_pass_is_computed_by_the_library()
     """Such as the mean of class and distillation token; the logits stay the same."""
     backbone, x = timm_backbone("mean"), noise()
     logits = backbone.module(x)
-    tap, found = embedding(backbone, x)
+    point, found = embedding(backbone, x)
     maps = backbone.module.conv(x)
-    assert tap.module == "pre_logits"
+    assert point.module == "pre_logits"
     assert torch.equal(found, (maps.mean((2, 3)) + maps.amax((2, 3))) / 2)
     assert torch.equal(backbone.module(x), logits)
     copied = copy.deepcopy(backbone.module)
@@ -171,6 +171,6 @@ def test_a_last_linear_layer_that_decides_nothing_alone_is_no_classifier(
 def test_what_follows_a_classifier_does_not_matter() -> None:
     layers = [nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)]
     module, x = nn.Sequential(*layers, nn.Softmax(1)), noise()
-    tap, found = embedding(backbone_of(module), x)
-    assert (tap.module, tap.capture) == ("3", "input")
+    point, found = embedding(backbone_of(module), x)
+    assert (point.module, point.capture) == ("3", "input")
     assert torch.equal(found, module[:3](x))

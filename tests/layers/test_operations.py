@@ -82,8 +82,8 @@ def names_of(model: nn.Module, x: torch.Tensor) -> list[str]:
 def chosen(module: nn.Module, *requests: str, side: int = 8) -> list[str]:
     found = trace(module.eval(), noise(2, side))
     return [
-        tap.name
-        for tap, _ in select([(r, ReduceConfig()) for r in requests], found, None, None).chosen
+        point.name
+        for point, _ in select([(r, ReduceConfig()) for r in requests], found, None, None).chosen
     ]
 
 
@@ -199,8 +199,8 @@ def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) 
 
 
 def test_overwritten_covers_operations() -> None:
-    taps = [CapturePoint(name, "", operation=name) for name in OPERATIONS]
-    assert overwritten(Residual().eval(), taps, noise()) == {"add"}
+    points = [CapturePoint(name, "", operation=name) for name in OPERATIONS]
+    assert overwritten(Residual().eval(), points, noise()) == {"add"}
 
 
 def test_an_overwriting_that_only_pictures_show_is_found() -> None:

@@ -14,7 +14,7 @@ from featx.cli.layer_table import layer_rows
 from featx.config import PRESETS, ModelConfig, ReduceConfig
 from featx.engine.engine import Compute, Engine
 from featx.errors import ConfigError, LayerError
-from featx.layers.layer_names import parse_tap
+from featx.layers.layer_names import parse_capture_point
 from featx.layers.selection import Selection, select
 from featx.layers.trace import Trace
 from featx.layers.tracer import no_fast_path, trace
@@ -77,7 +77,7 @@ def traced(library: str, name: str) -> tuple[Backbone, Trace]:
 
 
 def chosen(*requests: str, of: Trace | None = None) -> list[str]:
-    return [tap.name for tap, _ in selection(*requests, of=of).chosen]
+    return [point.name for point, _ in selection(*requests, of=of).chosen]
 
 
 def selection(*requests: str, of: Trace | None = None) -> Selection:
@@ -123,7 +123,7 @@ def test_a_glob_tells_what_it_left_out() -> None:
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
     model.append(nn.ReLU())
     found = selection("?", of=trace(model.eval(), torch.zeros(2, 3, 4, 4)))
-    assert [tap.name for tap, _ in found.chosen] == ["0"]
+    assert [point.name for point, _ in found.chosen] == ["0"]
     assert found.left_out == ["1 (never called)"]
 
 
@@ -164,8 +164,8 @@ def test_an_ambiguous_output_lists_its_elements() -> None:
 
 def test_elements_of_dictionaries_are_reached_by_key() -> None:
     names = {"": "", "block": "block", "block.hidden": "block.hidden"}
-    assert parse_tap("block.other[0]", names).path == ("other", 0)
-    inner = parse_tap("block.hidden", names)
+    assert parse_capture_point("block.other[0]", names).path == ("other", 0)
+    inner = parse_capture_point("block.hidden", names)
     assert (inner.module, inner.path) == ("block.hidden", ())
 
 
@@ -183,7 +183,7 @@ def test_a_layer_without_the_batch_in_front_is_refused() -> None:
 
 def test_all_and_leaves_leave_out_what_has_no_rows_and_say_so() -> None:
     everything = selection("all")
-    names = [tap.name for tap, _ in everything.chosen]
+    names = [point.name for point, _ in everything.chosen]
     assert names == [
         "layer1.0",
         "layer1.1",
@@ -215,12 +215,12 @@ def test_all_and_leaves_leave_out_what_has_no_rows_and_say_so() -> None:
 
 
 def test_every_tap_of_all_can_be_named_one_by_one() -> None:
-    taps = [tap for tap, _ in selection("all").chosen]
-    for tap in taps:
-        (found,) = selection(tap.name).chosen
+    points = [point for point, _ in selection("all").chosen]
+    for point in points:
+        (found,) = selection(point.name).chosen
         again = found[0]
-        assert (again.module, again.path) == (tap.module, tap.path)
-        assert (again.call or 1) == (tap.call or 1)
+        assert (again.module, again.path) == (point.module, point.path)
+        assert (again.call or 1) == (point.call or 1)
 
 
 def test_one_layer_with_two_reductions_is_refused() -> None:
@@ -235,8 +235,8 @@ def test_one_layer_with_two_reductions_is_refused() -> None:
 
 def test_presets_and_names_go_together() -> None:
     assert chosen("embedding", "layer1") == ["embedding", "layer1"]
-    (tap, reduce), _ = selection("embedding", "fc").chosen
-    assert (tap.module, tap.capture, reduce.name) == ("fc", "input", "none")
+    (point, reduce), _ = selection("embedding", "fc").chosen
+    assert (point.module, point.capture, reduce.name) == ("fc", "input", "none")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -253,17 +253,17 @@ def test_a_preset_is_a_preset_beside_a_module_of_that_name(name: str) -> None:
         "all": ["0", f"{name}.0", f"{name}.1", f"{name}@1", "2", "3", "4"],
     }
     preset = selection(name, of=found)
-    assert [tap.name for tap, _ in preset.chosen] == expected[name]
+    assert [point.name for point, _ in preset.chosen] == expected[name]
     assert preset.left_out == [
         f"the module {name!r} of this model: layers={name} is the preset, the module is {name}@1"
     ]
     for request in (f"{name}@1", f"{name[:-1]}?"):
         module = selection(request, of=found)
-        ((tap, _),) = module.chosen
-        assert (tap.name, tap.module, tap.capture) == (f"{name}@1", name, "output")
+        ((point, _),) = module.chosen
+        assert (point.name, point.module, point.capture) == (f"{name}@1", name, "output")
         assert module.left_out == []
-    ((tap, _),) = selection(f"{name}@1:input", of=found).chosen
-    assert (tap.module, tap.capture) == (name, "input")
+    ((point, _),) = selection(f"{name}@1:input", of=found).chosen
+    assert (point.module, point.capture) == (name, "input")
     assert f"{name}@1" in [row["name"] for row in layer_rows(found, 4)]
 
 
@@ -305,7 +305,9 @@ STAGES = {
 @pytest.mark.parametrize(("library", "name"), STAGES)
 @pytest.mark.slow
 def test_stages_of_real_backbones(library: str, name: str) -> None:
-    assert [tap.name for tap, _ in preset(library, name, "stages").chosen] == STAGES[library, name]
+    assert [point.name for point, _ in preset(library, name, "stages").chosen] == STAGES[
+        library, name
+    ]
 
 
 @pytest.mark.parametrize(("library", "name"), STAGES)
@@ -314,14 +316,14 @@ def test_leaves_and_all_of_real_backbones(library: str, name: str) -> None:
     backbone, found = traced(library, name)
     modules = dict(backbone.module.named_modules())
     everything, leaves = preset(library, name, "all"), preset(library, name, "leaves")
-    got = {tap.module for tap, _ in everything.chosen}
+    got = {point.module for point, _ in everything.chosen}
     called = {call.module for call in found.calls if call.module}
     told = {entry.split(" ")[0].split("@")[0].split("[")[0] for entry in everything.left_out}
     assert got | told == called
-    assert {tap.module for tap, _ in leaves.chosen} == {
+    assert {point.module for point, _ in leaves.chosen} == {
         name for name in got if not list(modules[name].children())
     }
-    names = [tap.name for tap, _ in everything.chosen]
+    names = [point.name for point, _ in everything.chosen]
     assert len(names) == len(set(names))
 
 
@@ -358,8 +360,8 @@ def test_the_embedding_of_a_convolutional_classifier_is_averaged() -> None:
 
 def test_the_embedding_of_vit_b_16_is_the_input_of_its_head() -> None:
     assert traced("torchvision", "vit_b_16")[0].num_prefix_tokens == 1
-    ((tap, reduce),) = preset("torchvision", "vit_b_16", "embedding").chosen
-    assert (tap.module, tap.capture, reduce.name) == ("heads.head", "input", "none")
+    ((point, reduce),) = preset("torchvision", "vit_b_16", "embedding").chosen
+    assert (point.module, point.capture, reduce.name) == ("heads.head", "input", "none")
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "efficientnet_lite0"])
@@ -388,20 +390,20 @@ def _close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_an_input_is_named_for_its_kind_and_found_under_globs_and_presets() -> None:
     found = selection("fc:input", "layer*:input", "fc")
-    assert [(tap.name, tap.module, tap.capture) for tap, _ in found.chosen] == [
+    assert [(point.name, point.module, point.capture) for point, _ in found.chosen] == [
         ("fc:input", "fc", "input"),
         ("layer1:input", "layer1", "input"),
         ("layer2:input", "layer2", "input"),
         ("fc", "fc", "output"),
     ]
-    every = {tap.name for tap, _ in selection("all:input").chosen}
+    every = {point.name for point, _ in selection("all:input").chosen}
     assert {"layer1.0:input", "relu@1:input", "relu@2:input"} <= every
     assert "attention.mha[0]:input" in every
 
 
 def test_several_inputs_are_told_apart_or_refused() -> None:
-    tap = selection("attention.mha[1]:input").chosen[0][0]
-    assert (tap.name, tap.path) == ("attention.mha[1]:input", (1,))
+    point = selection("attention.mha[1]:input").chosen[0][0]
+    assert (point.name, point.path) == ("attention.mha[1]:input", (1,))
     with pytest.raises(LayerError, match=r"takes \d tensors .*such as 'attention\.mha\[0\]:input'"):
         selection("attention.mha:input")
 

@@ -221,7 +221,7 @@ def _run(
     engine.configure_compute(Compute("fp32", False, False, len(x)))
     values = engine.run(x)
     engine.without_hooks()
-    return [(tap, values[tap.name]) for tap, _ in chosen]
+    return [(point, values[point.name]) for point, _ in chosen]
 
 
 def _survey_embedding(engine: Engine, x: torch.Tensor) -> str:
@@ -231,15 +231,15 @@ def _survey_embedding(engine: Engine, x: torch.Tensor) -> str:
         chosen = select([("embedding", ReduceConfig())], traced, None, None).chosen
     except LayerError as error:
         return f"refused: {_first_sentence(error)}"
-    ((tap, found),) = _run(engine, chosen, x)
+    ((point, found),) = _run(engine, chosen, x)
     with torch.no_grad():
         try:
             expected = module.forward_head(module.forward_features(x.clone()), pre_logits=True)
         except NotImplementedError:
             expected = module(x.clone())
-    assert _close(found, expected), f"embedding is not timm's: {tap}"
-    layer = f"`{tap.layer}`" + (f", {tap.capture}" if tap.capture != "output" else "")
-    made = tap.module == "pre_logits"
+    assert _close(found, expected), f"embedding is not timm's: {point}"
+    layer = f"`{point.layer}`" + (f", {point.capture}" if point.capture != "output" else "")
+    made = point.module == "pre_logits"
     return f"{'`forward_head` itself' if made else layer} ({found.shape[1]})"
 
 
@@ -259,12 +259,12 @@ def _survey_stages(member: Member, engine: Engine, x: torch.Tensor) -> tuple[str
         if backbone.stages is not None:
             stages = f"{len(found)}, as timm names them"
         return stages, _survey_grids(engine, found, None, x)
-    assert len(features) == len(found), [tap.name for tap, _ in found]
+    assert len(features) == len(found), [point.name for point, _ in found]
     permuted = 0
-    for (tap, value), feature in zip(found, features, strict=True):
+    for (point, value), feature in zip(found, features, strict=True):
         same = any(_close(view, feature) for view in _views(value, feature, backbone))
         permuted += not same
-        assert same or _same_tokens(value, feature), f"{tap.name} is not timm's feature"
+        assert same or _same_tokens(value, feature), f"{point.name} is not timm's feature"
     if permuted:
         stages += f" ({permuted} with tokens in another order)"
     return stages, _survey_grids(engine, found, features, x)
@@ -280,16 +280,16 @@ def _survey_grids(
     numbers = {round(i * (len(found) - 1) / 3) for i in range(4)}
     right, refused = 0, []
     for i in sorted(numbers):
-        tap, _ = found[i]
+        point, _ = found[i]
         try:
-            ((_, grid),) = _run(engine, [(tap, ReduceConfig("grid", size=2))], x)
+            ((_, grid),) = _run(engine, [(point, ReduceConfig("grid", size=2))], x)
         except ReduceError as error:
             refused.append(_reason(error))
             continue
         right += 1
         if features is not None:
             expected = F.adaptive_avg_pool2d(_as_map(features[i], i, engine.backbone), 2)
-            assert _close(grid, expected), f"reduce=grid scrambles {tap.name}"
+            assert _close(grid, expected), f"reduce=grid scrambles {point.name}"
     reasons = [f"{refused.count(reason)} refused: {reason}" for reason in dict.fromkeys(refused)]
     return "; ".join([f"{right} right"] * bool(right) + reasons)
 

@@ -207,18 +207,18 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
     """Another version of a library, on another machine."""
     from featx.analysis.engine_specs import FEATURES
-    from featx.pipeline.extraction import product_of
+    from featx.pipeline.extraction import part_task_of
     from featx.pipeline.run_context import build_run_context
     from featx.pipeline.run_target import StoreTarget
     from featx.store.session import StoreSession
 
     keys = from_keywords({"model": MODEL, "layers": ["conv"], "data": str(photos), "out": "store"})
-    purpose = StoreTarget(from_omegaconf(keys))
-    with build_run_context(from_omegaconf(keys), "", FEATURES, purpose) as prepared:
-        session = StoreSession(Path("store"), prepared.as_run(), prepared.listing)
+    target = StoreTarget(from_omegaconf(keys))
+    with build_run_context(from_omegaconf(keys), "", FEATURES, target) as context:
+        session = StoreSession(Path("store"), context.as_run(), context.listing)
         with session.hold():
-            product = product_of(purpose, prepared, session)
-            order = worker_spec.worker_spec(prepared, session, product, "")
+            part_task = part_task_of(target, context, session)
+            order = worker_spec.worker_spec(context, session, part_task, "")
             fingerprint = {**order.fingerprint, "version.torch": "0.1"}
             other = worker_spec.replace(order, fingerprint=fingerprint)
             with (
@@ -227,7 +227,7 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
             ):
                 pass
             with worker_spec.worker_context(order, "cpu") as again:
-                assert again.as_run().resolved == prepared.as_run().resolved
+                assert again.as_run().resolved == context.as_run().resolved
 
 
 # What goes wrong

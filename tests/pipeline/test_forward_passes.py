@@ -122,10 +122,10 @@ def test_a_batch_has_the_threads_that_were_asked_for() -> None:
 def passes(ahead: bool, compute: Callable[[Any, Batch], Any]) -> Passes:
     """Those of a run with one engine."""
     engine = types.SimpleNamespace(device="cuda:1", own_stream=contextlib.nullcontext)
-    prepared: Any = types.SimpleNamespace(
+    context: Any = types.SimpleNamespace(
         engine=engine, at_once=BatchParallelism(None, 1, ahead, {})
     )
-    return Passes(prepared, compute)
+    return Passes(context, compute)
 
 
 @pytest.mark.parametrize("ahead", [True, False])

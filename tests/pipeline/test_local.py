@@ -45,12 +45,12 @@ def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
             stub: Any = StubOrder(run, root, notes, **order)
-            crew = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
-            crew.work()
+            pool = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
+            pool.work()
             assert session.whole
             pack(root)
             session.after_packing()
-        return crew
+        return pool
 
     return do
 
@@ -79,15 +79,18 @@ def test_any_number_of_workers_gives_the_same_datasets(
     work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path, workers: int,
     capfd: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    crew = work(workers, pause_s=0.05)
+    pool = work(workers, pause_s=0.05)
     assert is_whole(run, tmp_path)
     assert len({name.split("-by-")[1].split("-")[0] for name in noted(tmp_path, "part-*")}) == (
         workers
     )
     assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
-    done = crew.harvest
+    done = pool.collector
     assert (done.rows, done.underflow_rows["flat"]) == (38, 10)
-    assert (done.labour.seconds, done.labour.peak_memory_mib) == ({"model": float(workers)}, 20)
+    assert (done.worker_stats.seconds, done.worker_stats.peak_memory_mib) == (
+        {"model": float(workers)},
+        20,
+    )
     printed = capfd.readouterr()
     assert "worker 0 (cpu): hello from cpu" in printed.err.splitlines()
     assert printed.out == ""

@@ -79,7 +79,7 @@ class PartsAndSink:
         return commit
 
 
-def prepared() -> Any:
+def context() -> Any:
     engine = SimpleNamespace(
         compute=SimpleNamespace(batch_size=2), device=torch.device("cpu"), model_seconds=0.0,
         copy_seconds=0.0, own_stream=contextlib.nullcontext,
@@ -96,7 +96,7 @@ def prepared() -> Any:
 
 def test_parts_are_committed_in_order() -> None:
     work = PartsAndSink(lambda index: time.sleep(0.02))
-    figures = run_parts(prepared(), work, work, DISK)
+    figures = run_parts(context(), work, work, DISK)
     assert work.committed == [0, 1, 2]
     assert figures.seconds["write"] >= 0.06
 
@@ -112,7 +112,7 @@ def test_the_next_part_is_computed_meanwhile() -> None:
         return take(part, batch, computed)
 
     work.take = noticed  # type: ignore[method-assign]
-    run_parts(prepared(), work, work, DISK)
+    run_parts(context(), work, work, DISK)
     assert work.committed == [0, 1, 2]
 
 
@@ -126,7 +126,7 @@ def test_never_two_at_once() -> None:
         at_work.clear()
 
     work = PartsAndSink(commit)
-    run_parts(prepared(), work, work, DISK)
+    run_parts(context(), work, work, DISK)
     assert work.committed == [0, 1, 2]
 
 
@@ -150,7 +150,7 @@ def test_a_commit_that_fails_ends_the_run_before_the_next_part_is_whole() -> Non
 
     work.take = slowly  # type: ignore[method-assign]
     with pytest.raises(RunError, match="disk is full"):
-        run_parts(prepared(), work, work, DISK)
+        run_parts(context(), work, work, DISK)
     assert work.taken == [0, 2, 4]
 
 
@@ -161,7 +161,7 @@ def test_the_last_commit_counts() -> None:
 
     work = PartsAndSink(fail)
     with pytest.raises(RunError, match="disk is full"):
-        run_parts(prepared(), work, work, DISK)
+        run_parts(context(), work, work, DISK)
     assert work.committed == [0, 1]
 
 
@@ -183,7 +183,7 @@ def test_a_part_that_is_whole_is_committed_whatever_ends_the_run() -> None:
 
     work.take = interrupted  # type: ignore[method-assign]
     with pytest.raises(Interrupted):
-        run_parts(prepared(), work, work, DISK)
+        run_parts(context(), work, work, DISK)
     assert work.committed == [0]
     assert threading.active_count() == 1 or not [
         thread for thread in threading.enumerate() if thread.name.startswith("featx-commit")
@@ -204,7 +204,7 @@ class PartObserver(RunObserver):
 def test_observers_are_told_of_committed_parts_only() -> None:
     work = PartsAndSink(lambda index: time.sleep(0.02))
     observer = PartObserver(work)
-    run_parts(prepared(), work, work, DISK, observer)
+    run_parts(context(), work, work, DISK, observer)
     assert observer.told == [(0, 1), (1, 2), (2, 3)]
 
 

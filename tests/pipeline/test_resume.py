@@ -408,8 +408,8 @@ def test_the_command_and_python_begin_the_same_store() -> None:
 def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
     work_s: float, seconds: float
 ) -> None:
-    purpose = StoreTarget(from_omegaconf(from_keywords(KEYS)))
-    most_rows, found = purpose.part_limits(None, [make_spec("a", (1024,))], work_s)
+    target = StoreTarget(from_omegaconf(from_keywords(KEYS)))
+    most_rows, found = target.part_limits(None, [make_spec("a", (1024,))], work_s)
     assert (most_rows, found) == (PART_BYTES / 4096, seconds)
 
 
@@ -426,5 +426,5 @@ def test_a_part_is_a_few_seconds_of_work_and_a_minute_in_long_runs(
 def test_several_parts_fit_into_the_time_limit_of_a_task(
     executor: dict[str, Any], seconds: float
 ) -> None:
-    purpose = StoreTarget(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
-    assert purpose.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds
+    target = StoreTarget(from_omegaconf(from_keywords({**KEYS, "executor": executor})))
+    assert target.part_limits(None, [make_spec("a", (1024,))], 10**6)[1] == seconds

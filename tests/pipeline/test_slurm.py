@@ -213,8 +213,8 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
 
 
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
-    product = StorePartTask("float16", {}, frozenset(), b"")
-    order: Any = SimpleNamespace(root=Path.cwd(), product=product)
+    part_task = StorePartTask("float16", {}, frozenset(), b"")
+    order: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
     task = slurm.Task(PickledWorkerSpec(order), "cpu", [Part(0, 0, 4)])
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
@@ -284,7 +284,7 @@ def test_a_task_that_is_told_to_end_returns_what_is_committed(
     monkeypatch.setattr(slurm, "_driver_lives", lambda order: True)
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)]
     result = running_task(lambda: os.kill(os.getpid(), signum))
-    assert result.told_by == signum.name
+    assert result.read_by == signum.name
     assert result.doing.startswith("ready after ")
     # The batch that is being computed is the last one, and what is whole is committed.
     assert [done.part.index for done in result.done] in ([0, 1], [0, 1, 2])
@@ -297,7 +297,7 @@ def test_a_task_ends_by_its_own_clock_before_its_time_limit(
     monkeypatch.setattr(slurm, "_driver_lives", lambda order: True)
     monkeypatch.setattr(slurm, "seconds_left", lambda limit_s: limit_s)
     result = running_task(lambda: time.sleep(4), limit_s=3.0)
-    assert result.told_by == slurm.TIME_LIMIT
+    assert result.read_by == slurm.TIME_LIMIT
     assert len(result.done) < 6
 
 
@@ -312,7 +312,7 @@ def test_without_a_driver_an_announcement_is_left_to_submitit(
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert told == [signal.SIGUSR2]
-    assert result.told_by is None
+    assert result.read_by is None
     assert len(result.done) == 6
 
 
@@ -325,7 +325,7 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
         self._parts, told = self._parts[:1], len(self._parts) > 1
         result = call(self)
         by = slurm.TIME_LIMIT if told else None
-        return slurm.TaskResult(result.done, result.labour, by, "ready after 1 s")
+        return slurm.TaskResult(result.done, result.worker_stats, by, "ready after 1 s")
 
     monkeypatch.setattr(slurm.Task, "__call__", stopped)
     assert extract(photos, executor={**LOCAL, "workers": 1}).complete
@@ -348,8 +348,8 @@ def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:
 
 
 def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) -> None:
-    product = StorePartTask("float16", {}, frozenset(), b"")
-    order: Any = SimpleNamespace(root=Path.cwd(), product=product)
+    part_task = StorePartTask("float16", {}, frozenset(), b"")
+    order: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
     task = slurm.Task(PickledWorkerSpec(order), "cpu", [Part(0, 0, 4)])
     assert task.checkpoint() is task
     assert pickle.loads(pickle.dumps(task)).checkpoint() is not None

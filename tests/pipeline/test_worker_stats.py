@@ -63,11 +63,11 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
 ) -> None:
     now = [10.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    found = ResultCollector(100, asked=10.0, is_labour_complete=is_complete)
+    found = ResultCollector(100, asked=10.0, is_complete=is_complete)
     found.begin()
     now[0] = 20.0
     found.add(PartResult(Part(0, 0, 100), [], {}, 0.0, 0.0))
-    found.labour.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
+    found.worker_stats.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
     figures = found.outcome(1, ORDER).figures
     assert (figures.bottleneck is not None) == is_complete
     told = figures.as_dict()

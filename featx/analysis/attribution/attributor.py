@@ -38,7 +38,7 @@ from featx.layers.gradient_target import logits_of, target_classes, values_of_cl
 from featx.layers.position_checks import check_positions
 from featx.layers.projection import StoredReduce
 from featx.layers.reductions import has_known_positions
-from featx.layers.selection import Selection, named_tap
+from featx.layers.selection import Selection, named_point
 from featx.layers.stages import find_stages
 from featx.layers.trace import CapturePoint, Trace
 from featx.models.base import Backbone
@@ -119,22 +119,22 @@ class Attributor(Engine):
         methods = self._options.methods
         if set(OF_A_LAYER) & set(methods):
             layer = self._options.layer or self._last_stage(traced)
-            self._layer = _module_tap("attribute.layer", layer, traced)
+            self._layer = _module_point("attribute.layer", layer, traced)
         if self._options.feature_map_layer is not None:
-            self._maps = _module_tap(
+            self._maps = _module_point(
                 "attribute.feature_map_layer", self._options.feature_map_layer, traced
             )
-        taps = [self._tap(method) for method in methods]
+        points = [self._point(method) for method in methods]
         if "integrated_gradients" in methods:
-            integrated = self._tap("integrated_gradients")
-            taps.append(replace(integrated, name=DELTA, dtype="float32"))
+            integrated = self._point("integrated_gradients")
+            points.append(replace(integrated, name=DELTA, dtype="float32"))
         of_no_class = self._target in ("entropy", "logsumexp")
         numbers = ("score",) if of_no_class else NUMBERS
         about = f"number (target {self._target})"
-        taps += [CapturePoint(name, "", about, dtype="float32") for name in numbers]
-        return Selection([(tap, ReduceConfig()) for tap in taps], [])
+        points += [CapturePoint(name, "", about, dtype="float32") for name in numbers]
+        return Selection([(point, ReduceConfig()) for point in points], [])
 
-    def _tap(self, method: str) -> CapturePoint:
+    def _point(self, method: str) -> CapturePoint:
         """Return the capture of a method.
 
         Its attribute `capture` lists everything that changes its values.
@@ -175,7 +175,7 @@ class Attributor(Engine):
             ModelError: the model has no logits or mixes rows, or guided backpropagation does not
                 support its activations.
         """
-        self._taps = [tap for tap, _ in chosen]
+        self._points = [point for point, _ in chosen]
         x = self._trial = self._trial_batch()
         if "guided_gradcam" in self._options.methods:
             check_rectifiers(self._module, x)
@@ -236,7 +236,9 @@ class Attributor(Engine):
         with self._cheaply():
             values = self._pass(self._noise(3))
         compute_dtype = COMPUTE_DTYPES[self.compute.precision]
-        return [spec_of(tap, config, values[tap.name], compute_dtype) for tap, config in chosen]
+        return [
+            spec_of(point, config, values[point.name], compute_dtype) for point, config in chosen
+        ]
 
     @contextlib.contextmanager
     def _cheaply(self) -> Iterator[None]:
@@ -293,9 +295,11 @@ class Attributor(Engine):
             maps["occlusion"] = occlusion(
                 explain, x, classes, self._baseline(x), given["window"], given["stride"]
             )
-        wanted = {tap.name for tap in self._taps}
+        wanted = {point.name for point in self._points}
         kept = {
-            name: self._keeper.stored(name, value) for name, value in maps.items() if name in wanted
+            name: self._collector.stored(name, value)
+            for name, value in maps.items()
+            if name in wanted
         }
         return kept | {n: value.float() for n, value in numbers.items() if n in wanted}
 
@@ -339,34 +343,34 @@ class Attributor(Engine):
         Raises:
             LayerError: the tensor is not a map, or no gradient arrives at its positions.
         """
-        tap = self._layer
-        assert tap is not None
-        with self._named_failure(x), torch.enable_grad(), kept_output(self._module, tap) as kept:
+        point = self._layer
+        assert point is not None
+        with self._named_failure(x), torch.enable_grad(), kept_output(self._module, point) as kept:
             output = logits_of(self._module(x.clone()))
             classes = target_classes(output, self._target, None)
             score = values_of_classes(output, self._target, classes).sum()
             reached = kept and score.requires_grad
             gradient = torch.autograd.grad(score, kept, allow_unused=True)[0] if reached else None
         if not kept:
-            raise LayerError(f"{tap.name} did not fire in a second pass; choose another layer.")
-        to_map = map_view(tap.name, tuple(kept[0].shape[1:]), self.backbone)
+            raise LayerError(f"{point.name} did not fire in a second pass; choose another layer.")
+        to_map = map_view(point.name, tuple(kept[0].shape[1:]), self.backbone)
         if to_map(kept[0]).shape[2:].numel() == 1:
             raise LayerError(
-                f"{tap.name} has one position only, so it can say nothing of where. Give "
+                f"{point.name} has one position only, so it can say nothing of where. Give "
                 "attribute.layer in front of the pooling; job=layers lists the layers."
             )
         if gradient is None or not to_map(gradient).any():
             raise LayerError(
-                f"no gradient of target={self._target} arrives at the positions of {tap.name}: "
+                f"no gradient of target={self._target} arrives at the positions of {point.name}: "
                 "what the model says does not depend on them (behind a transformer's last block "
                 "only the class token counts). Give attribute.layer before that."
             )
-        self._check_positions_of(tap, tuple(kept[0].shape[1:]), to_map)
+        self._check_positions_of(point, tuple(kept[0].shape[1:]), to_map)
         return to_map
 
     def _check_positions_of(
         self,
-        tap: CapturePoint,
+        point: CapturePoint,
         row_shape: tuple[int, ...],
         to_map: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
@@ -376,10 +380,10 @@ class Attributor(Engine):
         Raises:
             ReduceError: they are not.
         """
-        if not has_known_positions(tap.name, row_shape, self.backbone.preprocess.crop):
+        if not has_known_positions(point.name, row_shape, self.backbone.preprocess.crop):
             x = self._noise(1)
             with self._named_failure(x):
-                check_positions(self._module, [(tap, to_map)], x)
+                check_positions(self._module, [(point, to_map)], x)
 
     def _baseline(self, x: torch.Tensor) -> torch.Tensor:
         """Return the baseline that attribute.baseline names, 'mean' by default."""
@@ -397,21 +401,21 @@ class Attributor(Engine):
         Raises:
             LayerError: the output is not a map.
         """
-        tap = self._maps
-        assert tap is not None
+        point = self._maps
+        assert point is not None
         x = self._memory_format(self._normalised(images))
         with (
             self._named_failure(x),
             torch.no_grad(),
             self._autocast(),
-            kept_output(self._module, tap) as kept,
+            kept_output(self._module, point) as kept,
         ):
             self._module(x)
-        to_map = map_view(tap.name, tuple(kept[0].shape[1:]), self.backbone)
+        to_map = map_view(point.name, tuple(kept[0].shape[1:]), self.backbone)
         return to_map(kept[0]).float().cpu()
 
 
-def _module_tap(key: str, layer: str, traced: Trace) -> CapturePoint:
+def _module_point(key: str, layer: str, traced: Trace) -> CapturePoint:
     """Return the capture of a module's output.
 
     Args:
@@ -422,13 +426,13 @@ def _module_tap(key: str, layer: str, traced: Trace) -> CapturePoint:
     Raises:
         LayerError: there is no such module, or it is an operation, which has no hooks.
     """
-    tap = named_tap(layer, traced)
-    if tap.operation or tap.capture != "output":
+    point = named_point(layer, traced)
+    if point.operation or point.capture != "output":
         raise LayerError(
             f"{key}={layer}: expected the name of a module, whose output is taken. job=layers "
             "lists them."
         )
-    return tap
+    return point
 
 
 def _input_gradient(

@@ -27,7 +27,7 @@ _PANEL = 192
 _GAP, _MARGIN = 6, 24
 _NARROWEST, _WIDEST = 820, 1640
 _BAR = 7
-_INK, _FAINT, _PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
+_INK, _UNDERFLOW, _PAPER = (34, 34, 34), (120, 120, 120), (255, 255, 255)
 _CLIP = 99.5
 """Percentile of magnitudes that gets the last colour; larger values are clipped."""
 
@@ -76,12 +76,12 @@ def contact_sheet(
         y = top + (i // across) * height
         if i < across:
             for column, name in enumerate(["picture", *methods]):
-                _write(draw, x + column * (_PANEL + _GAP), y - 20, name, 13, _FAINT, _PANEL)
+                _write(draw, x + column * (_PANEL + _GAP), y - 20, name, 13, _UNDERFLOW, _PANEL)
         sheet.paste(_resized(tile.picture, panel_height), (x, y))
         for column, (name, values) in enumerate(zip(methods, tile.maps, strict=True), 1):
             left = x + column * (_PANEL + _GAP)
             _draw_map(sheet, (left, y), tile.picture, values, name)
-        _write(draw, x, y + panel_height + 25, tile.caption[0], 13, _FAINT, width)
+        _write(draw, x, y + panel_height + 25, tile.caption[0], 13, _UNDERFLOW, width)
         _write(draw, x, y + panel_height + 41, tile.caption[1], 16, _INK, width)
     return sheet
 
@@ -123,7 +123,7 @@ def feature_map_grid(
         sheet.paste(
             Image.fromarray(colours).resize((side, cell_height), Image.Resampling.NEAREST), (x, y)
         )
-        _write(draw, x, y + cell_height + 1, str(channel), 11, _FAINT, side)
+        _write(draw, x, y + cell_height + 1, str(channel), 11, _UNDERFLOW, side)
     return sheet
 
 
@@ -202,10 +202,16 @@ def _draw_map(
     draw = ImageDraw.Draw(sheet)
     below = y + height + 3 + _BAR
     number = f"{largest:.2g}"
-    _write(draw, x, below, f"-{number}" if signed else "0", 11, _FAINT, _PANEL)
+    _write(draw, x, below, f"-{number}" if signed else "0", 11, _UNDERFLOW, _PANEL)
     font = ImageFont.load_default(11)
     _write(
-        draw, x + _PANEL - round(draw.textlength(number, font)), below, number, 11, _FAINT, _PANEL
+        draw,
+        x + _PANEL - round(draw.textlength(number, font)),
+        below,
+        number,
+        11,
+        _UNDERFLOW,
+        _PANEL,
     )
 
 
@@ -222,7 +228,7 @@ def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
     sheet = Image.new("RGB", (width, height), _PAPER)
     draw = ImageDraw.Draw(sheet)
     _write(draw, _MARGIN, 16, title, 24, _INK, width - 2 * _MARGIN)
-    _write(draw, _MARGIN, 47, subtitle, 13, _FAINT, width - 2 * _MARGIN)
+    _write(draw, _MARGIN, 47, subtitle, 13, _UNDERFLOW, width - 2 * _MARGIN)
     return sheet
 
 

@@ -35,7 +35,7 @@ def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor
 
 
 @contextlib.contextmanager
-def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
+def kept_output(module: nn.Module, point: CapturePoint | None) -> Iterator[list[torch.Tensor]]:
     """Keep the output of a layer during the block, so that its gradient can be computed.
 
     The model continues with a copy, because an in-place activation may follow. If no tensor before
@@ -43,13 +43,13 @@ def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[to
 
     Args:
         module: the model.
-        tap: the capture, or None to keep nothing.
+        point: the capture, or None to keep nothing.
 
     Yields:
         list that receives the output of every matching call.
     """
     kept: list[torch.Tensor] = []
-    if tap is None:
+    if point is None:
         yield kept
         return
     calls = 0
@@ -58,16 +58,16 @@ def kept_output(module: nn.Module, tap: CapturePoint | None) -> Iterator[list[to
         """Keep the output of the requested call, and return a copy to the model."""
         nonlocal calls
         calls += 1
-        if tap.call not in (None, calls):
+        if point.call not in (None, calls):
             return output
-        tensor = pick(output, tap)
+        tensor = pick(output, point)
         if torch.is_grad_enabled() and not tensor.requires_grad:
             tensor = tensor.detach().requires_grad_()
         kept.append(tensor)
-        return with_element(output, path_to(output, tap), tensor.clone())
+        return with_element(output, path_to(output, point), tensor.clone())
 
     layers = dict(module.named_modules(remove_duplicate=False))
-    handle = layers[tap.module].register_forward_hook(hook)
+    handle = layers[point.module].register_forward_hook(hook)
     try:
         yield kept
     finally:

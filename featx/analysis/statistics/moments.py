@@ -122,7 +122,7 @@ class Moments:
         count = self.count + other.count
         difference = other.mean.to(self.mean.device) - self.mean
         # outer(d, d) is exactly symmetric, while (w d) d^T is not because of rounding.
-        scatter = _product(difference, self.kind).mul_(self.count * other.count / count)
+        scatter = _part_task(difference, self.kind).mul_(self.count * other.count / count)
         scatter.add_(self.scatter).add_(other.scatter.to(scatter.device))
         return Moments(
             count,
@@ -153,7 +153,7 @@ class Moments:
     @property
     def second_moment(self) -> torch.Tensor:
         """X^T X: (D, D) float64, or its diagonal (D,)."""
-        return _product(self.mean, self.kind).mul_(self.count).add_(self.scatter)
+        return _part_task(self.mean, self.kind).mul_(self.count).add_(self.scatter)
 
     def covariance(self, ddof: int = 1) -> torch.Tensor:
         """Return scatter / (n - ddof), (D, D) float64.
@@ -229,7 +229,7 @@ def rows_that_fit(width: int) -> int:
     return layout.power_of_two_at_most(BLOCK_BYTES / (8 * width))
 
 
-def _product(vector: torch.Tensor, kind: str) -> torch.Tensor:
+def _part_task(vector: torch.Tensor, kind: str) -> torch.Tensor:
     """Return v v^T, or its diagonal."""
     return torch.outer(vector, vector) if kind == "full" else vector * vector
 

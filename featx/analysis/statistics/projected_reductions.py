@@ -38,19 +38,22 @@ def with_statistics(
         ReduceError: it cannot be used for this reduction.
     """
     return [
-        (tap, _projected(tap, reduce, config, backbone) if reduce.name in PROJECTIONS else reduce)
-        for tap, reduce in chosen
+        (
+            point,
+            _projected(point, reduce, config, backbone) if reduce.name in PROJECTIONS else reduce,
+        )
+        for point, reduce in chosen
     ]
 
 
 def _projected(
-    tap: CapturePoint, reduce: ReduceConfig, config: Config, backbone: Backbone
+    point: CapturePoint, reduce: ReduceConfig, config: Config, backbone: Backbone
 ) -> ProjectedReduce:
     """Make the projection of one layer."""
     assert reduce.stats is not None, "the config was checked"
     statistics = Statistics(reduce.stats)
-    moments, about = statistics.layer(tap.name)
-    _refuse_another_tensor(statistics.path, about, tap, config, backbone)
+    moments, about = statistics.layer(point.name)
+    _refuse_another_tensor(statistics.path, about, point, config, backbone)
     try:
         if reduce.name == "pca":
             projection = principal_components(moments, reduce.k or moments.dim)
@@ -60,7 +63,7 @@ def _projected(
             _refuse_arbitrary_directions(projection, moments.dim, zca)
     except ConfigError as error:
         raise ReduceError(
-            f"reduce={reduce.name} of {tap.name} by {statistics.path}: {error}"
+            f"reduce={reduce.name} of {point.name} by {statistics.path}: {error}"
         ) from error
     first = first_reduction(about)
     shown = " ".join([first.name, *(f"{key}={value:g}" for key, value in first.args.items())])
@@ -96,7 +99,7 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
 def _refuse_another_tensor(
     path: Path,
     about: dict[str, Any],
-    tap: CapturePoint,
+    point: CapturePoint,
     config: Config,
     backbone: Backbone,
 ) -> None:
@@ -106,13 +109,13 @@ def _refuse_another_tensor(
         StoreMismatchError: they were not.
     """
     now = {
-        "layer": tap.layer,
-        "capture": tap.capture,
+        "layer": point.layer,
+        "capture": point.capture,
         "weights_sha256": backbone.weights_sha256,
         "transform": backbone.preprocess.describe(),
     }
     before = {key: about[key] for key in now}
-    if tap.capture in GRADIENTS:
+    if point.capture in GRADIENTS:
         now["target"], before["target"] = config.target, about["target"]
     changed = [
         f"  {key}: the statistics have {before[key]!r}, now {now[key]!r}"
@@ -121,7 +124,7 @@ def _refuse_another_tensor(
     ]
     if changed:
         raise StoreMismatchError(
-            f"{path} has statistics of other values than {tap.name} gives here:\n"
+            f"{path} has statistics of other values than {point.name} gives here:\n"
             + "\n".join(changed)
             + "\nTake them with job=stats and this model."
         )

@@ -84,10 +84,10 @@ def _run(
         check(config)
     reference = None if config.stats.reference is None else Statistics(config.stats.reference)
     with contextlib.ExitStack() as stack:
-        purpose = StatsTarget(config, source)
-        prepared = stack.enter_context(build_run_context(config, config_yaml, FEATURES, purpose))
+        target = StatsTarget(config, source)
+        context = stack.enter_context(build_run_context(config, config_yaml, FEATURES, target))
         if reference is not None:
-            _check_reference(reference, purpose, prepared)
+            _check_reference(reference, target, context)
         disk = AtomicFolder(out)
         disk.make_folder(out)
         lock = stack.enter_context(exclusive_lock(out / LOCK))
@@ -100,13 +100,13 @@ def _run(
             # Written between the deletion and the first part: after a kill, the same command
             # resumes instead of deleting the new parts.
             mark.write(disk)
-        parts = MomentsOfParts(tree_of(prepared, purpose.layers, disk))
+        parts = MomentsOfParts(tree_of(context, target.layers, disk))
         parts.survey()
-        _refuse_changed_images(prepared, parts)
-        grid = Grid(len(prepared.listing), prepared.part_rows)
+        _refuse_changed_images(context, parts)
+        grid = Grid(len(context.listing), context.part_rows)
         session = StatsSession(parts, grid, lock)
-        announce(_begin_text(prepared, purpose, session, parts.path))
-        outcome = _computed(prepared, purpose, session, config_yaml)
+        announce(_begin_text(context, target, session, parts.path))
+        outcome = _computed(context, target, session, config_yaml)
         figures = outcome.figures
         # The merge of the last parts counts as writing.
         merging = time.perf_counter()
@@ -121,7 +121,7 @@ def _run(
     return _summary(Statistics(parts.path), reference, parts.failures, outcome)
 
 
-def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
+def _refuse_changed_images(context: RunContext, parts: MomentsOfParts) -> None:
     """Compare the images with those of the existing statistics.
 
     With refresh=true, files that contain changed images are deleted and computed again.
@@ -129,11 +129,11 @@ def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
     Raises:
         StoreMismatchError: images have changed, and refresh=true was not given.
     """
-    keys, config = prepared.listing.keys, prepared.config
+    keys, config = context.listing.keys, context.config
     states_file = parts.path.with_name(STATS_IMAGES)
     checksums, done = parts.image_checksums()
     before = ImagesOfRun(0, checksums, done)
-    changes = compare_images(prepared.source, keys, [before], states_file, read_all=config.refresh)
+    changes = compare_images(context.source, keys, [before], states_file, read_all=config.refresh)
     if len(changes.gone):
         log_message(f"warning: {gone_images_text(keys, changes.gone)}. Statistics keep them.\n")
     rows = changes.rows.tolist()
@@ -150,17 +150,17 @@ def _refuse_changed_images(prepared: RunContext, parts: MomentsOfParts) -> None:
 
 
 def _computed(
-    prepared: RunContext, purpose: StatsTarget, session: StatsSession, config_yaml: str
+    context: RunContext, target: StatsTarget, session: StatsSession, config_yaml: str
 ) -> RunOutcome:
     """Compute the missing parts, in this process or in those that the config requests."""
-    if not prepared.config.is_spread:
-        with Heartbeat(session.disk, str(prepared.engine.device)) as heart:
-            maker = StatsSink(prepared, purpose.layers, purpose.axes, session.commit, heart)
-            return in_process.run(prepared, session, maker)
-    product = StatsPartTask(purpose.dtype, purpose.settings, tuple(purpose.layers), purpose.axes)
+    if not context.config.is_spread:
+        with Heartbeat(session.disk, str(context.engine.device)) as heartbeat:
+            sink = StatsSink(context, target.layers, target.axes, session.commit, heartbeat)
+            return in_process.run(context, session, sink)
+    part_task = StatsPartTask(target.dtype, target.settings, tuple(target.layers), target.axes)
     if session.missing():
-        session.write_listing(prepared.listing)
-    return run_distributed(prepared, session, product, config_yaml)
+        session.write_listing(context.listing)
+    return run_distributed(context, session, part_task, config_yaml)
 
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
@@ -174,25 +174,25 @@ def _clear(disk: AtomicFolder, overwrite: bool) -> None:
             disk.remove(disk.root / name)
 
 
-def _check_reference(reference: Statistics, purpose: StatsTarget, prepared: RunContext) -> None:
+def _check_reference(reference: Statistics, target: StatsTarget, context: RunContext) -> None:
     """Check, before hours of work, that a distance to the other statistics can be computed.
 
     Raises:
         ConfigError: they have no layer in common, or store only variances.
         StoreMismatchError: they are from another model or transform.
     """
-    common = [layer for layer in purpose.layers if layer.spec.name in reference]
+    common = [layer for layer in target.layers if layer.spec.name in reference]
     if not common:
-        names = ", ".join(layer.spec.name for layer in purpose.layers)
+        names = ", ".join(layer.spec.name for layer in target.layers)
         raise ConfigError(
             f"stats.reference={reference.path} has statistics of {', '.join(reference)}, "
             f"of none of {names}."
         )
     for layer in common:
         about = reference.about(layer.spec.name)
-        header = prepared.header
+        header = context.header
         mine = {
-            "target": purpose.settings.get("target"),
+            "target": target.settings.get("target"),
             "weights_sha256": header.weights_sha256,
             "transform": header.transform,
             **layer.attributes,
@@ -206,11 +206,11 @@ def _check_reference(reference: Statistics, purpose: StatsTarget, prepared: RunC
 
 
 def _begin_text(
-    prepared: RunContext, purpose: StatsTarget, session: StatsSession, path: Path
+    context: RunContext, target: StatsTarget, session: StatsSession, path: Path
 ) -> list[tuple[str, str]]:
     """Return the lines of text that describe the run before it starts."""
     lines = []
-    for layer in purpose.layers:
+    for layer in target.layers:
         numbers = layer.dim**2 if layer.kind == "full" else layer.dim
         each = "" if layer.positions is None else f", {layer.positions} rows a picture"
         lines.append(
@@ -219,7 +219,7 @@ def _begin_text(
         )
     rows = [
         (name, "\n".join(lines) if name == "layers" else text)
-        for name, text in describe_run(prepared)
+        for name, text in describe_run(context)
     ]
     done, total = session.rows_done, session.rows_asked
     state = f"{done} of {total} rows are there already" if done else "begun"

@@ -44,11 +44,11 @@ class StatsSink:
     """Batch sink that sums batches to moments on the device.
 
     Args:
-        prepared: the run.
+        context: the run.
         layers: layers whose statistics are computed.
         axes: layer -> axis of its features, if each position is an observation.
         commit: commits a part.
-        heart: heartbeat, which reports the part that is computed.
+        heartbeat: heartbeat, which reports the part that is computed.
 
     Attributes:
         underflow_rows: underflow rows per layer; always empty, because nothing is cast to float16.
@@ -57,19 +57,19 @@ class StatsSink:
 
     def __init__(
         self,
-        prepared: RunContext,
+        context: RunContext,
         layers: Sequence[StatsLayer],
         axes: Mapping[str, int],
         commit: Commit,
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
     ) -> None:
         self.underflow_rows: Counter[str] = Counter()
         self.seconds = {"statistics": 0.0}
-        self._prepared = prepared
+        self._context = context
         self._layers = layers
         self._axes = axes
         self._commit = commit
-        self._heart = heart
+        self._heartbeat = heartbeat
         self._part: Part | None = None
         self._moments: dict[str, PartMoments] = {}
         self._failures: list[Failure] = []
@@ -77,8 +77,8 @@ class StatsSink:
 
     def compute(self, engine: Engine, batch: Batch) -> Values:
         """Compute the values of a batch on the device."""
-        values = engine.run_on_device(batch.images, self._prepared.labels_of(batch))
-        return values, failures_of(self._prepared, engine, batch, values)
+        values = engine.run_on_device(batch.images, self._context.labels_of(batch))
+        return values, failures_of(self._context, engine, batch, values)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Values]) -> list[Failure]:
         """Add the next batch of a part.
@@ -95,7 +95,7 @@ class StatsSink:
             self._part, self._failures = part, []
             self._checksums = np.full(len(part), UNKNOWN_IMAGE, dtype=np.uint64)
             self._moments = {layer.spec.name: PartMoments(part, layer) for layer in self._layers}
-            self._heart.begin(part)
+            self._heartbeat.begin(part)
         values, failures = computed()
         # The values may come from another CUDA stream: their memory must not be reused before the
         # sums of this stream are complete.
@@ -107,7 +107,7 @@ class StatsSink:
             axis = self._axes.get(name)
             rows = rows if axis is None else positions_last(rows, axis)
             moments.add(batch.start, rows, failed)
-        synchronise(self._prepared.engine.device)
+        synchronise(self._context.engine.device)
         self.seconds["statistics"] += time.perf_counter() - begun
         self._failures += failures
         if batch.checksums is not None:
@@ -123,7 +123,7 @@ class StatsSink:
         """
         assert self._part is not None, "no batch of a part was taken"
         found = {name: moments.finish() for name, moments in self._moments.items()}
-        synchronise(self._prepared.engine.device)  # another thread, with its own stream, commits
+        synchronise(self._context.engine.device)  # another thread, with its own stream, commits
         part, failures, checksums = self._part, self._failures, self._checksums
         self._part, self._moments, self._failures = None, {}, []
         return functools.partial(self._made_durable, part, failures, found, checksums)
@@ -137,7 +137,7 @@ class StatsSink:
     ) -> Sequence[Failure]:
         """Commit a part and report it."""
         there = self._commit(part, failures, found, checksums)
-        self._heart.committed(part)
+        self._heartbeat.committed(part)
         return there
 
 
@@ -195,25 +195,25 @@ class StatsPartTask:
             if not any(start <= part.start and part.stop <= stop for start, stop in spans)
         ]
 
-    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> StatsSink:
+    def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> StatsSink:
         """Create the batch sink of a worker.
 
         Args:
-            prepared: the run.
+            context: the run.
             root: folder of the statistics.
-            heart: heartbeat of the worker.
+            heartbeat: heartbeat of the worker.
         """
-        commit = tree_of(prepared, self.layers, AtomicFolder(root)).commit
-        return StatsSink(prepared, self.layers, self.axes, commit, heart)
+        commit = tree_of(context, self.layers, AtomicFolder(root)).commit
+        return StatsSink(context, self.layers, self.axes, commit, heartbeat)
 
 
-def tree_of(prepared: RunContext, layers: Sequence[StatsLayer], disk: AtomicFolder) -> MomentsTree:
+def tree_of(context: RunContext, layers: Sequence[StatsLayer], disk: AtomicFolder) -> MomentsTree:
     """Return the files of the statistics of a run in a folder."""
     return MomentsTree(
         disk,
         disk.root / STATS_FILE,
-        prepared.header,
-        len(prepared.listing),
+        context.header,
+        len(context.listing),
         layers,
-        prepared.at_once.threads,
+        context.at_once.threads,
     )

@@ -17,7 +17,7 @@ Table = list[list[float | None]]
 
 
 @dataclass(frozen=True)
-class Likeness:
+class LayerSimilarityPage:
     """Linear CKA of all pairs of layers; None if it is undefined.
 
     Attributes:
@@ -35,9 +35,9 @@ class Likeness:
     note: str
 
 
-def likeness_of(
+def similarity_of(
     store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
-) -> Likeness:
+) -> LayerSimilarityPage:
     """Compare layers over random images.
 
     Args:
@@ -48,14 +48,16 @@ def likeness_of(
         device: 'auto', 'cpu', 'cuda', ...
     """
     if len(layers) < 2:
-        return Likeness(layers, [], [], 0, "One layer has nothing to be compared with.")
+        return LayerSimilarityPage(layers, [], [], 0, "One layer has nothing to be compared with.")
     try:
         found = layer_similarity(store, None, layers, min(rows, ROWS), seed, device)
     except ConfigError as error:
-        return Likeness(layers, [], [], 0, str(error))
+        return LayerSimilarityPage(layers, [], [], 0, str(error))
 
     def as_table(name: str) -> Table:
         values = found.measures[name].tolist()
         return [[None if np.isnan(v) else round(v, 4) for v in row] for row in values]
 
-    return Likeness(found.layers, as_table("cka"), as_table("cka_debiased"), found.num_rows, "")
+    return LayerSimilarityPage(
+        found.layers, as_table("cka"), as_table("cka_debiased"), found.num_rows, ""
+    )

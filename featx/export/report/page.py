@@ -22,7 +22,7 @@ import numpy.typing as npt
 from featx.base.text import time_text
 from featx.export.report.embedding_maps import LayerMap, Matrix
 from featx.export.report.failures import Reason
-from featx.export.report.layer_similarity import Likeness
+from featx.export.report.layer_similarity import LayerSimilarityPage
 from featx.export.report.layer_statistics import LayerStatistics
 from featx.export.report.nearest_neighbours import Strips
 from featx.export.report.probe_results import Probes
@@ -60,7 +60,7 @@ class Page:
         maps: maps of each layer of `mapped`.
         strips: nearest rows in each layer of `mapped`.
         probes: contents of probe.json.
-        likeness: similarity of layers.
+        similarity: similarity of layers.
         thumbnails: thumbnails of rows in any section.
         seconds: seconds that the computation of all this took.
     """
@@ -78,7 +78,7 @@ class Page:
     maps: list[LayerMap]
     strips: list[Strips]
     probes: Probes
-    likeness: Likeness
+    similarity: LayerSimilarityPage
     thumbnails: Thumbnails
     seconds: float = 0.0
 
@@ -182,9 +182,9 @@ def _for_plots(page: Page) -> dict[str, Any]:
             "counts": page.probes.confusion.counts,
         },
         "likeness": {
-            "layers": page.likeness.layers,
-            "cka": page.likeness.cka,
-            "debiased": page.likeness.debiased,
+            "layers": page.similarity.layers,
+            "cka": page.similarity.cka,
+            "debiased": page.similarity.debiased,
         },
     }
 

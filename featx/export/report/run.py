@@ -15,7 +15,7 @@ from featx.config.run_config import Config
 from featx.errors import MissingExtraError, StoreError, counted
 from featx.export.report.embedding_maps import layer_map
 from featx.export.report.failures import Reason, reasons_of
-from featx.export.report.layer_similarity import likeness_of
+from featx.export.report.layer_similarity import similarity_of
 from featx.export.report.layer_statistics import layer_statistics
 from featx.export.report.nearest_neighbours import Strips, chosen_queries, nearest_strips
 from featx.export.report.page import GENERATOR, Page, render
@@ -103,7 +103,7 @@ def _looked_at(
     for layer in mapped:
         tell(f"map of {layer}")
         maps.append(layer_map(store, layer, rows, seed, options.tsne))
-    likeness = likeness_of(store, layers, options.rows, seed, config.device)
+    similarity = similarity_of(store, layers, options.rows, seed, config.device)
     return Page(
         store=store,
         seed=seed,
@@ -118,7 +118,7 @@ def _looked_at(
         maps=maps,
         strips=strips,
         probes=probes_of(store),
-        likeness=likeness,
+        similarity=similarity,
         thumbnails=thumbnails,
     )
 

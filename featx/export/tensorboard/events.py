@@ -67,7 +67,7 @@ class RunEvents(RunObserver):
     Events are written when a part is committed, so a resumed run continues with the next step.
 
     Args:
-        prepared: the run.
+        context: the run.
         session: write session of its store.
 
     Attributes:
@@ -76,11 +76,11 @@ class RunEvents(RunObserver):
 
     wants_parts = True
 
-    def __init__(self, prepared: RunContext, session: StoreSession) -> None:
-        self._prepared = prepared
+    def __init__(self, context: RunContext, session: StoreSession) -> None:
+        self._context = context
         self._session = session
         self._folder = session.root / layout.TENSORBOARD / f"run-{_run_number(session)}"
-        self._histograms = {spec.name: Histogram(spec.dtype) for spec in prepared.specs}
+        self._histograms = {spec.name: Histogram(spec.dtype) for spec in context.specs}
         self._failures = 0
         self._seconds: Mapping[str, float] = {}
         self._since = time.perf_counter()
@@ -132,13 +132,13 @@ class RunEvents(RunObserver):
         """Write the graph of the model and the projector, after all features are computed."""
         try:
             self._write_graph()
-            asked = self._prepared.config.tensorboard
+            asked = self._context.config.tensorboard
             num_rows = PROJECTOR_ROWS if asked is True else asked
             store = FeatureStore(self._session.root, verify="rows")
             runs = self._session.manifest.runs
             layers = dict.fromkeys(spec.name for run in runs for spec in run.layers)
             there = [name for name in layers if name in store]
-            write_projector(self._session.disk, self._prepared, store, there, num_rows)
+            write_projector(self._session.disk, self._context, store, there, num_rows)
         except (OSError, FeatxError) as error:
             log_message(f"warning: {_failure_text(error)} The store is not touched by it.")
             return
@@ -157,7 +157,7 @@ class RunEvents(RunObserver):
         """Write the graph to a separate file, once per run."""
         if any(self._folder.glob(f"*{_GRAPH}")):
             return
-        module, x = self._prepared.engine.without_hooks()
+        module, x = self._context.engine.without_hooks()
         try:
             record = _graph_record(module, x)
         except Exception as error:  # noqa: BLE001 - the user's module runs in it

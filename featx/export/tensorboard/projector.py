@@ -44,7 +44,7 @@ _SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 
 def write_projector(
     disk: AtomicFolder,
-    prepared: RunContext,
+    context: RunContext,
     store: FeatureStore,
     layers: Sequence[str],
     num_rows: int,
@@ -53,7 +53,7 @@ def write_projector(
 
     Args:
         disk: folder of the store.
-        prepared: the run, with its images and preprocessing.
+        context: the run, with its images and preprocessing.
         store: open store.
         layers: names of layers, the last one in the model last.
         num_rows: maximum number of rows, evenly spaced; rows that failed are left out.
@@ -74,7 +74,7 @@ def write_projector(
     disk.make_folder(folder / _FILES)
     config = ProjectorConfig()
     for number, name in enumerate(layers[-MAX_LAYERS:]):
-        if (vectors := _vectors(prepared, store, name, rows)) is None:
+        if (vectors := _vectors(context, store, name, rows)) is None:
             continue
         path = f"{_FILES}/vectors-{number}.tsv"
         disk.replace(folder / path, vectors_text(vectors))
@@ -89,7 +89,7 @@ def write_projector(
     if not config.embeddings:
         return
     disk.replace(folder / _FILES / "metadata.tsv", metadata_text(store, rows))
-    sheet, size = sprite_sheet(prepared, rows)
+    sheet, size = sprite_sheet(context, rows)
     disk.replace(folder / _FILES / "sprites.png", _as_png(sheet))
     for embedding in config.embeddings:
         embedding.sprite.image_path = f"{_FILES}/sprites.png"
@@ -160,7 +160,7 @@ def vectors_text(vectors: npt.NDArray[np.float32]) -> bytes:
 
 
 def _vectors(
-    prepared: RunContext, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
+    context: RunContext, store: FeatureStore, name: str, rows: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float32] | None:
     """Return (n, C) vectors of a layer, or None after logging the reason.
 
@@ -170,7 +170,7 @@ def _vectors(
 
     from featx.layers.reductions import reduction
 
-    layer, backbone = store[name], prepared.engine.backbone
+    layer, backbone = store[name], context.engine.backbone
     shape = layer.shape[1:]
     reduce = ReduceConfig("none" if len(shape) == 1 else "avg")
     try:
@@ -199,26 +199,26 @@ def _vectors(
 
 
 def sprite_sheet(
-    prepared: RunContext, rows: npt.NDArray[np.int64]
+    context: RunContext, rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], tuple[int, int]]:
     """Arrange the images of some rows, as the model receives them, in a square grid, by lines.
 
     An image that cannot be read is grey, so that the others keep their positions.
 
     Args:
-        prepared: the run, with its images and preprocessing.
+        context: the run, with its images and preprocessing.
         rows: (n,) int64 rows.
 
     Returns:
         (H, W, 3) uint8, and the (width, height) of one sprite.
     """
     side = math.ceil(math.sqrt(len(rows)))
-    height, width = prepared.engine.backbone.preprocess.crop
+    height, width = context.engine.backbone.preprocess.crop
     longest = min(SPRITE_PIXELS, max(height, width))
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
     places = np.full((side * side, h, w, 3), _NO_PICTURE, dtype=np.uint8)
     missing = 0
-    for place, sprite in enumerate(_sprites(prepared, rows, (w, h))):
+    for place, sprite in enumerate(_sprites(context, rows, (w, h))):
         if sprite is None:
             missing += 1
         else:
@@ -231,13 +231,13 @@ def sprite_sheet(
 
 
 def _sprites(
-    prepared: RunContext, rows: npt.NDArray[np.int64], size: tuple[int, int]
+    context: RunContext, rows: npt.NDArray[np.int64], size: tuple[int, int]
 ) -> Iterator[npt.NDArray[np.uint8] | None]:
     """Yield the sprite of each row, (h, w, 3) uint8 for a size (w, h), or None without an image."""
     from PIL import Image
 
-    preprocess = prepared.engine.backbone.preprocess
-    with prepared.loader(1) as loader:
+    preprocess = context.engine.backbone.preprocess
+    with context.loader(1) as loader:
         for x in loader.each(rows.tolist()):
             if x is None:
                 yield None

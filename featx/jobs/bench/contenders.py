@@ -104,16 +104,16 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     from featx.pipeline.forward_passes import Passes
     from featx.pipeline.run_context import build_run_context
 
-    with build_run_context(config, config_yaml, engine_specs.FEATURES) as prepared:
-        num_rows, engine = len(prepared.listing), prepared.engine
-        keys = [bytes(key) for key in prepared.listing.keys]
+    with build_run_context(config, config_yaml, engine_specs.FEATURES) as context:
+        num_rows, engine = len(context.listing), context.engine
+        keys = [bytes(key) for key in context.listing.keys]
         begun = time.perf_counter()
-        data = {key: prepared.source.read(key) for key in keys}
+        data = {key: context.source.read(key) for key in keys}
         reading = time.perf_counter() - begun
-        prepared.source = _InMemory(prepared.listing, data)
+        context.source = _InMemory(context.listing, data)
         begun = time.perf_counter()
         images = None
-        with prepared.loader(engine.compute.batch_size) as loader:
+        with context.loader(engine.compute.batch_size) as loader:
             for _, batch in loader.batches([Part(0, 0, num_rows)]):
                 images = batch.images
         decoding = time.perf_counter() - begun
@@ -122,7 +122,7 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
         engine.run(images)
         # All of some passes, as a run has them: the fastest would flatter it.
         batches = [(Part(0, 0, num_rows), Batch(images, 0, len(images), []))] * passes
-        with Passes(prepared, lambda engine, batch: engine.run(batch.images)) as at_once:
+        with Passes(context, lambda engine, batch: engine.run(batch.images)) as at_once:
             begun = time.perf_counter()
             for _, _, computed in at_once.each(batches):
                 computed()

@@ -23,14 +23,14 @@ def check(config: Config) -> None:
 
 
 def run_distributed(
-    prepared: RunContext, session: Session, product: PartTask, config_yaml: str
+    context: RunContext, session: Session, part_task: PartTask, config_yaml: str
 ) -> RunOutcome:
     """Compute the missing parts with the executor that the option `executor` chooses.
 
     Args:
-        prepared: run context.
+        context: run context.
         session: write session of the store or statistics.
-        product: part task of the workers.
+        part_task: part task of the workers.
         config_yaml: config as the user wrote it.
 
     Raises:
@@ -40,10 +40,10 @@ def run_distributed(
     from featx.pipeline.executors.worker_spec import worker_spec
 
     module: Any = importlib.import_module(
-        f"featx.pipeline.executors.{prepared.config.executor.name}"
+        f"featx.pipeline.executors.{context.config.executor.name}"
     )
-    order = worker_spec(prepared, session, product, config_yaml)
+    order = worker_spec(context, session, part_task, config_yaml)
     # Workers load their own copy of the model and need the memory of the device.
-    with prepared.engine.off_device():
-        outcome: RunOutcome = module.run(prepared, session, order)
+    with context.engine.off_device():
+        outcome: RunOutcome = module.run(context, session, order)
     return outcome

@@ -11,19 +11,19 @@ from featx.pipeline.run_observer import RunObserver
 
 
 def run(
-    prepared: RunContext, session: Session, maker: PartSink, observer: RunObserver | None = None
+    context: RunContext, session: Session, sink: PartSink, observer: RunObserver | None = None
 ) -> RunOutcome:
     """Compute the missing parts in this process.
 
     Args:
-        prepared: run context.
+        context: run context.
         session: write session of the store or statistics.
-        maker: sink that computes parts and commits them to the session.
+        sink: sink that computes parts and commits them to the session.
         observer: observer of the run, or None.
 
     Raises:
         FeatxError: the run failed.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    figures = run_parts(prepared, session, maker, session.disk, observer)
-    return RunOutcome(figures, maker.underflow_rows, peak_memory_mib())
+    figures = run_parts(context, session, sink, session.disk, observer)
+    return RunOutcome(figures, sink.underflow_rows, peak_memory_mib())

@@ -59,11 +59,11 @@ def check(config: Config) -> None:
     """Do nothing: this executor needs no further package."""
 
 
-def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
+def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in worker processes.
 
     Args:
-        prepared: run context of the driver.
+        context: run context of the driver.
         session: write session of the store or statistics.
         order: worker spec for every worker.
 
@@ -75,27 +75,27 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
     parts = session.missing()
-    devices = [str(device) for device in prepared.devices]
-    _warn(prepared, len(devices))
-    crew = WorkerPool(order, devices[: len(parts)], session, parts)
+    devices = [str(device) for device in context.devices]
+    _warn(context, len(devices))
+    pool = WorkerPool(order, devices[: len(parts)], session, parts)
     with Heartbeat(session.disk, "driver"):
-        crew.work()
-    return crew.harvest.outcome(len(devices[: len(parts)]), order)
+        pool.work()
+    return pool.collector.outcome(len(devices[: len(parts)]), order)
 
 
-def _warn(prepared: RunContext, num_workers: int) -> None:
+def _warn(context: RunContext, num_workers: int) -> None:
     """Warn about too many threads, and about GPUs of different models."""
-    threads = prepared.at_once.threads or 0
+    threads = context.at_once.threads or 0
     if threads * num_workers > num_cpus():
         log_message(
             f"warning: {num_workers} workers of {threads} threads share {num_cpus()} "
             "CPUs. The store was begun with so many threads each, and the last bits of its rows "
             "depend on them; overwrite=true begins anew with fewer."
         )
-    if prepared.engine.device.type == "cuda":
+    if context.engine.device.type == "cuda":
         import torch
 
-        models = {torch.cuda.get_device_name(device) for device in prepared.devices}
+        models = {torch.cuda.get_device_name(device) for device in context.devices}
         if len(models) > 1:
             log_message(
                 f"warning: the devices differ ({', '.join(sorted(models))}); rows that one or the "
@@ -163,7 +163,7 @@ class WorkerPool:
         command: command that starts a worker.
 
     Attributes:
-        harvest: results and measurements of the workers so far.
+        collector: results and measurements of the workers so far.
     """
 
     def __init__(
@@ -174,13 +174,15 @@ class WorkerPool:
         parts: Sequence[Part],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        self.harvest = ResultCollector(sum(len(part) for part in parts))
+        self.collector = ResultCollector(sum(len(part) for part in parts))
         self._order = order
         self._devices = devices
         self._session = session
         self._command = command
         self._pending = deque(parts)
-        self._suspects: deque[Part] = deque()  # parts of workers that died, assigned last and alone
+        self._crash_list: deque[Part] = (
+            deque()
+        )  # parts of workers that died, assigned last and alone
         self._deaths: Counter[int] = Counter()  # index of a part -> workers that died in it
         self._idle_deaths = self._crashes = 0
         self._workers: list[_Worker] = []
@@ -256,8 +258,8 @@ class WorkerPool:
     def _on_ready(self, worker: _Worker) -> None:
         """Start the clock of the run with the first worker that is ready."""
         worker.ready = True
-        if not self.harvest.begun:
-            self.harvest.begin()
+        if not self.collector.begun:
+            self.collector.begin()
             self._progress.begin()
 
     def _on_ask(self, worker: _Worker, waits: bool) -> None:
@@ -271,11 +273,11 @@ class WorkerPool:
         """Record a committed part."""
         del worker.held[done.part.index]
         self._session.committed(done.part, done.failures)
-        self.harvest.add(done)
+        self.collector.add(done)
         waited = done.waited / len(self._devices)
         self._progress.step(len(done.part), len(done.failures), waited)
         try:
-            self.harvest.refuse_failures(self._order, self._session)
+            self.collector.refuse_failures(self._order, self._session)
         except TooManyFailuresError as error:
             self._end(error)
 
@@ -302,17 +304,17 @@ class WorkerPool:
         error.add_note(trace)
         self._end(error)
 
-    def _on_bye(self, worker: _Worker, labour: WorkerStats) -> None:
+    def _on_bye(self, worker: _Worker, worker_stats: WorkerStats) -> None:
         """Add the measurements of a worker that has ended."""
         worker.finished = True
-        self.harvest.labour.add(labour)
+        self.collector.worker_stats.add(worker_stats)
 
     def _next_for(self, worker: _Worker) -> Part | None:
         """Part to assign to a worker now; None if it has to wait or no part is left."""
         if self._ending is not None:
             return None
         if not worker.held:
-            queue = self._pending or self._suspects
+            queue = self._pending or self._crash_list
             return queue.popleft() if queue else None
         alone = any(self._deaths[index] for index in worker.held)
         # Keep the last parts for workers without one.
@@ -350,12 +352,12 @@ class WorkerPool:
 
     def _is_work_left(self) -> bool:
         """Whether a part is queued or assigned to a worker."""
-        queued = self._pending or self._suspects
+        queued = self._pending or self._crash_list
         return bool(queued) or any(worker.held for worker in self._workers)
 
     def _replace(self, worker: _Worker) -> None:
         """Start another worker for one that died, or end the run after MAX_DEATHS deaths."""
-        self.harvest.is_labour_complete = False
+        self.collector.is_complete = False
         held = [worker.held[index] for index in sorted(worker.held)]
         # If a decoder crashed, the in-flight journal names the image and the next worker decodes it
         # in a subprocess, so the death does not count against the part.
@@ -365,7 +367,7 @@ class WorkerPool:
         counts = not decoding or self._crashes > MAX_CRASHES
         for part in reversed(held):
             self._deaths[part.index] += counts
-            self._suspects.appendleft(part)
+            self._crash_list.appendleft(part)
         self._idle_deaths += counts and not held
         deaths = max([self._deaths[part.index] for part in held], default=self._idle_deaths)
         where = f"in {rows_text(held)}" if held else "before it had a part"

@@ -121,14 +121,14 @@ def main(descriptor: int, parent: int) -> int:
     from featx.storage.s3_folder import open_folder
     from featx.store.heartbeat import Heartbeat
 
-    labour, work = WorkerStats(), None
+    worker_stats, work = WorkerStats(), None
     try:
-        heart = Heartbeat(open_folder(order.root), f"worker on {device}", order.driver)
-        with heart, worker_context(order, device) as prepared:
-            work = PartWorker(prepared, order, link.done, heart, link.stopping)
+        heartbeat = Heartbeat(open_folder(order.root), f"worker on {device}", order.driver)
+        with heartbeat, worker_context(order, device) as context:
+            work = PartWorker(context, order, link.done, heartbeat, link.stopping)
             link.tell("ready")
             while (first := link.draw(wait=True)) is not None:
-                labour.add(work.do(link.parts(first)))
+                worker_stats.add(work.do(link.parts(first)))
     except Interrupted as interrupted:
         if not link.stopping.is_set():
             return 128 + interrupted.signum  # a signal to this process alone
@@ -137,7 +137,7 @@ def main(descriptor: int, parent: int) -> int:
         told = traceback.format_exc()
         link.tell("failed", type(error).__name__, str(error), told, rows_text(list(at)))
         return 1
-    link.tell("bye", labour)
+    link.tell("bye", worker_stats)
     return 0
 
 

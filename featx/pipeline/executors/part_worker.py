@@ -29,10 +29,10 @@ class PartWorker:
     """Batch sink of a worker: computes parts one after the other, commits and reports each.
 
     Args:
-        prepared: run context of the worker, equal to that of the driver.
+        context: run context of the worker, equal to that of the driver.
         order: worker spec from the driver.
         tell: receives the result of every committed part; called in the thread that commits.
-        heart: heartbeat that records the current part.
+        heartbeat: heartbeat that records the current part.
         stopping: event that ends the worker before its next batch, or None.
 
     Attributes:
@@ -45,19 +45,19 @@ class PartWorker:
 
     def __init__(
         self,
-        prepared: RunContext,
+        context: RunContext,
         order: WorkerSpec,
         tell: Callable[[PartResult], None],
-        heart: Heartbeat,
+        heartbeat: Heartbeat,
         stopping: threading.Event | None = None,
     ) -> None:
-        self._maker = order.product.maker(prepared, order.root, heart)
+        self._sink = order.part_task.sink(context, order.root, heartbeat)
         self._stopping = stopping or threading.Event()
         self.part: Part | None = None
         self.rows_asked = order.num_rows
         self.rows_done = 0
         self.rows_failed = 0
-        self._prepared = prepared
+        self._context = context
         self._tell = tell
         self._parts: Iterable[Part] = ()
         self._unseen = SilentProgress()
@@ -76,8 +76,8 @@ class PartWorker:
             Interrupted: a signal arrived, or `stopping` was set; complete parts are committed.
         """
         self._parts = parts
-        self._maker.seconds = dict.fromkeys(self._maker.seconds, 0.0)
-        figures = run_parts(self._prepared, self, self, progress=self._unseen)
+        self._sink.seconds = dict.fromkeys(self._sink.seconds, 0.0)
+        figures = run_parts(self._context, self, self, progress=self._unseen)
         warnings = Counter(figures.decoder_warnings)
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         return WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
@@ -85,7 +85,7 @@ class PartWorker:
     @property
     def seconds(self) -> Mapping[str, float]:
         """Stage -> busy seconds of stages that only this sink has."""
-        return self._maker.seconds
+        return self._sink.seconds
 
     def missing(self) -> Iterable[Part]:
         """Parts given to `do`."""
@@ -93,7 +93,7 @@ class PartWorker:
 
     def compute(self, engine: Engine, batch: Batch) -> Any:
         """Compute the values of a batch."""
-        return self._maker.compute(engine, batch)
+        return self._sink.compute(engine, batch)
 
     def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
         """Consume the next batch of a part; return the failures of its rows."""
@@ -102,7 +102,7 @@ class PartWorker:
         if batch.start == part.start:
             self._at = part, time.perf_counter()
         self.part = part
-        failures = self._maker.take(part, batch, computed)
+        failures = self._sink.take(part, batch, computed)
         self.part = None
         return failures
 
@@ -112,9 +112,9 @@ class PartWorker:
         part, begun = self._at
         # These counts are taken here, in the thread of `take`: the commit runs in another thread,
         # when the sink already counts for the next part.
-        underflow_rows, self._maker.underflow_rows = self._maker.underflow_rows, Counter()
+        underflow_rows, self._sink.underflow_rows = self._sink.underflow_rows, Counter()
         waited = self._unseen.take_waited()
-        commit = self._maker.finish_part()
+        commit = self._sink.finish_part()
 
         def made_durable() -> None:
             failures = commit()

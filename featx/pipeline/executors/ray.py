@@ -64,11 +64,11 @@ def check(config: Config) -> None:
             raise _no_cluster(config, error) from error
 
 
-def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
+def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in actors of a Ray cluster.
 
     Args:
-        prepared: run context of the driver.
+        context: run context of the driver.
         session: write session of the store or statistics.
         order: worker spec for every actor.
 
@@ -79,10 +79,10 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
         RunError: an actor failed; the message names its part and rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    with _cluster(prepared.config) as ray, Heartbeat(session.disk, "driver"):
-        pool = Pool(ray, order, prepared, session)
+    with _cluster(context.config) as ray, Heartbeat(session.disk, "driver"):
+        pool = Pool(ray, order, context, session)
         pool.work()
-    return pool.harvest.outcome(pool.size, order)
+    return pool.collector.outcome(pool.size, order)
 
 
 class Actor:
@@ -105,10 +105,10 @@ class Actor:
         """Build the run context; return the name of the heartbeat file of this process."""
         with add_worker_context(self._name, lambda: rows_text([])):
             order = self._order.open()
-            heart = Heartbeat(open_folder(order.root), f"actor on {self._device}", order.driver)
-            self._stack.enter_context(heart)
-            prepared = self._stack.enter_context(worker_context(order, self._device))
-            self._work = PartWorker(prepared, order, self._done.append, heart)
+            heartbeat = Heartbeat(open_folder(order.root), f"actor on {self._device}", order.driver)
+            self._stack.enter_context(heartbeat)
+            context = self._stack.enter_context(worker_context(order, self._device))
+            self._work = PartWorker(context, order, self._done.append, heartbeat)
         return sign_name(os.getpid())
 
     def do(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
@@ -119,10 +119,10 @@ class Actor:
         """
         assert self._work is not None, "the actor is not ready"
         with add_worker_context(self._name, lambda: rows_text([part])):
-            labour = self._work.do(iter([part]))
+            worker_stats = self._work.do(iter([part]))
         done = list(self._done)
         self._done.clear()
-        return done, labour
+        return done, worker_stats
 
     def leave(self) -> None:
         """Release the model and the heartbeat."""
@@ -148,20 +148,20 @@ class Pool:
     Args:
         ray: the module, connected to a cluster.
         order: worker spec for every actor.
-        prepared: run context of the driver.
+        context: run context of the driver.
         session: write session of the store or statistics.
 
     Attributes:
-        harvest: results and measurements of the actors so far.
+        collector: results and measurements of the actors so far.
         size: number of actors.
     """
 
-    def __init__(self, ray: Any, order: WorkerSpec, prepared: RunContext, session: Session) -> None:
-        keys = prepared.config.executor
+    def __init__(self, ray: Any, order: WorkerSpec, context: RunContext, session: Session) -> None:
+        keys = context.config.executor
         self._pending = deque(session.missing())
-        self.harvest = ResultCollector(sum(len(part) for part in self._pending))
+        self.collector = ResultCollector(sum(len(part) for part in self._pending))
         self._asked = order
-        self._device = prepared.engine.device.type
+        self._device = context.engine.device.type
         gpus = keys.gpus or 1.0 if self._device == "cuda" else 0.0
         there = ray.cluster_resources()
         room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
@@ -228,18 +228,18 @@ class Pool:
             return
         if part is None:
             hand.sign = result
-            if not self.harvest.begun:
+            if not self.collector.begun:
                 self._progress.begin()
-            self.harvest.begin()
+            self.collector.begin()
         else:
-            done, labour = result
+            done, worker_stats = result
             for each in done:
                 self._session.committed(each.part, each.failures)
-                self.harvest.add(each)
+                self.collector.add(each)
                 waited = each.waited / self.size
                 self._progress.step(len(each.part), len(each.failures), waited)
-                self.harvest.refuse_failures(self._asked, self._session)
-            self.harvest.labour.add(labour)
+                self.collector.refuse_failures(self._asked, self._session)
+            self.collector.worker_stats.add(worker_stats)
         self._give(hand)
 
     def _replace(self, part: Part | None, reason: str) -> None:

@@ -100,11 +100,11 @@ def check(config: Config) -> None:
     check_partition(config.executor.partition)
 
 
-def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
+def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in tasks of a job array.
 
     Args:
-        prepared: run context of the driver.
+        context: run context of the driver.
         session: write session of the store or statistics.
         order: worker spec for every task.
 
@@ -115,13 +115,13 @@ def run(prepared: RunContext, session: Session, order: WorkerSpec) -> RunOutcome
         RunError: a task failed; the message names it, the part and its rows.
         Interrupted: SIGINT or SIGTERM arrived; the tasks were told to commit complete parts.
     """
-    folder = _folder_of_tasks(prepared.config, session)
-    array = _Array(order, prepared, session, folder)
+    folder = _folder_of_tasks(context.config, session)
+    array = _Array(order, context, session, folder)
     with Heartbeat(session.disk, "driver"):
         array.work()
     clear_signs(session.disk, order.driver)  # killed tasks leave their heartbeat files behind
     AtomicFolder(folder.parent).remove(folder)
-    return array.harvest.outcome(array.num_tasks, order)
+    return array.collector.outcome(array.num_tasks, order)
 
 
 @dataclass(frozen=True)
@@ -130,14 +130,14 @@ class TaskResult:
 
     Attributes:
         done: results of the parts that it committed.
-        labour: measurements of these parts; empty if the task was told to end.
-        told_by: what told it to end, TIME_LIMIT or a signal; None if all parts are done.
+        worker_stats: measurements of these parts; empty if the task was told to end.
+        read_by: what told it to end, TIME_LIMIT or a signal; None if all parts are done.
         doing: what it did until then, as text.
     """
 
     done: Sequence[PartResult]
-    labour: WorkerStats
-    told_by: str | None = None
+    worker_stats: WorkerStats
+    read_by: str | None = None
     doing: str = ""
 
 
@@ -181,13 +181,15 @@ class Task:
         with add_worker_context(name, at):
             try:
                 with _told_to_end(self._limit_s, order) as told:
-                    missing = order.product.missing(order.root, self._parts)
+                    missing = order.part_task.missing(order.root, self._parts)
                     if not missing:
                         return TaskResult([], WorkerStats())
-                    heart = Heartbeat(open_folder(order.root), name, order.driver, outlives=True)
-                    with heart, worker_context(order, self._device) as prepared:
+                    heartbeat = Heartbeat(
+                        open_folder(order.root), name, order.driver, outlives=True
+                    )
+                    with heartbeat, worker_context(order, self._device) as context:
                         ready_s = time.monotonic() - began
-                        work = PartWorker(prepared, order, self._done.append, heart)
+                        work = PartWorker(context, order, self._done.append, heartbeat)
                         return TaskResult(self._done, work.do(iter(missing)))
             except Interrupted:
                 ran_s = time.monotonic() - began
@@ -288,28 +290,28 @@ class _Array:
 
     Args:
         order: worker spec for every task.
-        prepared: run context of the driver.
+        context: run context of the driver.
         session: write session of the store or statistics.
         folder: folder for the pickled tasks, their results and logs.
 
     Attributes:
-        harvest: results and measurements of the tasks so far.
+        collector: results and measurements of the tasks so far.
         num_tasks: number of tasks that share the parts.
     """
 
     def __init__(
-        self, order: WorkerSpec, prepared: RunContext, session: Session, folder: Path
+        self, order: WorkerSpec, context: RunContext, session: Session, folder: Path
     ) -> None:
-        keys = prepared.config.executor
+        keys = context.config.executor
         self._missing = {part.index: part for part in session.missing()}
-        self.harvest = ResultCollector(sum(map(len, self._missing.values())))
+        self.collector = ResultCollector(sum(map(len, self._missing.values())))
         self.num_tasks = max(1, min(keys.workers or _TASKS, len(self._missing)))
         self._order = order
         self._session = session
         self._limit_s = keys.task_seconds
-        self._device = str(prepared.engine.device).partition(":")[0]
+        self._device = str(context.engine.device).partition(":")[0]
         self._folder = folder
-        self._executor = _executor(prepared.config, folder)
+        self._executor = _executor(context.config, folder)
         self._jobs: dict[Any, list[Part]] = {}  # job of submitit -> its parts
         self._ended_at: dict[Any, float] = {}  # jobs that have ended without a result so far
         self._losses: Counter[int] = Counter()  # index of a part -> tasks that ended at it
@@ -411,15 +413,15 @@ class _Array:
 
     def _look_at_parts(self) -> None:
         """Record the parts that were committed since the last look, whoever committed them."""
-        is_first = not self.harvest.begun
+        is_first = not self.collector.begun
         for part, failures in self._session.arrived(list(self._missing.values())):
             del self._missing[part.index]
             self._session.committed(part, failures)
-            if not self.harvest.begun:
+            if not self.collector.begun:
                 self._progress.begin()
-            self.harvest.add(PartResult(part, failures, {}, 0.0, 0.0), before=is_first)
+            self.collector.add(PartResult(part, failures, {}, 0.0, 0.0), before=is_first)
             self._progress.step(len(part), len(failures), 0.0)
-            self.harvest.refuse_failures(self._order, self._session)
+            self.collector.refuse_failures(self._order, self._session)
 
     def _look_at_job(self, job: Any, state: TaskState | None) -> None:
         """Take the result of an ended task; submit again what it left undone.
@@ -442,12 +444,12 @@ class _Array:
             self._lost(job, parts, f"was lost ({str(error).strip().splitlines()[0][:200]})")
             return
         for each in result.done:
-            self.harvest.underflow_rows.update(each.underflow_rows)
-        self.harvest.labour.add(result.labour)
-        if result.told_by == TIME_LIMIT:
+            self.collector.underflow_rows.update(each.underflow_rows)
+        self.collector.worker_stats.add(result.worker_stats)
+        if result.read_by == TIME_LIMIT:
             self._lost(job, parts, f"reached its time limit ({result.doing})", is_late=True)
-        elif result.told_by is not None:
-            self._lost(job, parts, f"was told to end by {result.told_by} ({result.doing})")
+        elif result.read_by is not None:
+            self._lost(job, parts, f"was told to end by {result.read_by} ({result.doing})")
 
     def _failed(self, job: Any, error: Exception) -> RunError:
         """Error for a task that raised one."""
@@ -472,7 +474,7 @@ class _Array:
         Raises:
             RunError: MAX_LOSSES tasks have ended at the same part.
         """
-        self.harvest.is_labour_complete = False
+        self.collector.is_complete = False
         left = [part for part in parts if part.index in self._missing]
         if not left:
             return

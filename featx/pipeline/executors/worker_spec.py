@@ -99,13 +99,13 @@ class PartTask(Protocol):
             parts: parts to look for.
         """
 
-    def maker(self, prepared: RunContext, root: Path, heart: Heartbeat) -> PartSink:
+    def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> PartSink:
         """Create the sink that computes parts and commits each of them.
 
         Args:
-            prepared: run context of the worker.
+            context: run context of the worker.
             root: folder of the store or statistics.
-            heart: heartbeat of the worker.
+            heartbeat: heartbeat of the worker.
         """
 
 
@@ -150,7 +150,7 @@ class WorkerSpec:
         config_yaml: config as the user wrote it.
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
         engine_spec: how to build the engine.
-        product: part task: what is computed and where it is committed.
+        part_task: part task: what is computed and where it is committed.
         begun: values of every `auto` and rows per part.
         fingerprint: fingerprint of the driver; that of the worker must be equal.
         num_rows: number of rows of the listing.
@@ -163,7 +163,7 @@ class WorkerSpec:
     config_yaml: str
     source: Source | None
     engine_spec: EngineSpec
-    product: PartTask
+    part_task: PartTask
     begun: ResumeState
     fingerprint: Mapping[str, Any]
     num_rows: int
@@ -171,44 +171,44 @@ class WorkerSpec:
 
 
 def worker_spec(
-    prepared: RunContext, session: Session, product: PartTask, config_yaml: str
+    context: RunContext, session: Session, part_task: PartTask, config_yaml: str
 ) -> WorkerSpec:
     """Create the worker spec of a run.
 
     Args:
-        prepared: run context of the driver.
+        context: run context of the driver.
         session: write session of the store or statistics.
-        product: part task of the workers.
+        part_task: part task of the workers.
         config_yaml: config as the user wrote it.
 
     Raises:
         ConfigError: the data set is a Python object that cannot be pickled.
     """
-    config = prepared.config
+    config = context.config
     return WorkerSpec(
         root=session.root.absolute(),
         driver=sign_name(os.getpid()),
         config=replace(config, executor=ExecutorConfig()),
         config_yaml=config_yaml,
-        source=_sendable(prepared),
-        engine_spec=prepared.engine_spec,
-        product=product,
-        begun=ResumeState(prepared.as_run().resolved, prepared.part_rows),
-        fingerprint=prepared.header.fingerprint,
-        num_rows=len(prepared.listing),
+        source=_sendable(context),
+        engine_spec=context.engine_spec,
+        part_task=part_task,
+        begun=ResumeState(context.as_run().resolved, context.part_rows),
+        fingerprint=context.header.fingerprint,
+        num_rows=len(context.listing),
         cpus=config.cpus_of_worker(num_cpus()),
     )
 
 
-def _sendable(prepared: RunContext) -> Source | None:
+def _sendable(context: RunContext) -> Source | None:
     """Data set if it can be pickled, or None for one that workers can open themselves.
 
     A data set cannot be pickled if it holds locks or open files, for example.
     """
-    of_python = prepared.config.data.name == "python"
+    of_python = context.config.data.name == "python"
     try:
-        _Travelling(io.BytesIO()).dump(prepared.source)
-        return prepared.source
+        _Travelling(io.BytesIO()).dump(context.source)
+        return context.source
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
         if of_python:
             raise ConfigError(
@@ -251,8 +251,8 @@ class _WorkerTarget:
     """Run target of a worker: gives `build_run_context` the answers of the worker spec."""
 
     def __init__(self, order: WorkerSpec, source: Source, listing: Listing) -> None:
-        self.dtype = order.product.dtype
-        self.settings = dict(order.product.settings)
+        self.dtype = order.part_task.dtype
+        self.settings = dict(order.part_task.settings)
         self.folder: Path | None = order.root
         self._order = order
         self._found = source, listing
@@ -263,7 +263,7 @@ class _WorkerTarget:
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the layers that the driver asks for."""
-        return [pair for pair in chosen if pair[0].name in self._order.product.datasets]
+        return [pair for pair in chosen if pair[0].name in self._order.part_task.datasets]
 
     def begun(self, names: set[str]) -> ResumeState | None:
         """Choices of the driver."""
@@ -292,24 +292,24 @@ def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
     # The driver has written to the store already, so an outage of an object store is temporary.
     with s3_client.patience():
         take_cpus(order.cpus)
-        order.product.check(order.root, order.fingerprint)
+        order.part_task.check(order.root, order.fingerprint)
         config = replace(order.config, device=device)
         source = order.source
         if source is None:
             source = open_source(config.data)
             source.listing()  # some sources need this before they can read
-        listing = order.product.listing(order.root, order.num_rows, order.fingerprint["listing"])
+        listing = order.part_task.listing(order.root, order.num_rows, order.fingerprint["listing"])
         if listing is None:
             raise RunError(
                 f"{order.root} has no listing of {order.num_rows} rows that is readable."
             )
-        purpose = _WorkerTarget(order, source, listing)
-        with build_run_context(config, order.config_yaml, order.engine_spec, purpose) as prepared:
-            if changed := differences(order.fingerprint, prepared.header.fingerprint):
+        target = _WorkerTarget(order, source, listing)
+        with build_run_context(config, order.config_yaml, order.engine_spec, target) as context:
+            if changed := differences(order.fingerprint, context.header.fingerprint):
                 lines = [
                     f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
                 ]
                 raise RunError(
                     "this worker would compute other values than the driver:\n" + "\n".join(lines)
                 )
-            yield prepared
+            yield context

@@ -91,8 +91,8 @@ class ResultCollector:
             found committed when the clock started.
         asked: time at which the run was distributed, by time.perf_counter.
         underflow_rows: layer -> number of underflow rows.
-        labour: measurements of workers that have ended.
-        is_labour_complete: whether every worker reported its measurements before it ended.
+        worker_stats: measurements of workers that have ended.
+        is_complete: whether every worker reported its measurements before it ended.
     """
 
     rows_to_do: int
@@ -102,8 +102,8 @@ class ResultCollector:
     rows_before: int = 0
     asked: float = field(default_factory=time.perf_counter)
     underflow_rows: Counter[str] = field(default_factory=Counter)
-    labour: WorkerStats = field(default_factory=WorkerStats)
-    is_labour_complete: bool = True
+    worker_stats: WorkerStats = field(default_factory=WorkerStats)
+    is_complete: bool = True
 
     def begin(self) -> None:
         """Start the clock when the first worker is ready; later calls do nothing."""
@@ -142,11 +142,11 @@ class ResultCollector:
             num_workers: number of workers that shared the parts.
             order: their worker spec.
         """
-        labour, known = self.labour, self.is_labour_complete
-        busy = dict.fromkeys(_STAGES, 0.0) | labour.seconds
+        worker_stats, known = self.worker_stats, self.is_complete
+        busy = dict.fromkeys(_STAGES, 0.0) | worker_stats.seconds
         # A sum that lacks a worker would be wrong, so the seconds are unknown then.
         seconds: dict[str, float | None] = {**busy} if known else dict.fromkeys(busy)
-        num_bytes = labour.bytes_read if known else None
+        num_bytes = worker_stats.bytes_read if known else None
         timed, took = self.rows - self.rows_before, self.ended - self.begun
         # All parts were committed when the clock started: time from the distribution instead.
         if not timed:
@@ -161,6 +161,6 @@ class ResultCollector:
             timed / took,
             num_bytes,
             sentence,
-            decoder_warnings=labour.decoder_warnings,
+            decoder_warnings=worker_stats.decoder_warnings,
         )
-        return RunOutcome(figures, self.underflow_rows, labour.peak_memory_mib)
+        return RunOutcome(figures, self.underflow_rows, worker_stats.peak_memory_mib)

@@ -34,7 +34,6 @@ _ONLY_WITH = {
     "job.json": _WITH_JSON,
     "job.show": ("layers",),
     "store": ("verify", "status", "pack", "probe", *_OF_A_STORE),
-    "layer": ("probe", *_OF_A_STORE),
     "stats": ("stats",),
     "verify": ("verify",),
     "profile": ("extract", "stats", "attribute"),
@@ -64,32 +63,32 @@ _READS = {
     "status": (("store", "out"), "it reads the store that `store` or `out` names"),
     "pack": (("store", "out"), "it packs the store that `store` or `out` names"),
     "probe": (
-        ("store", "out", "layer", "device", "seed"),
-        "it reads a store that is there; `layer` says which of its layers",
+        ("store", "out", "layers", "device", "seed"),
+        "it reads a store that is there; `layers` says which of its layers",
     ),
     "neighbors": (
-        ("store", "out", "layer", "device"),
-        "it reads a store that is there; `layer` says which of its layers",
+        ("store", "out", "layers", "device"),
+        "it reads a store that is there; `layers` says which of its layers",
     ),
     "duplicates": (
-        ("store", "out", "layer", "device"),
-        "it reads a store that is there; `layer` says which of its layers",
+        ("store", "out", "layers", "device"),
+        "it reads a store that is there; `layers` says which of its layers",
     ),
     "cka": (
-        ("store", "out", "layer", "device", "seed"),
-        "it reads a store that is there; `layer` says which of its layers",
+        ("store", "out", "layers", "device", "seed"),
+        "it reads a store that is there; `layers` says which of its layers",
     ),
     "export": (
-        ("store", "out", "layer", "overwrite"),
-        "it reads a store that is there; `layer` says which of its layers",
+        ("store", "out", "layers", "overwrite"),
+        "it reads a store that is there; `layers` says which of its layers",
     ),
     "report": (
-        ("store", "out", "layer", "device", "seed", "data.name", "data.root"),
-        "it reads a store that is there; `layer` says which of its layers",
+        ("store", "out", "layers", "device", "seed", "data.name", "data.root"),
+        "it reads a store that is there; `layers` says which of its layers",
     ),
     "predict": (
-        ("store", "out", "layer", "device", "data", "max_failures"),
-        "features are computed as the store's were; `layer` says which head is used",
+        ("store", "out", "layers", "device", "data", "max_failures"),
+        "features are computed as the store's were; `layers` says which head is used",
     ),
 }
 """Jobs that read a store -> the options that they read beside those of `_ONLY_WITH`, and why the
@@ -129,6 +128,11 @@ _WITHOUT_EFFECT = {
 
 _OF_CUSTOM_CODE = ("model.name", "model.library", "model.factory")
 """Options that let a job import the code that a store names; see docs/security.md."""
+
+
+def selects_stored_layers(config: Config) -> bool:
+    """Whether `layers` names layers of a store that is read, not layers to capture."""
+    return config.job.name == "probe" or config.job.name in _OF_A_STORE
 
 
 def default_of(config: Config, key: str) -> Any:
@@ -178,8 +182,7 @@ def unread(config: Config, names: Collection[str]) -> dict[str, str]:
         if jobs is not None:
             if job not in jobs:
                 only = " and ".join(f"job={other}" for other in jobs)
-                hint = " What a run captures is named by layers." if name == "layer" else ""
-                found[shown] = f"{shown} has an effect with {only} only.{hint}"
+                found[shown] = f"{shown} has an effect with {only} only."
         elif job in _READS:
             if not _stands_for(name, _read_of_store(config, names)):
                 found[shown] = f"{shown} has no effect with job={job}: {_READS[job][1]}."

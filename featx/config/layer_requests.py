@@ -12,15 +12,18 @@ from featx.errors import ConfigError
 if TYPE_CHECKING:
     from featx.config.run_config import Config
 
+DEFAULT_LAYERS = "embedding"
+"""Preset that a run takes if `layers` is null."""
+
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
-    """The keys `layers`, in its three forms, and `capture` as one list.
+    """The options `layers`, in its three forms, and `capture` as one list.
 
     Returns:
         (name, glob or preset; reduction); what is not an output has its kind behind the name, as in
         'layer4:input'.
     """
-    asked = config.layers
+    asked = DEFAULT_LAYERS if config.layers is None else config.layers
     if isinstance(asked, str):
         asked = [asked]
     if isinstance(asked, Mapping):

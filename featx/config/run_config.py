@@ -36,7 +36,12 @@ from featx.config import (
     VerifyConfig,
     check_choice,
 )
-from featx.config.job_rules import check_combinations, check_places, default_of
+from featx.config.job_rules import (
+    check_combinations,
+    check_places,
+    default_of,
+    selects_stored_layers,
+)
 from featx.config.layer_requests import layer_requests
 from featx.errors import ConfigError, StoreError
 from featx.storage.s3_path import is_url, parse_path
@@ -92,9 +97,11 @@ class Config:
     here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
-    layers: Annotated[Any, NAMES] = "embedding"
-    """A preset, a list of names, globs or presets, or a mapping of these to reductions. A name is a
-    module's, or an operation's as torch.fx names it (layer1.0.add)."""
+    layers: Annotated[Any, NAMES] = None
+    """Layers of a run: a preset (embedding, stages, leaves, all), a list of names, globs or
+    presets, or a mapping of these to reductions; null takes embedding. A name is a module's, or an
+    operation's as torch.fx names it (layer1.0.add). For jobs that read a store its layers, as names
+    or globs; null takes all. job=neighbors, duplicates and predict take one."""
     capture: Annotated[Any, NAMES] = "output"
     """output, input, grad_output, grad_input, attention, or a list of them: what comes out of a
     layer, what goes into it, the gradients of `target` there, and the weights of an attention
@@ -168,10 +175,6 @@ class Config:
     """The folder or features.h5 that job=verify, status, pack, probe, predict, neighbors,
     duplicates, cka, export and report read, on a disk or as s3://bucket/folder. null takes `out`
     for verify, status, pack and probe; the others need a value."""
-    layer: Annotated[Any, NAMES] = None
-    """The layers that job=probe, neighbors, duplicates, cka, export and report take: a name, a glob
-    or a list; null takes all. job=neighbors and job=duplicates take one layer, which has to be
-    named if there are several. For job=predict the one whose head is used, null for the best."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """What job=stats keeps of each layer, and with what it is compared."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -225,7 +228,8 @@ class Config:
                     "a batch never crosses a part, so raise part_rows or lower batch_size."
                 )
         check_combinations(self)
-        layer_requests(self)
+        if not selects_stored_layers(self):
+            layer_requests(self)
         self._check_target()
 
     def place_of_store(self) -> Path:
@@ -296,6 +300,8 @@ class Config:
     @property
     def takes_gradients(self) -> bool:
         """Whether any layer's gradient is asked for."""
+        if selects_stored_layers(self):
+            return False
         kinds = [name.partition(":")[2] for name, _ in layer_requests(self)]
         return any(kind in GRADIENTS for kind in kinds)
 

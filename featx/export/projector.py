@@ -28,7 +28,7 @@ class Projector(Format):
         if maps:
             raise ConfigError(
                 f"the projector shows vectors; {', '.join(maps)} hold maps. Name the layers you "
-                "want with layer=[...], or extract these with reduce=avg."
+                "want with layers=[...], or extract these with reduce=avg."
             )
         if (chosen.status != Status.OK).any():
             raise ConfigError(

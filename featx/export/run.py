@@ -71,7 +71,7 @@ def run_export(config: Config) -> dict[str, Any]:
     rows = np.flatnonzero(store.ok) if config.export.ok_only else np.arange(len(store))
     if not len(rows):
         raise StoreError(f"{store.root} has no row that is ok: there is nothing to export.")
-    layers = matching_layers(store, config.layer)
+    layers = matching_layers(store, config.layers)
     disk = AtomicFolder(out)
     with CountProgress("B") as progress:
         chosen = Selection(store, layers, rows, progress.step)

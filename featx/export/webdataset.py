@@ -48,7 +48,7 @@ class WebDataset(Format):
         if len(set(lowered)) < len(lowered):
             raise ConfigError(
                 "webdataset reads endings in lower case, and some layers differ by case only: "
-                f"{', '.join(selection.layers)}. Name those you want: layer=[...]."
+                f"{', '.join(selection.layers)}. Name those you want: layers=[...]."
             )
         data = data_of_store(selection.store, self.config.data)
         if data.boxes is not None:

@@ -37,12 +37,12 @@ def _similarity(store: FeatureStore, config: Config) -> tuple[dict[str, Any], st
     other = None if asked.other_store is None else FeatureStore(asked.other_store, verify="rows")
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
-        count = len(matching_layers(store, config.layer))
+        count = len(matching_layers(store, config.layers))
         if other is not None:
-            count += len(matching_layers(other, config.layer))
+            count += len(matching_layers(other, config.layers))
         progress.begin(count)
         found = layer_similarity(
-            store, other, config.layer, asked.rows, config.seed, config.device, progress.step
+            store, other, config.layers, asked.rows, config.seed, config.device, progress.step
         )
     summary = {
         "store": str(store.root),

@@ -33,7 +33,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _duplicates(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    layer, threshold = only_layer(store, config.layer), config.duplicates.threshold
+    layer, threshold = only_layer(store, config.layers), config.duplicates.threshold
     disk = result_folder(store, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()))

@@ -18,7 +18,7 @@ def export_store(**keys: Any) -> Path:
         featx.export_store(store="runs/p", export={"format": "parquet"}, out="exports/p")
 
     Args:
-        keys: `store`, `layer`, `out`, `overwrite`, and `export` as a mapping.
+        keys: `store`, `layers`, `out`, `overwrite`, and `export` as a mapping.
 
     Returns:
         The folder of the export.

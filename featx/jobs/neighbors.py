@@ -36,7 +36,7 @@ def run(config: Config, config_yaml: str) -> int:
 
 
 def _of_one(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    layer, asked = only_layer(store, config.layer), config.neighbors
+    layer, asked = only_layer(store, config.layers), config.neighbors
     assert asked.key is not None, "one row was asked for"
     metric = asked.metric
     found = nearest_rows(store, layer, asked.k, metric, asked.key, config.device)
@@ -61,7 +61,7 @@ def _of_one(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
 
 
 def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    layer, asked = only_layer(store, config.layer), config.neighbors
+    layer, asked = only_layer(store, config.layers), config.neighbors
     disk = result_folder(store, config)
     index = None if asked.recall is None else _index(store, layer, config)
     with CountProgress("rows") as progress:

@@ -30,9 +30,12 @@ def run(config: Config, config_yaml: str) -> int:
     from featx.analysis.prediction import head_of_store, run_prediction  # which import torch
 
     assert config.store is not None, "the config was checked"
-    if not isinstance(config.layer, str | None):
-        raise ConfigError(f"layer={config.layer}: job=predict uses the head of one layer.")
-    head = head_of_store(parse_path(config.store), config.layer)
+    layer = config.layers
+    if isinstance(layer, list | tuple) and len(layer) == 1:
+        layer = layer[0]
+    if not isinstance(layer, str | None):
+        raise ConfigError(f"layers={layer}: job=predict uses the head of one layer.")
+    head = head_of_store(parse_path(config.store), layer)
     log_message(f"head        {head}")
     found = run_prediction(config, head)
     disk = AtomicFolder(Path(config.out).expanduser())

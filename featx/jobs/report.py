@@ -18,7 +18,7 @@ def write_report(**keys: Any) -> Path:
         featx.write_report(store="runs/p", out="p.html")
 
     Args:
-        keys: `store`, `layer`, `out`, `seed`, `data` where the pictures lie elsewhere now, and
+        keys: `store`, `layers`, `out`, `seed`, `data` where the pictures lie elsewhere now, and
             `report` as a mapping.
 
     Returns:

@@ -1,8 +1,9 @@
-"""Option `layer` of jobs that read a store: which layers they use."""
+"""Option `layers` of jobs that read a store: which layers they use."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from featx.base.globs import glob_to_regex
@@ -26,8 +27,10 @@ def matching_layers(store: FeatureStore, asked: Any) -> tuple[str, ...]:
     if asked is None:
         return store.layers
     wanted = [asked] if isinstance(asked, str) else asked
+    if isinstance(wanted, Mapping):
+        wanted = list(wanted)  # as a run was given layers with their reductions
     if not isinstance(wanted, list | tuple) or not wanted:
-        raise ConfigError(f"layer={asked}: expected a name, a glob or a list of them.")
+        raise ConfigError(f"layers={asked}: expected a name, a glob or a list of them.")
     found: dict[str, None] = {}
     for name in map(str, wanted):
         if name in store:
@@ -57,5 +60,5 @@ def only_layer(store: FeatureStore, asked: Any) -> str:
     """
     names = matching_layers(store, asked)
     if len(names) > 1:
-        raise ConfigError(f"name one layer with layer=: {store.root} has {', '.join(names)}.")
+        raise ConfigError(f"name one layer with layers=: {store.root} has {', '.join(names)}.")
     return names[0]

@@ -172,7 +172,7 @@ def test_an_export_of_something_else_is_refused_and_named(store: Path) -> None:
     with pytest.raises(StoreMismatchError, match=r"format: npy, now parquet"):
         export("parquet")
     with pytest.raises(StoreMismatchError, match=r"layers: "):
-        export(layer="flat")
+        export(layers="flat")
     make_run(21, 8, failed=[3, 10], seed=5).write(Path("another"))
     with pytest.raises(StoreMismatchError, match="store's fingerprint"):
         run_job("export", store="another", out="out")
@@ -316,8 +316,8 @@ def test_keys_without_effect_are_refused(store: Path) -> None:
         export("csv")
     with pytest.raises(ConfigError, match="job=export needs store=DIR"):
         run_job("export", out="out")
-    with pytest.raises(ConfigError, match="layer has an effect with job=probe"):
-        run_job("verify", store="store", layer="flat")
+    with pytest.raises(ConfigError, match="layers has no effect with job=verify"):
+        run_job("verify", store="store", layers="flat")
 
 
 _MEASURED = """

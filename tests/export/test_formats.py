@@ -108,12 +108,12 @@ def test_a_row_larger_than_a_block_or_a_shard_goes_alone(kind: str) -> None:
 def test_layers_are_named_or_globbed() -> None:
     run = make_run(9, 4, {"a.b": (2,), "a.c": (3,), "d": (1,)})
     run.write(Path("store"))
-    export("npy", layer="a.*")
+    export("npy", layers="a.*")
     check_rows("npy", run, np.arange(9), ["a.b", "a.c"])
-    export("npy", layer=["d", "a.b"], overwrite=True)
+    export("npy", layers=["d", "a.b"], overwrite=True)
     check_rows("npy", run, np.arange(9), ["a.b", "d"])
     with pytest.raises(featx.FeatxError, match=r"no layer 'a\.x'.*Nearest: a"):
-        export("npy", layer="a.x", overwrite=True)
+        export("npy", layers="a.x", overwrite=True)
 
 
 @pytest.mark.parametrize("kind", OF_ANY_STORE)
@@ -198,7 +198,7 @@ def test_every_format_says_where_its_rows_come_from() -> None:
 class TestProjector:
     def test_vectors_and_their_names(self) -> None:
         run = write_store()
-        export("projector", layer="flat", export={"ok_only": True})
+        export("projector", layers="flat", export={"ok_only": True})
         found = READERS["projector"](Path("out"))
         ok = np.flatnonzero(run.status() == 0)
         assert found.rows == ok.tolist()
@@ -223,7 +223,7 @@ class TestProjector:
         with pytest.raises(ConfigError, match=r"map hold maps.*reduce=avg"):
             export("projector")
         with pytest.raises(ConfigError, match=r"export\.ok_only=true"):
-            export("projector", layer="flat")
+            export("projector", layers="flat")
         assert not Path("out").exists()
 
 

@@ -224,7 +224,7 @@ def test_of_many_layers_the_last_have_maps() -> None:
     assert "Of 10 layers the last 8 have maps" in page.words
     assert [each["name"] for each in data_of()["maps"]] == [f"layer{i}" for i in range(2, 10)]
     assert len(data_of()["norms"]) == 10
-    report(layer="layer3")
+    report(layers="layer3")
     assert [each["name"] for each in data_of()["maps"]] == ["layer3"]
 
 
@@ -262,7 +262,7 @@ def test_where_it_goes() -> None:
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(12).write(Path("store"))
     with pytest.raises(LayerError, match="flot"):
-        report(layer="flot")
+        report(layers="flot")
     with pytest.raises(ConfigError, match="needs store=DIR"):
         run_job("report")
     with pytest.raises(ConfigError, match="expected 10 to 10000"):

@@ -65,7 +65,7 @@ def predict_job(**keys: Any) -> list[dict[str, str]]:
 def test_the_same_pictures_get_what_the_stores_rows_get(
     probed: featx.FeatureStore, photos: Path, layer: str
 ) -> None:
-    rows = predict_job(layer=layer, data=str(photos))
+    rows = predict_job(layers=layer, data=str(photos))
     scores = expected(probed, layer)
     assert [row["key"] for row in rows] == probed.keys.tolist()
     assert {row["status"] for row in rows} == {"ok"}
@@ -142,7 +142,7 @@ def test_what_is_missing_is_told(photos: Path) -> None:
     with pytest.raises(StoreError, match="has no head of conv; it has none"):
         predict_job(data=str(photos))
     with pytest.raises(ConfigError, match="the head of one layer"):
-        predict_job(layer=["a", "b"], data=str(photos))
+        predict_job(layers=["a", "b"], data=str(photos))
 
 
 def test_pictures_are_read_as_those_of_the_store(probed: featx.FeatureStore, photos: Path) -> None:

@@ -22,7 +22,7 @@ X, Y = blobs(300, signal=0.35)
 
 def probe(capsys: pytest.CaptureFixture[str], **keys: Any) -> dict[str, Any]:
     """What probe.json says, which stdout has to say too."""
-    options = {key: keys.pop(key) for key in list(keys) if key not in ("seed", "layer", "store")}
+    options = {key: keys.pop(key) for key in list(keys) if key not in ("seed", "layers", "store")}
     capsys.readouterr()
     assert (
         run_job("probe", json=True, **{"store": "store", "device": "cpu", **keys}, probe=options)
@@ -238,7 +238,7 @@ def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_cannot_be_probed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     write_store(Path("store"), Y, x=X)
     with pytest.raises(LayerError, match="has no layer 'y'; it has x"):
-        probe(capsys, layer=["y"])
+        probe(capsys, layers=["y"])
     with pytest.raises(StoreError, match="no store at"):
         probe(capsys, store="nowhere")
     make_labelled({"x": X[:4]}, [0, 0, 0, 0], ["a", "b"]).write(Path("one"))
@@ -284,9 +284,9 @@ def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> No
 
 
 def test_keys_of_other_jobs_have_no_effect() -> None:
-    with pytest.raises(ConfigError, match="layers has no effect with job=probe"):
-        run_job("probe", store="store", layers=["conv"])
-    with pytest.raises(ConfigError, match="layer has an effect with job=probe and job=predict"):
-        run_job("verify", store="store", layer="conv")
+    with pytest.raises(ConfigError, match="capture has no effect with job=probe"):
+        run_job("probe", store="store", capture="input")
+    with pytest.raises(ConfigError, match="layers has no effect with job=verify"):
+        run_job("verify", store="store", layers="conv")
     with pytest.raises(ConfigError, match=r"probe\.split has an effect with job=probe only"):
         run_job("verify", store="store", probe={"split": "kfold"})

@@ -45,7 +45,7 @@ def run_with(
 
 
 def probe(store: str = "store", **options: Any) -> dict[str, Any]:
-    keys = {key: options.pop(key) for key in ("layer",) if key in options}
+    keys = {key: options.pop(key) for key in ("layers",) if key in options}
     run_job(
         "probe", json=True, store=store, device="cpu", probe={"method": "knn", **options}, **keys
     )
@@ -223,13 +223,13 @@ def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_told(
     labels = ["path,label", *(f"others-{i:02d}.png,{'ab'[i % 2]}" for i in range(10, 22))]
     Path("others/labels.csv").write_text("\n".join(labels))
     extract({"name": "folder", "root": "photos", "boxes": "boxes.csv"})
-    found = probe(layer=["conv"])
+    found = probe(layers=["conv"])
     assert found["split"]["groups"] == {
         "by": "image", "groups": 12, "largest": 4, "rows_without_value": 0
     }  # fmt: skip
     assert found["split"]["test_rows"][0] % 4 == 0
     extract({"name": "table", "root": "others/labels.csv"}, out="others-store")
-    notes = probe(test_store="others-store", layer=["conv"])["notes_on_rows"]
+    notes = probe(test_store="others-store", layers=["conv"])["notes_on_rows"]
     # Other keys, and two images of the same bytes.
     assert [note for note in notes if "byte for byte" in note] == [
         "2 test rows of probe.test_store are of images that training rows are of, byte for byte: "

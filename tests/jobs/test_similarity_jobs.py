@@ -37,7 +37,7 @@ def rows_of(path: str) -> list[dict[str, str]]:
 
 def ask(job: str, json: bool = False, out: str | None = None, **options: Any) -> int:
     keys: dict[str, Any] = {"store": "store", "device": "cpu"}
-    keys["layer"] = options.pop("layer", "flat")
+    keys["layers"] = options.pop("layers", "flat")
     keys |= {job: options} if options else {}
     return run_job(job, json=json, **keys, **({"out": out} if out else {}))
 
@@ -102,15 +102,17 @@ def test_duplicates(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str
 
 
 def test_layers(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
-    ask("cka", layer=["flat", "map"], rows=20)
+    ask("cka", layers=["flat", "map"], rows=20)
     told = capsys.readouterr().out
     assert "20, chosen of 29, seed 0" in told
     assert "linear CKA, debiased" in told
     found = json.loads(Path("store/cka/layers.json").read_text())
     assert found["layers"] == found["others"] == ["flat", "map"]
     assert np.diag(found["rsa"]) == pytest.approx(1, abs=1e-5)
-    ask("cka", json=True, layer="flat", other_store="store")
+    ask("cka", json=True, layers="flat", other_store="store")
     assert json.loads(capsys.readouterr().out)["cka"][0][0] == pytest.approx(1, abs=1e-5)
+    ask("cka", json=True, layers={"map": "avg", "fl*": "none"})  # as a run is given them
+    assert json.loads(capsys.readouterr().out)["layers"] == ["map", "flat"]
 
 
 def test_an_index_says_what_it_found(
@@ -148,9 +150,9 @@ def test_an_unfinished_store_says_so(capsys: pytest.CaptureFixture[str]) -> None
         ("neighbors", {"k": 0}, r"neighbors\.k=0"),
         ("neighbors", {"recall": 1.5}, r"neighbors\.recall=1\.5: expected a share above 0"),
         ("neighbors", {"recall": 0.9, "key": "a"}, r"recall has no effect with neighbors\.key"),
-        ("neighbors", {"layer": None}, r"name one layer with layer="),
+        ("neighbors", {"layers": None}, r"name one layer with layers="),
         ("duplicates", {"threshold": 1.5}, r"duplicates\.threshold=1\.5"),
-        ("duplicates", {"layer": None}, r"name one layer with layer="),
+        ("duplicates", {"layers": None}, r"name one layer with layers="),
         ("cka", {"rows": 3}, r"cka\.rows=3"),
     ],
 )

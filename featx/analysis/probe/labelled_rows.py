@@ -237,7 +237,7 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
     if len(shape) != 3 or crop is None:
         raise ReduceError(
             f"{layer} has rows of shape {shape}, {numbers} numbers: too many to take as they are, "
-            "and no map to average. Extract it with a reduction, or leave it out with layer=."
+            "and no map to average. Extract it with a reduction, or leave it out with layers=."
         )
     size = int(crop.group(1)), int(crop.group(2))
     last = channels_last("averaging before a probe", layer, shape, size)

@@ -54,7 +54,7 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     """
     begun = time.perf_counter()
     store = FeatureStore(config.place_of_store(), verify="rows")
-    layers = matching_layers(store, config.layer)
+    layers = matching_layers(store, config.layers)
     device = choose_device(config.device)
     task = make_task(config, store, layers)
     if device.type == "cpu":
@@ -295,7 +295,7 @@ def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) 
         if path in paths:
             raise ConfigError(
                 f"the heads of {paths[path]} and {layer} would have one file, {path}; probe them "
-                "one after the other with layer=."
+                "one after the other with layers=."
             )
         paths[path] = layer
         about = result["layers"][layer]

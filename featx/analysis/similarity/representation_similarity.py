@@ -110,8 +110,8 @@ def layer_similarity(
     right = left if other is None else signatures(other, other_rows)
     if other is None and len(left) < 2:
         raise ConfigError(
-            f"{store.root} has one layer to compare, {next(iter(left))}; name more with layer=, or "
-            "another store."
+            f"{store.root} has one layer to compare, {next(iter(left))}; name more with layers=, "
+            "or another store with cka.other_store=."
         )
     measures = {
         name: np.array([[_dot(a[i], b[i]) for b in right.values()] for a in left.values()])

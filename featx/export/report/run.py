@@ -57,7 +57,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     _require_packages()
     assert config.store is not None, "the config was checked"
     store = FeatureStore(config.store, verify="rows")
-    layers = _in_order(store, matching_layers(store, config.layer))
+    layers = _in_order(store, matching_layers(store, config.layers))
     path = _file_of(config, store)
     disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # first, so that an unusable path fails early

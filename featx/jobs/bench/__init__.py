@@ -13,6 +13,7 @@ from typing import Any
 from featx.base.console import log_message, print_result
 from featx.base.text import table
 from featx.config import DataConfig
+from featx.config.layer_requests import DEFAULT_LAYERS
 from featx.config.run_config import Config
 from featx.errors import ConfigError
 from featx.jobs.bench import contenders
@@ -113,7 +114,7 @@ def _result(
         }
     return {
         "model": config.model.name,
-        "layers": config.layers,
+        "layers": config.layers or DEFAULT_LAYERS,
         "images": images,
         "runs": config.bench.runs,
         "contenders": rows,

@@ -216,7 +216,7 @@ def test_the_command(
     command += ["job=attribute", "data=folder", f"data.root={photos}", "attribute.layer=deep"]
     done = featx(*command)
     assert done.returncode == 0, done.stderr
-    assert 'store.xy("gradcam")' in done.stdout
+    assert 'store["gradcam"][0]' in done.stdout
     assert "images/s" in done.stdout
 
 

@@ -79,7 +79,6 @@ def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
         chosen["score"] = [None if math.isnan(v) else v for v in chosen["score"]]
     if kind == "projector":
         chosen["score"] = ["" if math.isnan(v) else v for v in chosen["score"]]
-        chosen["patient"] = [text.strip() for text in chosen["patient"]]
         chosen = {name: [str(v) for v in values] for name, values in chosen.items()}
     return {TITLES[kind] if name == "status" else name: v for name, v in chosen.items()}
 

@@ -128,9 +128,11 @@ def test_jobs_that_write_to_no_store_go_on_as_well(
 ) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    options = [*COMMAND[:-1], "out=planned"]
-    if job == "predict":
-        options = [*COMMAND[:2], "store=store", "out=predicted", "max_failures=9"]
+    options = {
+        "layers": COMMAND[:5],
+        "plan": (*COMMAND[:-1], "out=planned"),
+        "predict": (*COMMAND[:2], "store=store", "out=predicted", "max_failures=9"),
+    }[job]
     done = subprocess.run(
         [sys.executable, "-m", "featx", f"job={job}", "data=folder", f"data.root={probed}",
          *options],
@@ -156,7 +158,7 @@ def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
     extract(photos)  # whose decoder it does no harm
     done = subprocess.run(
         [sys.executable, "-m", "featx", "job=verify", "store=store", "verify.reextract_rows=50",
-         *COMMAND[:5]],
+         *COMMAND[:2]],
         env=environment(tmp_path), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr

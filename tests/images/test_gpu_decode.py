@@ -424,6 +424,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any
     }
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_share(cpu_as_gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A resume decides nothing anew, and gives the bits of a run that was never stopped."""
     monkeypatch.setattr(sharing, "balanced", lambda *seconds: 9)

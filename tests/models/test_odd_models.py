@@ -342,7 +342,7 @@ def test_a_module_is_given_back_whatever_fails_before_the_first_pass(photos: Pat
     LIVING[:] = [module]
     before = state_sha256(module)
     model = {**KEYS["model"], "factory": "test_odd_models:living", "weights": "default"}
-    keys = {**KEYS, "model": model, "data": str(photos), "layers": "embedding"}
+    keys = {**KEYS, "model": model, "data": str(photos), "layers": None}
     with pytest.raises(ConfigError, match="window=99"):
         run_job("attribute", **keys, attribute={"method": "occlusion", "window": 99})
     assert module.training

@@ -55,6 +55,7 @@ def test_the_same_command_goes_on(featx: Command, photos: Path, tmp_path: Path, 
     np.testing.assert_array_equal(store["embedding"][:], features)
 
 
+@pytest.mark.slow
 def test_another_data_set_is_not_taken_for_it(featx: Command, photos: Path, tmp_path: Path) -> None:
     arguments = begun(featx, photos)
     root = tmp_path / "run"

@@ -354,12 +354,13 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(num_cpus() < 2, reason="one CPU computes one batch")
 @pytest.mark.parametrize(
     ("key", "said"),
     [
         ("seed=0", "1, and 2 batches side by side"),
-        pytest.param("executor.workers=2", "threads         1\n", marks=pytest.mark.slow),
+        ("executor.workers=2", "threads         1\n"),
     ],
 )
 def test_rows_are_the_same_beside_others(

@@ -256,6 +256,7 @@ def with_mounts(text: str, *arguments: Any) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_disk_of_four_mebibytes_fills_up_and_is_made_larger(tmp_path: Path) -> None:
     said = with_mounts(SMALL_DISK, tmp_path, json.dumps(LARGE))
     full, done, not_packed, packed = said["report"]

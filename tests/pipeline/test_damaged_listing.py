@@ -26,10 +26,8 @@ def begun(featx: Command, photos: Path) -> list[str]:
     return arguments
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["key", *(pytest.param(name, marks=pytest.mark.slow) for name in ("label", "classes"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["key", "label", "classes"])
 def test_the_same_command_goes_on(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
     arguments = begun(featx, photos)
     root = tmp_path / "run"

@@ -479,6 +479,7 @@ def test_options_that_contradict_each_other(photos: Path) -> None:
         run_job("plan", data=str(photos), refresh=True)
 
 
+@pytest.mark.slow
 def test_the_command(
     photos: Path,
     featx: Callable[..., Any],

@@ -311,6 +311,7 @@ def test_stages_of_real_backbones(library: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("library", "name"), STAGES)
+@pytest.mark.slow
 def test_leaves_and_all_of_real_backbones(library: str, name: str) -> None:
     """Every called module is there or told to be left out; leaves are the childless ones."""
     backbone, found = traced(library, name)

@@ -29,6 +29,7 @@ def build(name: str, weights: str | None = "default", seed: int = 0) -> Backbone
     return build_backbone(ModelConfig(name=name, library="timm", weights=weights), seed)
 
 
+@pytest.mark.slow
 def test_default_weights_come_from_the_hubs_cache(tmp_path: Path) -> None:
     """In a process of its own, for the hub reads its environment when it is imported."""
     with seeded(5):

@@ -291,6 +291,7 @@ def test_a_task_that_is_told_to_end_returns_what_is_committed(
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)] == before
 
 
+@pytest.mark.slow
 def test_a_task_ends_by_its_own_clock_before_its_time_limit(
     running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:

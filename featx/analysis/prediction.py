@@ -287,7 +287,7 @@ class _PredictionTarget:
         """Return the layers to compute: all."""
         return chosen
 
-    def begun(self, names: set[str]) -> ResumeState | None:
+    def resume_state(self, names: set[str]) -> ResumeState | None:
         """Return the settings of the store that the head was fitted on."""
         return ResumeState(self._resolved, None, "the head's store was")
 

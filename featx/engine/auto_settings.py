@@ -28,7 +28,7 @@ from featx.types import ResumeState
 
 logger = logging.getLogger(__name__)
 
-PROBE_IMAGES = 16
+TRIAL_IMAGES = 16
 """Number of images of the data set on which precision=auto and compile=auto are measured."""
 
 _GLANCE_IMAGES = 2
@@ -63,7 +63,7 @@ class AutoSettings:
         images: (n, 3, H, W) images of the data set, uint8 in [0, 255] or normalised float32; n may
             be 0.
         num_rows: number of rows that the run computes.
-        begun: resume state whose recorded values are used, or None for a new run.
+        resume_state: resume state whose recorded values are used, or None for a new run.
 
     Attributes:
         choices: option name -> the chosen value and the reason, as printed before the run.
@@ -77,7 +77,7 @@ class AutoSettings:
         engine: Engine,
         images: torch.Tensor,
         num_rows: int,
-        begun: ResumeState | None,
+        resume_state: ResumeState | None,
     ) -> None:
         self.choices: dict[str, str] = {}
         self.seconds_per_image = float("nan")
@@ -85,9 +85,9 @@ class AutoSettings:
         self._engine = engine
         self._images = images
         self._num_rows = num_rows
-        self._stored = dict(begun.resolved) if begun else {}
-        self._stored_part_rows = begun.part_rows if begun else None
-        self._what = begun.what if begun else ""
+        self._stored = dict(resume_state.resolved) if resume_state else {}
+        self._stored_part_rows = resume_state.part_rows if resume_state else None
+        self._what = resume_state.what if resume_state else ""
         self._exact: Mapping[str, torch.Tensor] | None = None
 
     def resolve(self) -> None:
@@ -265,7 +265,7 @@ class AutoSettings:
     def _time(self) -> None:
         """Measure `seconds_per_image` with the current settings of the engine."""
         compute = self._engine.compute
-        size = min(compute.batch_size, PROBE_IMAGES)
+        size = min(compute.batch_size, TRIAL_IMAGES)
         images = self.filled(size)
         on_cpu = self._engine.device.type == "cpu"
         plain = on_cpu and compute.precision == "fp32" and not compute.compile

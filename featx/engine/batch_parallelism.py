@@ -45,7 +45,7 @@ def cpus_that_compute(config: Config, device: torch.device) -> int | None:
     return cpus if config.executor.name != "local" else min(torch.get_num_threads(), cpus)
 
 
-def calibration_threads(cpus: int | None, begun: ResumeState | None) -> int | None:
+def calibration_threads(cpus: int | None, resume_state: ResumeState | None) -> int | None:
     """Number of threads for calibration passes and compilation, or None on other devices.
 
     All CPUs, unless the resumed run is compiled: a compiled forward pass keeps the number of
@@ -53,11 +53,11 @@ def calibration_threads(cpus: int | None, begun: ResumeState | None) -> int | No
 
     Args:
         cpus: number of CPUs that compute, or None on other devices.
-        begun: resume state, or None for a new run.
+        resume_state: resume state, or None for a new run.
     """
-    if cpus is None or begun is None or not begun.resolved.get("compile"):
+    if cpus is None or resume_state is None or not resume_state.resolved.get("compile"):
         return cpus
-    return int(begun.resolved.get("threads", cpus))
+    return int(resume_state.resolved.get("threads", cpus))
 
 
 def room_for_batches(before: int | None, after: int | None) -> int:
@@ -96,7 +96,7 @@ class BatchParallelism:
 def decide(
     engine: Engine,
     cpus: int | None,
-    begun: ResumeState | None,
+    resume_state: ResumeState | None,
     memory_before: int | None,
     filled: Callable[[int], torch.Tensor],
 ) -> BatchParallelism:
@@ -105,17 +105,19 @@ def decide(
     Args:
         engine: engine after `configure_compute`.
         cpus: number of CPUs that compute, or None on other devices.
-        begun: resume state, or None for a new run.
+        resume_state: resume state, or None for a new run.
         memory_before: bytes of resident memory of this process before the calibration passes, or
             None if unknown.
         filled: function that returns a batch of the given number of images.
     """
     if cpus is None:
         return _on_device(engine, filled)
-    return _on_cpu(cpus, engine, room_for_batches(memory_before, resident_memory()), begun)
+    return _on_cpu(cpus, engine, room_for_batches(memory_before, resident_memory()), resume_state)
 
 
-def _on_cpu(cpus: int, engine: Engine, room: int, begun: ResumeState | None) -> BatchParallelism:
+def _on_cpu(
+    cpus: int, engine: Engine, room: int, resume_state: ResumeState | None
+) -> BatchParallelism:
     """Choose threads per batch and parallel batches on a CPU.
 
     Threads that share a batch wait for each other after every operation, above all while other
@@ -126,19 +128,19 @@ def _on_cpu(cpus: int, engine: Engine, room: int, begun: ResumeState | None) -> 
         cpus: number of CPUs that compute.
         engine: engine after `configure_compute`.
         room: largest number of parallel batches that memory allows.
-        begun: resume state, or None for a new run.
+        resume_state: resume state, or None for a new run.
     """
     if not engine.replicable:
         room = 1
     # Threads whose freed memory is not kept ask the kernel for it in every layer, so there one
     # batch at a time has all CPUs.
     here = -(-cpus // room) if is_kept_in_threads() else cpus
-    threads = int(begun.resolved.get("threads", here)) if begun else here
+    threads = int(resume_state.resolved.get("threads", here)) if resume_state else here
     replicas = max(1, min(room, cpus // threads))
     text = f"{threads}" + (f", and {replicas} batches side by side" if replicas > 1 else "")
     if threads != here:
-        assert begun is not None
-        text += f" (as {begun.what} begun; here it would be {here}, and other last bits)"
+        assert resume_state is not None
+        text += f" (as {resume_state.what} begun; here it would be {here}, and other last bits)"
     return BatchParallelism(threads, replicas, replicas > 1, {"threads": text})
 
 

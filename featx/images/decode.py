@@ -144,27 +144,27 @@ _pillow_settings: ProcessSetting[tuple[int | None, bool, int]] = ProcessSetting(
 )
 
 
-def jpeg_decoder(begun: str | None = None) -> str:
+def jpeg_decoder(recorded: str | None = None) -> str:
     """Decoder of JPEGs for decode=fast: SIMPLEJPEG if it is installed, otherwise PILLOW.
 
     Args:
-        begun: decoder recorded in the resume state, or None for a new store.
+        recorded: decoder recorded in the resume state, or None for a new store.
 
     Raises:
         ConfigError: simplejpeg is recorded and not installed.
     """
     installed = importlib.util.find_spec("simplejpeg") is not None
-    if begun is None:
+    if recorded is None:
         return SIMPLEJPEG if installed else PILLOW
-    if begun == SIMPLEJPEG and not installed:
+    if recorded == SIMPLEJPEG and not installed:
         raise ConfigError(
             "this store was begun with simplejpeg, which is not installed here: "
             'pip install "featx[jpeg]", or choose a new out.'
         )
-    return begun
+    return recorded
 
 
-def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> str | None:
+def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) -> str | None:
     """Version of pillow-heif that a store requires, or None.
 
     A new store requires the installed version if a key contains a file extension of HEIC. Stores
@@ -172,20 +172,20 @@ def heif_version(keys: npt.NDArray[np.bytes_], begun: str | None, new: bool) -> 
 
     Args:
         keys: (N,) fixed-length bytes, the keys of the listing.
-        begun: version recorded in the resume state, or None.
+        recorded: version recorded in the resume state, or None.
         new: whether the store is new.
 
     Raises:
         ConfigError: a version is recorded and pillow-heif is not installed.
     """
     installed = importlib.util.find_spec("pillow_heif") is not None
-    if begun is not None and not installed:
+    if recorded is not None and not installed:
         raise ConfigError(
             "this store was begun with pillow-heif, which is not installed here: "
             'pip install "featx[heif]", or choose a new out.'
         )
     named = new and installed and _HEIF_NAME.search(np.ascontiguousarray(keys).data)
-    return version_of("pillow_heif") if begun is not None or named else None
+    return version_of("pillow_heif") if recorded is not None or named else None
 
 
 def coded_jpeg(data: bytes, policy: ImagePolicy, at_least: int) -> EncodedJpeg | None:

@@ -54,7 +54,7 @@ class DecodeSettings:
         preprocess: Preprocess,
         listing: Listing,
         crash_list: CrashList,
-        begun: ResumeState | None = None,
+        resume_state: ResumeState | None = None,
     ) -> DecodeSettings:
         """The settings that a config asks for, with the decoders of the resume state.
 
@@ -63,7 +63,7 @@ class DecodeSettings:
             preprocess: transform of the backbone.
             listing: listing, whose keys show whether there may be HEIC images.
             crash_list: crash list of the run.
-            begun: resume state, or None for a new run.
+            resume_state: resume state, or None for a new run.
 
         Raises:
             ConfigError: the background is no colour, a recorded decoder is not installed, or
@@ -75,11 +75,11 @@ class DecodeSettings:
                 "decode=gpu: the transform of these weights is done by its library alone, on the "
                 "CPU. Use decode=fast."
             )
-        before = begun.resolved if begun else {"jpeg": None}
+        before = resume_state.resolved if resume_state else {"jpeg": None}
         policy = replace(
             ImagePolicy.from_config(config.data),
             jpeg=PILLOW if reference else jpeg_decoder(before.get("jpeg", PILLOW)),
-            heif=heif_version(listing.keys, before.get("heif"), new=begun is None),
+            heif=heif_version(listing.keys, before.get("heif"), new=resume_state is None),
         )
         share = before.get("gpu_share") if config.decode == "gpu" else None
         return cls(preprocess, policy, reference, config.data.timeout_s, crash_list, share)

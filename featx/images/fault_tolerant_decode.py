@@ -115,7 +115,7 @@ class FaultTolerantDecoder:
         """
         return self._threads.submit(work, *args)
 
-    def retry_suspects(self, keys: Iterable[bytes]) -> None:
+    def decode_crash_list(self, keys: Iterable[bytes]) -> None:
         """Decode the images that were in flight when a process died, each in a child process.
 
         Images that crash or hang the child join the crash list.

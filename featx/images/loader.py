@@ -201,13 +201,13 @@ class Loader:
         while waiting:
             yield _unless_failed(*waiting.popleft())
 
-    def retry_suspects(self) -> None:
+    def decode_crash_list(self) -> None:
         """Decode images that were in flight when a process died, each in a child process.
 
         Raises:
             RunError: reading images fails repeatedly.
         """
-        self._decoder.retry_suspects(self._listing.keys)
+        self._decoder.decode_crash_list(self._listing.keys)
 
     @property
     def _dtype(self) -> torch.dtype:

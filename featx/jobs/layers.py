@@ -107,7 +107,7 @@ def _first_picture(
 
     decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, CrashList(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:
-        loader.retry_suspects()
+        loader.decode_crash_list()
         for row in range(min(_TRIED_PICTURES, len(listing))):
             images = loader.load([row])
             if len(images):

@@ -29,7 +29,7 @@ from featx.pipeline.image_changes import (
     unknown_images_text,
 )
 from featx.pipeline.loop import run_parts
-from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
+from featx.pipeline.overwriting import OverwriteMark, resume_or_overwrite
 from featx.pipeline.retry import RetrySink, readable_again
 from featx.pipeline.row_failures import exit_code, failures_text
 from featx.pipeline.run_context import RunContext, build_run_context
@@ -75,7 +75,7 @@ def run_extraction(
     def run(config: Config) -> dict[str, Any]:
         return _run(config, config_yaml, engine_spec, mark, known_rows_only, observe, source)
 
-    return resumed_or_anew(config, mark, run)
+    return resume_or_overwrite(config, mark, run)
 
 
 def _run(
@@ -198,9 +198,9 @@ def _check_images(context: RunContext, session: StoreSession, only_tell: bool) -
     changes = _changes(context, session)
     if changes.num_unknown:
         log_message(
-            f"warning: {unknown_images_text(changes.num_unknown)} (this was damaged and could "
-            "not be repaired): whether it has changed is not known. "
-            "overwrite=true begins the store anew.\n"
+            f"warning: {unknown_images_text(changes.num_unknown)} (their image checksums were "
+            "damaged), so whether these images have changed is not known. overwrite=true computes "
+            "all rows again.\n"
         )
     if len(changes.gone):
         log_message(
@@ -224,14 +224,14 @@ def _check_images(context: RunContext, session: StoreSession, only_tell: bool) -
         for run, rows in zip(session.manifest.runs, changes.changed, strict=True)
         if np.isin(rows, changed).any()
     ]
-    what = _anew_text(list(dict.fromkeys(layers)))
+    what = _refresh_text(list(dict.fromkeys(layers)))
     text = changed_images_text(session.root, keys, changed, what)
     if not only_tell:
         raise StoreMismatchError(text)
     log_message(f"warning: {text}\n")
 
 
-def _anew_text(layers: Sequence[str]) -> str:
+def _refresh_text(layers: Sequence[str]) -> str:
     """Clause on what refresh=true computes for runs with these layers.
 
     Args:
@@ -268,11 +268,12 @@ def _compute_lost(context: RunContext, session: StoreSession) -> None:
     rows = session.lost_rows()
     if rows:
         log_message(
-            f"{len(rows)} rows were lost with damaged chunks: only these are computed again\n"
+            f"{counted(len(rows), 'row was', 'rows were')} lost with damaged chunks; no other row "
+            "is computed again\n"
         )
         sink = RetrySink(context, session, rows)
         run_parts(context, sink, sink)
-        session.survey_anew()
+        session.survey_again()
 
 
 def _retry(context: RunContext, session: StoreSession) -> None:
@@ -307,7 +308,7 @@ def _recompute(
     session.unpack()
     sink = RetrySink(context, session, rows)
     run_parts(context, sink, sink)
-    session.survey_anew()
+    session.survey_again()
 
 
 def _computed_in_process(
@@ -371,7 +372,7 @@ def _is_mixed(session: StoreSession) -> bool:
     layers = dict.fromkeys(f"layers=[{','.join(sorted(run.names))}]" for run in runs)
     if ok := [row for row in mixed if row not in failed]:
         keys = session.listing.keys
-        what = _anew_text(list(layers))
+        what = _refresh_text(list(layers))
         raise StoreMismatchError(changed_images_text(session.root, keys, ok, what))
     log_message(
         f"the parts are kept: "

@@ -60,7 +60,7 @@ class OverwriteMark:
             return False
 
 
-def resumed_or_anew(config: Config, mark: OverwriteMark, run: Callable[[Config], T]) -> T:
+def resume_or_overwrite(config: Config, mark: OverwriteMark, run: Callable[[Config], T]) -> T:
     """Run a job with overwrite=true, or resume it if the same command started it before.
 
     Args:

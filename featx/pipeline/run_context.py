@@ -173,21 +173,23 @@ def build_run_context(
         selection = spec.select(config, engine)
         chosen = spec.bind_reductions(selection.chosen, config, backbone)
         chosen = target.unfinished(listing, chosen)
-        begun = target.begun({point.name for point, _ in chosen})
+        resume_state = target.resume_state({point.name for point, _ in chosen})
         cpus = batch_parallelism.cpus_that_compute(config, devices[0])
         # The calibration passes use all threads; the run itself may use fewer per batch (at_once).
-        stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, begun)))
-        decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, crash_list, begun)
-        images, read_s, decode_s = _probe_images(source, listing, decoding)
+        stack.enter_context(cpu_threads(batch_parallelism.calibration_threads(cpus, resume_state)))
+        decoding = DecodeSettings.of_run(
+            config, backbone.preprocess, listing, crash_list, resume_state
+        )
+        images, read_s, decode_s = _load_trial_images(source, listing, decoding)
         engine.trial_images = images
         engine.attach_captures(chosen)
         decoding, why_share = with_share(config.decode, source, listing, decoding, devices[0])
-        resolver = AutoSettings(config, engine, images, len(listing), begun)
-        resolver.resolve()
-        at_once = batch_parallelism.decide(engine, cpus, begun, before, resolver.filled)
+        auto_settings = AutoSettings(config, engine, images, len(listing), resume_state)
+        auto_settings.resolve()
+        at_once = batch_parallelism.decide(engine, cpus, resume_state, before, auto_settings.filled)
         specs = engine.specs(chosen)
-        work_s = resolver.seconds_per_image * len(listing)
-        part_rows = resolver.part_rows(*target.part_limits(engine, specs, work_s))
+        work_s = auto_settings.seconds_per_image * len(listing)
+        part_rows = auto_settings.part_rows(*target.part_limits(engine, specs, work_s))
         stack.enter_context(cpu_threads(at_once.threads))
         settings = fingerprint(config, engine, decoding, specs, listing, part_rows)
         yield RunContext(
@@ -203,18 +205,18 @@ def build_run_context(
             trial=TrialSpeed(
                 read_s=read_s,
                 decode_s=decode_s,
-                model_s=resolver.seconds_per_image,
+                model_s=auto_settings.seconds_per_image,
                 threads=num_cpus(),
                 is_on_cpu=devices[0].type == "cpu",
             ),
             at_once=at_once,
             devices=devices,
-            choices={**resolver.choices, **at_once.choices, **why_share},
+            choices={**auto_settings.choices, **at_once.choices, **why_share},
             left_out=selection.left_out,
         )
 
 
-def _probe_images(
+def _load_trial_images(
     source: Source, listing: Listing, decoding: DecodeSettings
 ) -> tuple[torch.Tensor, float, float]:
     """Load trial images, spread evenly over the data set, and time reading and decoding.
@@ -225,12 +227,12 @@ def _probe_images(
         normalised or uint8 images (n, 3, H, W), and the busy seconds of one thread for reading and
         for decoding one image.
     """
-    from featx.engine.auto_settings import PROBE_IMAGES
+    from featx.engine.auto_settings import TRIAL_IMAGES
     from featx.images.loader import Loader
 
-    rows = np.unique(np.linspace(0, len(listing) - 1, PROBE_IMAGES).astype(int))
+    rows = np.unique(np.linspace(0, len(listing) - 1, TRIAL_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:
-        loader.retry_suspects()
+        loader.decode_crash_list()
         # This imports the decoders, which must not count as decoding time.
         loader.load(rows[:1].tolist())
         read, decode = loader.times.read, loader.times.decode

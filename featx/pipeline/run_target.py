@@ -57,7 +57,7 @@ class RunTarget(Protocol):
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the requested layers that are still to be computed."""
 
-    def begun(self, names: set[str]) -> ResumeState | None:
+    def resume_state(self, names: set[str]) -> ResumeState | None:
         """Resume state for the named layers, or None if nothing exists yet."""
 
     def part_limits(
@@ -107,9 +107,9 @@ class StoreTarget:
         """Select the layers that the store lacks or has not finished, or all if none is left."""
         return _unfinished(self._config, self._stored, listing, chosen)
 
-    def begun(self, names: set[str]) -> ResumeState | None:
+    def resume_state(self, names: set[str]) -> ResumeState | None:
         """Choices of the first run of the store, and rows per part of the run with these layers."""
-        return _begun(self._stored, names)
+        return _resume_state(self._stored, names)
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
@@ -256,7 +256,7 @@ def _refuse_another_layer(
     )
 
 
-def _begun(stored: Manifest | None, names: set[str]) -> ResumeState | None:
+def _resume_state(stored: Manifest | None, names: set[str]) -> ResumeState | None:
     """Resume state of a store for the named layers, or None without a store."""
     if stored is None:
         return None

@@ -250,7 +250,9 @@ class _Packing:
         self._packed = packed
         self._num_rows = manifest.num_rows
         self._sums: dict[str, npt.NDArray[np.uint32]] = {}
-        self._begun: dict[str, bytearray] = {}  # dataset path -> bytes of an incomplete chunk
+        self._partial_chunks: dict[
+            str, bytearray
+        ] = {}  # dataset path -> bytes of an incomplete chunk
         self._status = np.full(self._num_rows, Status.ABSENT, dtype=np.uint8)
         self._images = np.full(self._num_rows, UNKNOWN_IMAGE, dtype=np.uint64)
         self._columns = {
@@ -367,13 +369,13 @@ class _Packing:
         write_raw(target, first_row, values)
         step = target.chunks[0]
         stop = first_row + len(values)
-        begun = self._begun.setdefault(path, bytearray())
+        partial = self._partial_chunks.setdefault(path, bytearray())
         for start in range(first_row - first_row % step, stop, step):
             low, high = max(start, first_row), min(start + step, stop)
-            begun += values[low - first_row : high - first_row].tobytes()
+            partial += values[low - first_row : high - first_row].tobytes()
             if high == min(start + step, self._num_rows):
-                sums[start // step] = layout.checksum(begun)
-                begun.clear()
+                sums[start // step] = layout.checksum(partial)
+                partial.clear()
 
 
 def _filters(dataset: h5py.Dataset) -> list[Any]:

@@ -146,7 +146,7 @@ def parts_from(disk: AtomicFolder, packed: Path, manifest: Manifest, listing: Li
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRows:
     """Result of moving a damaged part or piece to quarantine.
 
     Attributes:
@@ -170,7 +170,7 @@ class Kept:
 
 def keep_good_rows(
     disk: AtomicFolder, path: Path, manifest: Manifest, part: Part, listing: Listing | None
-) -> Kept:
+) -> KeptRows:
     """Move a damaged part or piece to quarantine; files with its good rows take its place.
 
     Args:
@@ -195,7 +195,7 @@ def keep_good_rows(
     for name, data in files:
         if name == path:
             disk.publish(name, data)
-    return Kept(aside, len(part), sum(len(rows) for rows, _ in found))
+    return KeptRows(aside, len(part), sum(len(rows) for rows, _ in found))
 
 
 def _saved(

@@ -95,7 +95,7 @@ class StoreSession:
             # Slurm tasks without a driver, and writers in a bucket, hold no lock: ask heartbeats.
             others = refuse_other_writers(self.root)
             if others and not self.disk.has_locks:
-                self._mind(others[0], overwrite)
+                self._report_other_driver(others[0], overwrite)
             if overwrite:
                 self._clear()
             before = self._restored()
@@ -268,7 +268,7 @@ class StoreSession:
         """Write images.h5 if its content changes."""
         keep_image_states(self.disk, self.root / layout.IMAGES, states)
 
-    def survey_anew(self) -> None:
+    def survey_again(self) -> None:
         """Find the parts and their failures again, after some parts were replaced."""
         self._failed.clear()
         self._done.clear()
@@ -320,7 +320,7 @@ class StoreSession:
         """Parts of a run that are not committed."""
         return [part for part in run.parts() if part.index not in self._done]
 
-    def _mind(self, other: HeartbeatRecord, overwrite: bool) -> None:
+    def _report_other_driver(self, other: HeartbeatRecord, overwrite: bool) -> None:
         """Warn about another driver on a store without locks; raise with overwrite=true."""
         if overwrite:
             raise StoreLockedError(
@@ -406,7 +406,7 @@ class StoreSession:
                 found.append(part)
         for part, problem, failures in look_at_parts(self.root, self.manifest, found):
             self._add_failures(failures)
-            if problem is None or self._is_made_anew(self.part_path(part.index), part, problem):
+            if problem is None or self._keeps_every_row(self.part_path(part.index), part, problem):
                 self._done.add(part.index)
         self._survey_pieces()
 
@@ -423,7 +423,7 @@ class StoreSession:
                 problem, failures = look_at_part(path, piece, run, compare=True)
                 self._add_failures(failures)
                 if problem is not None:
-                    self._is_made_anew(path, piece, problem)
+                    self._keeps_every_row(path, piece, problem)
         self._pieces = Pieces.in_store(self.root)
 
     def _survey_packed(self, path: Path) -> None:
@@ -450,7 +450,7 @@ class StoreSession:
         known = self.listing.head(self.manifest.num_rows)
         return known if is_of(known, self.manifest) else None
 
-    def _is_made_anew(self, path: Path, part: Part, problem: str) -> bool:
+    def _keeps_every_row(self, path: Path, part: Part, problem: str) -> bool:
         """Move a damaged part or piece to quarantine and keep its good rows.
 
         Returns:

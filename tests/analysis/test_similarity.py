@@ -277,7 +277,7 @@ def exact_rsa(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.corrcoef(*ranks)[0, 1])
 
 
-class TestLikeness:
+class TestLayerSimilarity:
     @pytest.fixture
     def matrices(self) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(3)

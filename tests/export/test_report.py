@@ -84,7 +84,7 @@ def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(data["pictures"]) == 21
     assert all(uri.startswith("data:image/webp;base64,") for uri in data["pictures"].values())
     assert data["keys"][0] == "cat/000.png"
-    assert [row[i] for i, row in enumerate(data["likeness"]["cka"])] == pytest.approx([1, 1, 1])
+    assert [row[i] for i, row in enumerate(data["similarity"]["cka"])] == pytest.approx([1, 1, 1])
     assert sum(map(sum, data["confusion"]["counts"])) > 0
     # Nothing of it comes from anywhere else.
     for tag, attributes in page.found:

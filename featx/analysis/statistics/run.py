@@ -31,7 +31,7 @@ from featx.pipeline.image_changes import (
     gone_images_text,
     mended_images_text,
 )
-from featx.pipeline.overwriting import OverwriteMark, resumed_or_anew
+from featx.pipeline.overwriting import OverwriteMark, resume_or_overwrite
 from featx.pipeline.row_failures import failures_text
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
@@ -72,7 +72,7 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
         """Run with one config."""
         return _run(config, config_yaml, mark, source)
 
-    return resumed_or_anew(config, mark, run)
+    return resume_or_overwrite(config, mark, run)
 
 
 def _run(

@@ -62,7 +62,7 @@ class StatsTarget:
         self._source = source
         self.folder: Path | None = Path(config.out).expanduser()
         check_out(self.folder)
-        self._begun = None if config.overwrite else statistics_begun(self.folder)
+        self._resume_state = None if config.overwrite else statistics_begun(self.folder)
 
     def list_images(self) -> tuple[Source, Listing]:
         """Return the source and its listing in the order of the data set.
@@ -78,17 +78,17 @@ class StatsTarget:
         """Return all layers, because one file contains them together."""
         return chosen
 
-    def begun(self, names: set[str]) -> ResumeState | None:
+    def resume_state(self, names: set[str]) -> ResumeState | None:
         """Return the resume state: the `auto` values chosen before the first part, or None."""
-        if self._begun is None:
+        if self._resume_state is None:
             return None
-        settings = self._begun.settings
+        settings = self._resume_state.settings
         resolved = {key: settings[key] for key in _RESOLVED}
         resolved["fold_batchnorm"] = settings.get("fold_batchnorm", False)
         resolved["jpeg"] = settings.get("jpeg", PILLOW)
         resolved["heif"] = settings.get("version.pillow_heif")
-        if self._begun.threads is not None:
-            resolved["threads"] = self._begun.threads
+        if self._resume_state.threads is not None:
+            resolved["threads"] = self._resume_state.threads
         return ResumeState(resolved, settings["part_rows"], "the statistics were")
 
     def part_limits(

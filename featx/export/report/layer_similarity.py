@@ -17,7 +17,7 @@ Table = list[list[float | None]]
 
 
 @dataclass(frozen=True)
-class LayerSimilarityPage:
+class LayerSimilaritySection:
     """Linear CKA of all pairs of layers; None if it is undefined.
 
     Attributes:
@@ -37,7 +37,7 @@ class LayerSimilarityPage:
 
 def similarity_of(
     store: FeatureStore, layers: tuple[str, ...], rows: int, seed: int, device: str
-) -> LayerSimilarityPage:
+) -> LayerSimilaritySection:
     """Compare layers over random images.
 
     Args:
@@ -48,16 +48,18 @@ def similarity_of(
         device: 'auto', 'cpu', 'cuda', ...
     """
     if len(layers) < 2:
-        return LayerSimilarityPage(layers, [], [], 0, "One layer has nothing to be compared with.")
+        return LayerSimilaritySection(
+            layers, [], [], 0, "One layer has nothing to be compared with."
+        )
     try:
         found = layer_similarity(store, None, layers, min(rows, ROWS), seed, device)
     except ConfigError as error:
-        return LayerSimilarityPage(layers, [], [], 0, str(error))
+        return LayerSimilaritySection(layers, [], [], 0, str(error))
 
     def as_table(name: str) -> Table:
         values = found.measures[name].tolist()
         return [[None if np.isnan(v) else round(v, 4) for v in row] for row in values]
 
-    return LayerSimilarityPage(
+    return LayerSimilaritySection(
         found.layers, as_table("cka"), as_table("cka_debiased"), found.num_rows, ""
     )

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from featx.base.text import time_text
 from featx.export.report.embedding_maps import LayerMap, Matrix
 from featx.export.report.failures import Reason
-from featx.export.report.layer_similarity import LayerSimilarityPage
+from featx.export.report.layer_similarity import LayerSimilaritySection
 from featx.export.report.layer_statistics import LayerStatistics
 from featx.export.report.nearest_neighbours import Strips
 from featx.export.report.probe_results import Probes
@@ -78,7 +78,7 @@ class Page:
     maps: list[LayerMap]
     strips: list[Strips]
     probes: Probes
-    similarity: LayerSimilarityPage
+    similarity: LayerSimilaritySection
     thumbnails: Thumbnails
     seconds: float = 0.0
 
@@ -181,7 +181,7 @@ def _for_plots(page: Page) -> dict[str, Any]:
             "classes": page.probes.confusion.classes,
             "counts": page.probes.confusion.counts,
         },
-        "likeness": {
+        "similarity": {
             "layers": page.similarity.layers,
             "cka": page.similarity.cka,
             "debiased": page.similarity.debiased,

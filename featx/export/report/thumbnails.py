@@ -82,7 +82,7 @@ class Thumbnails:
                 "featx-thumbnail",
             )
             self._decoder = self._stack.enter_context(decoder)
-            decoder.retry_suspects(self._store.key_bytes)
+            decoder.decode_crash_list(self._store.key_bytes)
         except FeatxError as error:
             self.why_none = str(error)
         return self

@@ -151,7 +151,7 @@ class WorkerSpec:
         source: data set, or None if it cannot be pickled and the worker opens that of the config.
         engine_spec: how to build the engine.
         part_task: part task: what is computed and where it is committed.
-        begun: values of every `auto` and rows per part.
+        resume_state: values of every `auto` and rows per part.
         fingerprint: fingerprint of the driver; that of the worker must be equal.
         num_rows: number of rows of the listing.
         cpus: number of CPUs of the worker for reading and decoding.
@@ -164,7 +164,7 @@ class WorkerSpec:
     source: Source | None
     engine_spec: EngineSpec
     part_task: PartTask
-    begun: ResumeState
+    resume_state: ResumeState
     fingerprint: Mapping[str, Any]
     num_rows: int
     cpus: int
@@ -193,7 +193,7 @@ def worker_spec(
         source=_sendable(context),
         engine_spec=context.engine_spec,
         part_task=part_task,
-        begun=ResumeState(context.as_run().resolved, context.part_rows),
+        resume_state=ResumeState(context.as_run().resolved, context.part_rows),
         fingerprint=context.header.fingerprint,
         num_rows=len(context.listing),
         cpus=config.cpus_of_worker(num_cpus()),
@@ -265,9 +265,9 @@ class _WorkerTarget:
         """Select the layers that the driver asks for."""
         return [pair for pair in chosen if pair[0].name in self._order.part_task.datasets]
 
-    def begun(self, names: set[str]) -> ResumeState | None:
+    def resume_state(self, names: set[str]) -> ResumeState | None:
         """Choices of the driver."""
-        return self._order.begun
+        return self._order.resume_state
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float

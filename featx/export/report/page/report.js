@@ -228,7 +228,7 @@
         rows.map((row, i) => row.map((n, j) => `${n} of ${plain(classes[i])}<br>taken for ${plain(classes[j])}`)),
         phone.matches ? 12 : 25);
     }
-    const { layers, cka, debiased } = data.likeness;
+    const { layers, cka, debiased } = data.similarity;
     for (const [id, table] of [["plot-cka", cka], ["plot-debiased", debiased]]) {
       const texts = table.map((row) => row.map((v) => (v === null ? "–" : v.toFixed(2))));
       const hover = texts.map((row, i) => row.map((v, j) => `${v}<br>${plain(layers[i])}<br>${plain(layers[j])}`));

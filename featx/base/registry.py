@@ -1,0 +1,143 @@
+"""Registry: the members of a family, such as all sources, found by name.
+
+A member is one file in the package of its family, and registers itself when that file is imported.
+Other distributions add members by entry points. No list of members exists anywhere else: options,
+help, documentation and tables are made from the registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from featx.base.console import log_message
+from featx.errors import ConfigError, FeatxError, nearest
+
+
+@dataclass(frozen=True)
+class Member:
+    """What every member of a family declares about itself.
+
+    Attributes:
+        name: value of the option that selects the member, such as 'folder' of `data=folder`.
+        help: one sentence for `--help` and the documentation.
+        options: dataclass of its options, or None if it has none of its own.
+        extra: extra of featx that installs the packages it needs, such as 'zarr', or None.
+    """
+
+    name: str
+    help: str
+    options: type | None = None
+    extra: str | None = None
+
+
+MemberT = TypeVar("MemberT", bound=Member)
+
+
+class Registry(Generic[MemberT]):
+    """Members of one family by their names.
+
+    Args:
+        option: option that selects a member, such as 'data', for messages.
+        package: package whose modules are the members, such as 'featx.sources'.
+        entry_points: group of the entry points by which other distributions add members, such as
+            'featx.sources', or None if the family is closed.
+    """
+
+    def __init__(self, option: str, package: str, entry_points: str | None = None) -> None:
+        self.option = option
+        self._package = package
+        self._group = entry_points
+        self._members: dict[str, MemberT] = {}
+        self._is_complete = False
+
+    def register(self, member: MemberT) -> MemberT:
+        """Add a member; called once by the module that defines it.
+
+        Raises:
+            FeatxError: another member has this name.
+        """
+        known = self._members.get(member.name)
+        if known is not None and known != member:
+            raise FeatxError(f"{self.option}={member.name} is registered twice.")
+        self._members[member.name] = member
+        return member
+
+    def get(self, name: str) -> MemberT:
+        """Return a member; imports no other member than this one where that can be avoided.
+
+        Raises:
+            ConfigError: no member has this name, or the package that adds it cannot be imported.
+        """
+        if name not in self._members:
+            self._import_one(name)
+        if name not in self._members:
+            names = self.names()
+            if name not in self._members:
+                raise ConfigError(
+                    f"{self.option}={name}: expected one of {', '.join(names)}."
+                    f"{nearest(name, names)}"
+                )
+        return self._members[name]
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all members in alphabetical order."""
+        return tuple(member.name for member in self)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[MemberT]:
+        """Iterate over all members in the order of their names; imports all of them."""
+        if not self._is_complete:
+            for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+            for entry in self._entry_points():
+                if entry.name not in self._members:
+                    try:
+                        self._load(entry)
+                    except ConfigError as error:  # the other members can still be used
+                        log_message(f"warning: {error}")
+            self._is_complete = True
+        return iter(sorted(self._members.values(), key=lambda member: member.name))
+
+    def _import_one(self, name: str) -> None:
+        """Import the module or the entry point of this name, if there is one."""
+        if name.isidentifier() and importlib.util.find_spec(f"{self._package}.{name}") is not None:
+            importlib.import_module(f"{self._package}.{name}")
+        if name in self._members:
+            return
+        for entry in self._entry_points():
+            if entry.name == name:
+                self._load(entry)
+
+    def _entry_points(self) -> tuple[EntryPoint, ...]:
+        """Return the entry points of other distributions for this family."""
+        return () if self._group is None else tuple(entry_points(group=self._group))
+
+    def _load(self, entry: EntryPoint) -> None:
+        """Load the member of an entry point.
+
+        Raises:
+            ConfigError: it cannot be imported, or is no member of this family under this name.
+        """
+        owner = entry.dist.name if entry.dist is not None else entry.value
+        try:
+            member = entry.load()
+        except Exception as error:  # code of another package, which may raise anything
+            raise ConfigError(
+                f"{self.option}={entry.name} of the package {owner} cannot be imported: "
+                f"{type(error).__name__}: {error}. Update or uninstall {owner}."
+            ) from error
+        if not isinstance(member, Member) or member.name != entry.name:
+            raise ConfigError(
+                f"{self.option}={entry.name} of the package {owner}: the entry point "
+                f"{entry.value} is no member called {entry.name!r}; expected an object as "
+                f"{self._package} registers."
+            )
+        self.register(member)  # type: ignore[arg-type]  # the family's own subclass of Member

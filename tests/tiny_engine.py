@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from featx.config import ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.images.preprocess import Preprocess
 from featx.layers.capture_hooks import CaptureHooks, Copies
 from featx.layers.selection import select

@@ -19,7 +19,8 @@ from featx.base.devices import may_have_bf16
 from featx.base.machine import free_memory
 from featx.base.text import size_text
 from featx.config.run_config import Config
-from featx.engine.engine import MIN_COSINE, MIN_SPEEDUP, Compute, Engine
+from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute
+from featx.engine.engine import Engine
 from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
 from featx.images.loader import PREFETCH_BATCHES

@@ -7,7 +7,7 @@ randomness, buffers that a forward pass changes, and control flow that depends o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ Kernels of one shape have so far given equal bits at every position. The toleran
 kernel that does not, which moves a value by a few units in the last place: 2^-11 in fp16, 2^-8 in
 bf16.
 """
+
+Forward = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
+"""Function from a batch (B, 3, H, W) to its captured tensors: dataset name -> (B, ...)."""
 
 _READERS = frozenset({"tolist", "numpy", "__array__"})
 """Methods of a tensor that read its values without an operation that a dispatch mode sees."""
@@ -67,6 +70,45 @@ def moved(images: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, int]]]:
     others = 255 - images if images.dtype == torch.uint8 else -images
     others[kept] = images[kept]
     return others.roll(1, 0), [(place, (place + 1) % num) for place in kept]
+
+
+def check_among_others(
+    forward: Forward, batches: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor]
+) -> None:
+    """Check that the row of an image depends neither on other images nor on its position.
+
+    Args:
+        forward: computes the captured tensors of a batch.
+        batches: batches of `regrouped`, whose last image is the first one of the original batch.
+        values: dataset name -> (B, ...) captured tensors of the original batch.
+
+    Raises:
+        ModelError: a row differs.
+    """
+    for batch in batches:
+        again = forward(batch)
+        for name, value in values.items():
+            check_row(name, value[0], again[name][-1])
+
+
+def check_among_copies(forward: Forward, images: torch.Tensor) -> None:
+    """Check that each image has the same row among copies of itself as among other images.
+
+    This is for models whose control flow may depend on the data: an image that changes the flow
+    changes it for the whole batch.
+
+    Args:
+        forward: computes the captured tensors of a batch.
+        images: (B, 3, H, W) normalised images.
+
+    Raises:
+        ModelError: a row differs.
+    """
+    together = forward(images.clone())
+    for i, image in enumerate(images):
+        alone = forward(image.repeat(2, 1, 1, 1))
+        for name, value in together.items():
+            check_row(name, value[i], alone[name][0])
 
 
 def check_row(

@@ -14,7 +14,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -28,14 +27,23 @@ from featx.engine.batch_independence import (
     Buffers,
     MovedRows,
     ValueReads,
-    check_row,
+    check_among_copies,
+    check_among_others,
     moved,
     regrouped,
 )
+from featx.engine.capture_checks import (
+    calls_in_trace,
+    check_batch_dimension,
+    check_fired,
+    check_gradients_arrive,
+    check_same_score,
+)
+from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
 from featx.engine.row_checks import same_row
 from featx.engine.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
-from featx.errors import FeatxError, LayerError, ModelError, RunError, require
-from featx.layers.attention import check_weights, needs_plain_attention, plain_attention
+from featx.errors import FeatxError, ModelError, RunError, require
+from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.capture_hooks import CaptureHooks, Copies, Expected, Keep, check_calls
 from featx.layers.embedding import is_exposed, with_evidence
 from featx.layers.gradient_target import target_values
@@ -51,16 +59,6 @@ from featx.types import LayerSpec
 
 logger = logging.getLogger(__name__)
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Value of the option `precision` -> dtype of autocast; float32 means no autocast."""
-
-MIN_COSINE = 0.999
-"""Smallest cosine to fp32 that precision=auto and compile=auto accept for any row of any layer."""
-
-MIN_SPEEDUP = 1.1
-"""Smallest gain that counts. Below it precision=auto keeps the more exact precision, and
-compile=auto keeps the eager model, which can compute parallel batches on a CPU."""
-
 # The two sizes differ, so a dimension that follows the batch differs in both passes.
 _TRACE_BATCH, _BIND_BATCH = 2, 3
 
@@ -74,45 +72,6 @@ least two images are compared."""
 
 _NO_THREAD = 0
 """Thread id for hooks that currently see no forward pass; no thread has this id."""
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How features are computed; every field affects the values and is part of the fingerprint.
-
-    Attributes:
-        precision: 'fp32', 'bf16' or 'fp16', by autocast.
-        compile: whether torch.compile is used.
-        channels_last: whether images and convolution weights are in channels-last memory format.
-        batch_size: images per forward pass; the last batch is padded to it.
-        fold_batchnorm: whether BatchNorm is folded into the convolutions before it.
-    """
-
-    precision: str
-    compile: bool
-    channels_last: bool
-    batch_size: int
-    fold_batchnorm: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON types."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Faster settings that `Engine.formats` found to give the values of the plain ones.
-
-    Attributes:
-        channels_last: as in `Compute`.
-        fold_batchnorm: as in `Compute`.
-        values: dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
-            dtype of the store and on the device; None unless all images were computed.
-    """
-
-    channels_last: bool
-    fold_batchnorm: bool
-    values: Mapping[str, torch.Tensor] | None = None
 
 
 class Engine:
@@ -297,77 +256,40 @@ class Engine:
             values = hooks.forward(x.clone())
             self._order, calls = list(hooks.fired), hooks.num_calls
         self._collector = OutputCollector(self._store_dtype, copies.overwritten())
-        # The control flow may depend on the data, so every pass runs to its end and calls are
-        # counted.
         if reads.seen:
-            # Its course may follow the data: each pass is seen to its end, and calls are counted.
+            # The control flow may depend on the data, so every pass runs to its end and calls are
+            # counted.
             self._calls = calls
         if self._score is not None and hooks.numbers is not None:
-            self._check_score(x, hooks.numbers)
-        self._check_order(calls)
+            with self._named_failure(x), torch.no_grad():
+                check_same_score(hooks.numbers, self._score(self._module(x.clone())))
+        check_gradients_arrive(self._points, self._order, self._target)
+        if self._traced is not None:
+            check_calls(calls, calls_in_trace(self._traced, calls))
+        check_fired(self._points, self._order)
         for point, reduce in chosen:
-            self._expect(point, reduce, values[point.name])
+            check_batch_dimension(point, values[point.name], _BIND_BATCH)
+            self._expect(point, reduce, tuple(values[point.name].shape[1:]))
         self._check_positions(chosen, values)
         self._row_bytes = max(1, sum(4 * value[0].numel() for value in values.values()))
         self._check_rows(x, values)
         if reads.seen and self.trial_images is not None:
             self._check_alone(self.trial_images)
 
-    def _check_order(self, calls: Mapping[tuple[str, str], int]) -> None:
-        """Check that each capture fires once and each module is called as often as in the trace.
-
-        Raises:
-            LayerError: no gradient arrives at a capture.
-            RunError: a forward pass differs from the trace.
-        """
-        promised = [point.name for point in self._points]
-        silent = [
-            point.name
-            for point in self._points
-            if point.is_gradient and point.name not in self._order
-        ]
-        if silent:
-            raise LayerError(
-                f"{', '.join(silent)}: no gradient of target={self._target} arrives there; what "
-                "the model returns does not depend on it."
-            )
-        if self._traced is not None:
-            traced = self._traced
-            check_calls(
-                calls,
-                {place: len(traced.by_module[traced.names[place[0]]]) for place in calls},
-            )
-        if sorted(self._order) != sorted(promised):
-            raise RunError(
-                f"a second forward pass fired {self._order}, the trace promised {promised}. The "
-                "model does different things for different batches; featx cannot vouch for its "
-                "rows."
-            )
-
-    def _expect(self, point: CapturePoint, reduce: StoredReduce, value: torch.Tensor) -> None:
-        """Record row shape and reduction of a capture, given its tensor for a batch of noise.
-
-        Raises:
-            LayerError: the first dimension is not the batch.
-        """
-        shape = tuple(value.shape)
-        if shape[:1] != (_BIND_BATCH,):
-            raise LayerError(
-                f"{point.name} has shape {shape} for a batch of {_BIND_BATCH}: the batch is not "
-                "in front, so its rows cannot be told apart. Choose a layer around it."
-            )
-        if point.capture == "attention":
-            check_weights(point.name, value)
+    def _expect(
+        self, point: CapturePoint, reduce: StoredReduce, row_shape: tuple[int, ...]
+    ) -> None:
+        """Record row shape and reduction of a capture."""
         backbone = self.backbone
         reduction = bound_reduction(
             reduce,
             point.name,
-            shape[1:],
+            row_shape,
             backbone.preprocess.crop,
             backbone.num_prefix_tokens,
             backbone.has_class_token,
         )
-        self._collector.expect(point, shape[1:], reduce.name, reduction)
+        self._collector.expect(point, row_shape, reduce.name, reduction)
 
     def _check_positions(
         self,
@@ -386,25 +308,6 @@ class Engine:
         with self._named_failure(x):
             check_positions(self._module, maps, x)
 
-    def _check_score(self, x: torch.Tensor, numbers: torch.Tensor) -> None:
-        """Check that the hooks for gradients do not change the output of the model.
-
-        Args:
-            x: (B, 3, H, W) normalised images.
-            numbers: (B,) values of the gradient target in a pass with the hooks.
-
-        Raises:
-            LayerError: the values differ without the hooks.
-        """
-        assert self._score is not None
-        with self._named_failure(x), torch.no_grad():
-            expected = self._score(self._module(x.clone()))
-        if not torch.allclose(numbers, expected, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise LayerError(
-                "grad_input cannot be taken here: a layer writes to its input, and the model goes "
-                "on with what was written. Choose grad_output of the layer before."
-            )
-
     def _check_rows(self, x: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
         """Check that a row depends neither on other images, nor its position, nor chance.
 
@@ -416,29 +319,15 @@ class Engine:
         buffers = Buffers(self._module)
         hooks = self._capture_hooks(_clone, self._order, stop=True)
         with self._named_failure(x), torch.no_grad(), hooks:
-            for batch in self._regrouped(x):
-                again = hooks.forward(batch)
-                for name, value in values.items():
-                    check_row(name, value[0], again[name][-1])
+            check_among_others(hooks.forward, self._regrouped(x), values)
         buffers.check()
 
     def _check_alone(self, images: torch.Tensor) -> None:
-        """Check that each image has the same row among copies of itself as among other images.
-
-        This is for models whose control flow may depend on the data: an image that changes the flow
-        changes it for the whole batch.
-        """
+        """Check the trial images of a model whose control flow may depend on the data."""
         every = self._normalised(images[: max(_BIND_BATCH, _PROOF_BYTES // self._row_bytes)])
         hooks = self._capture_hooks(_clone, self._order)
-        with torch.no_grad(), hooks:
-            with self._named_failure(every):
-                together = hooks.forward(every.clone())
-            for i, image in enumerate(every):
-                copies = image.repeat(2, 1, 1, 1)
-                with self._named_failure(copies):
-                    alone = hooks.forward(copies)
-                for name, value in together.items():
-                    check_row(name, value[i], alone[name][0])
+        with torch.no_grad(), hooks, self._named_failure(every):
+            check_among_copies(hooks.forward, every)
 
     def _regrouped(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The batches of `regrouped` for `x`, with a black image and one of random 0 and 255."""
@@ -906,29 +795,6 @@ class Engine:
         generator = torch.Generator().manual_seed(0)
         shape = (batch_size, 3, *self.backbone.preprocess.crop)
         return torch.randn(shape, generator=generator).to(self.device)
-
-
-def spec_of(
-    point: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
-) -> LayerSpec:
-    """Description of the rows of one dataset.
-
-    Args:
-        point: capture that is stored.
-        reduce: reduction of the capture.
-        value: (B, ...) rows in the dtype of the store.
-        compute_dtype: dtype in which the layer computed them.
-    """
-    return LayerSpec(
-        name=point.name,
-        layer=point.layer,
-        capture=point.capture,
-        reduce=reduce.name,
-        reduce_args=reduce.args,
-        shape=tuple(value.shape[1:]),
-        dtype=str(value.dtype).removeprefix("torch."),
-        compute_dtype=str(compute_dtype).removeprefix("torch."),
-    )
 
 
 def _clone(point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:

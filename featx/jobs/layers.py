@@ -43,7 +43,8 @@ def run(config: Config, config_yaml: str) -> int:
     resolve_library(config.model)
     source, listing, config, missing = _pictures(config)
     from featx.base.devices import choose_device
-    from featx.engine.engine import Compute, Engine
+    from featx.engine.compute import Compute
+    from featx.engine.engine import Engine
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)

@@ -58,7 +58,8 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     import torch
 
     from featx.config import ModelConfig, ReduceConfig
-    from featx.engine.engine import Compute, Engine
+    from featx.engine.compute import Compute
+    from featx.engine.engine import Engine
     from featx.layers.selection import select
     from featx.layers.trace import CapturePoint
     from featx.models import build_backbone

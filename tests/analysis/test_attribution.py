@@ -19,7 +19,7 @@ import featx
 from featx.analysis.attribution.attributor import DELTA, Attributor
 from featx.analysis.attribution.guided_backpropagation import guided_rectifiers
 from featx.config import METHODS, SCALARS, AttributeConfig
-from featx.engine.engine import Compute
+from featx.engine.compute import Compute
 from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.images.preprocess import Preprocess
 from featx.models.base import Backbone

@@ -21,7 +21,8 @@ from torch import nn
 
 import featx
 from featx.engine.batch_independence import MovedRows, ValueReads, moved
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import FeatxError, ModelError, RunError
 
 IMAGES = torch.randint(150, 256, (16, 3, 8, 8), generator=torch.Generator().manual_seed(5)).byte()

@@ -23,7 +23,7 @@ from featx.engine.batch_parallelism import (
     replicas_agree,
     room_for_batches,
 )
-from featx.engine.engine import Compute
+from featx.engine.compute import Compute
 from featx.models import build_backbone
 
 GIB = float(1 << 30)

@@ -16,7 +16,7 @@ from tiny_model import KEYS, extract
 from torch import nn
 from torch.nn.utils import prune
 
-from featx.engine.engine import Compute
+from featx.engine.compute import Compute
 from featx.errors import LayerError, StoreMismatchError
 from featx.models.base import state_sha256
 from featx.models.batchnorm_folding import foldable_pairs, folded

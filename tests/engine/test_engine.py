@@ -14,7 +14,7 @@ from torch import nn
 import featx
 from featx.base.devices import choose_device, exact_cuda
 from featx.config import ModelConfig
-from featx.engine.engine import Compute
+from featx.engine.compute import Compute
 from featx.engine.row_checks import finite_rows, row_cosines
 from featx.errors import ConfigError, LayerError, ModelError, ReduceError, RunError
 from featx.layers.trace import CapturePoint

@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from featx.config import ReduceConfig
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.engine.auto_settings import AutoSettings
-from featx.engine.engine import COMPUTE_DTYPES, Compute, Engine
+from featx.engine.compute import COMPUTE_DTYPES, Compute
+from featx.engine.engine import Engine
 from featx.engine.row_checks import row_cosines
 from featx.engine.weight_casting import CastableWeights, castable_weights, weights_cast
 from featx.errors import ModelError

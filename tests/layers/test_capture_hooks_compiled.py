@@ -16,7 +16,8 @@ from torch import nn
 
 import featx
 from featx.config import ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import LayerError, RunError
 from featx.layers.selection import select
 

@@ -10,7 +10,8 @@ from tiny_engine import backbone_of, noise
 from torch import nn
 
 from featx.config import ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import LayerError
 from featx.layers.selection import select
 from featx.layers.trace import CapturePoint

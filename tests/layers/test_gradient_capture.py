@@ -15,7 +15,8 @@ from torch import nn
 import featx
 from featx.config import ModelConfig, ReduceConfig
 from featx.config.run_config import Config
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import ConfigError, LayerError, ModelError
 from featx.images.preprocess import Preprocess
 from featx.layers.gradient_target import target_values

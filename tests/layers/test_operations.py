@@ -16,7 +16,8 @@ from torchvision.models.feature_extraction import create_feature_extractor, get_
 
 import featx
 from featx.config import ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import ConfigError, LayerError, RunError
 from featx.layers.capture_hooks import CaptureHooks
 from featx.layers.layer_names import parse_operation

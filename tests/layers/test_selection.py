@@ -12,7 +12,8 @@ from torch import nn
 
 from featx.cli.layer_table import layer_rows
 from featx.config import PRESETS, ModelConfig, ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import ConfigError, LayerError
 from featx.layers.layer_names import parse_capture_point
 from featx.layers.selection import Selection, select

@@ -11,7 +11,8 @@ import torch
 from tiny_model import MODEL, extract, run_job
 from torch import nn
 
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import RunError
 from featx.models.base import Backbone, state_sha256
 from featx.models.custom import preprocess_of

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 import featx
-from featx.engine.engine import Compute
+from featx.engine.compute import Compute
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError
 from featx.models.base import state_sha256
 

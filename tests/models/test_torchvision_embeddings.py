@@ -12,7 +12,8 @@ from torch import nn
 from torchvision import models
 
 from featx.config import ModelConfig, ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import LayerError
 from featx.layers.selection import select
 from featx.models import build_backbone

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from featx.config import ReduceConfig
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import FeatxError, LayerError, ReduceError
 from featx.layers.selection import select
 from featx.layers.trace import CapturePoint

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from featx.base.machine import num_cpus
 from featx.config import ModelConfig, ReduceConfig
 from featx.engine.batch_parallelism import BatchParallelism
-from featx.engine.engine import Compute, Engine
+from featx.engine.compute import Compute
+from featx.engine.engine import Engine
 from featx.errors import RunError
 from featx.layers.selection import select
 from featx.models import build_backbone

@@ -32,7 +32,8 @@ from featx.analysis.attribution.gradcam import grad_cam, kept_output, map_view
 from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
 from featx.config import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
 from featx.engine.batch_independence import Buffers, check_row
-from featx.engine.engine import COMPUTE_DTYPES, Compute, Engine, Formats, spec_of
+from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
+from featx.engine.engine import Engine
 from featx.errors import ConfigError, LayerError
 from featx.layers.gradient_target import logits_of, target_classes, values_of_classes
 from featx.layers.position_checks import check_positions

@@ -1,0 +1,98 @@
+"""Checks of captures on the first forward pass that has hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from featx.errors import LayerError, RunError
+from featx.layers.attention import check_weights
+from featx.layers.trace import CapturePoint, Trace
+
+
+def check_gradients_arrive(
+    points: Sequence[CapturePoint], fired: Sequence[str], target: str | int
+) -> None:
+    """Check that the gradient of the target arrives at each captured gradient.
+
+    Args:
+        points: the captures.
+        fired: names of the captures that fired.
+        target: gradient target, for the message.
+
+    Raises:
+        LayerError: a captured gradient did not fire.
+    """
+    silent = [point.name for point in points if point.is_gradient and point.name not in fired]
+    if silent:
+        raise LayerError(
+            f"{', '.join(silent)}: no gradient of target={target} arrives there; what the model "
+            "returns does not depend on it."
+        )
+
+
+def check_fired(points: Sequence[CapturePoint], fired: Sequence[str]) -> None:
+    """Check that each capture fired exactly once.
+
+    Args:
+        points: the captures.
+        fired: names of the captures in the order in which they fired.
+
+    Raises:
+        RunError: other captures fired than the trace contains.
+    """
+    expected = [point.name for point in points]
+    if sorted(fired) != sorted(expected):
+        raise RunError(
+            f"a second forward pass fired {list(fired)}, the trace promised {expected}. The model "
+            "does different things for different batches; featx cannot vouch for its rows."
+        )
+
+
+def calls_in_trace(traced: Trace, modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """(name, capture) of each hooked module -> number of its calls in the trace.
+
+    Args:
+        traced: the recorded pass.
+        modules: the hooked modules, as in `CaptureHooks.num_calls`.
+    """
+    return {key: len(traced.by_module[traced.names[key[0]]]) for key in modules}
+
+
+def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: int) -> None:
+    """Check that the first dimension of a captured tensor is the batch.
+
+    Args:
+        point: the capture.
+        value: captured tensor of a batch.
+        batch_size: number of images of that batch.
+
+    Raises:
+        LayerError: it is not, or the tensor of capture=attention holds no attention weights.
+    """
+    shape = tuple(value.shape)
+    if shape[:1] != (batch_size,):
+        raise LayerError(
+            f"{point.name} has shape {shape} for a batch of {batch_size}: the batch is not in "
+            "front, so its rows cannot be separated. Choose a layer around it."
+        )
+    if point.capture == "attention":
+        check_weights(point.name, value)
+
+
+def check_same_score(with_hooks: torch.Tensor, without_hooks: torch.Tensor) -> None:
+    """Check that the hooks for gradients do not change the output of the model.
+
+    Args:
+        with_hooks: (B,) values of the gradient target in a pass with hooks.
+        without_hooks: (B,) values for the same images without hooks.
+
+    Raises:
+        LayerError: the values differ.
+    """
+    if not torch.allclose(with_hooks, without_hooks, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise LayerError(
+            "grad_input cannot be taken here: a layer writes to its input, and the model continues "
+            "with what was written. Choose grad_output of the layer before."
+        )

@@ -1,0 +1,85 @@
+"""How features are computed: precision, compilation, memory format; and the rows that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from featx.layers.projection import StoredReduce
+from featx.layers.trace import CapturePoint
+from featx.types import LayerSpec
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Value of the option `precision` -> dtype of autocast; float32 means no autocast."""
+
+MIN_COSINE = 0.999
+"""Smallest cosine to fp32 that precision=auto and compile=auto accept for any row of any layer."""
+
+MIN_SPEEDUP = 1.1
+"""Smallest gain that counts. Below it precision=auto keeps the more exact precision, and
+compile=auto keeps the eager model, which can compute parallel batches on a CPU."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How features are computed; every field affects the values and is part of the fingerprint.
+
+    Attributes:
+        precision: 'fp32', 'bf16' or 'fp16', by autocast.
+        compile: whether torch.compile is used.
+        channels_last: whether images and convolution weights are in channels-last memory format.
+        batch_size: images per forward pass; the last batch is padded to it.
+        fold_batchnorm: whether BatchNorm is folded into the convolutions before it.
+    """
+
+    precision: str
+    compile: bool
+    channels_last: bool
+    batch_size: int
+    fold_batchnorm: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Faster settings that `Engine.formats` found to give the values of the plain ones.
+
+    Attributes:
+        channels_last: as in `Compute`.
+        fold_batchnorm: as in `Compute`.
+        values: dataset name -> (n, ...) rows of the images in fp32 with these settings, in the
+            dtype of the store and on the device; None unless all images were computed.
+    """
+
+    channels_last: bool
+    fold_batchnorm: bool
+    values: Mapping[str, torch.Tensor] | None = None
+
+
+def spec_of(
+    point: CapturePoint, reduce: StoredReduce, value: torch.Tensor, compute_dtype: torch.dtype
+) -> LayerSpec:
+    """Description of the rows of one dataset.
+
+    Args:
+        point: capture that is stored.
+        reduce: reduction of the capture.
+        value: (B, ...) rows in the dtype of the store.
+        compute_dtype: dtype in which the layer computed them.
+    """
+    return LayerSpec(
+        name=point.name,
+        layer=point.layer,
+        capture=point.capture,
+        reduce=reduce.name,
+        reduce_args=reduce.args,
+        shape=tuple(value.shape[1:]),
+        dtype=str(value.dtype).removeprefix("torch."),
+        compute_dtype=str(compute_dtype).removeprefix("torch."),
+    )

@@ -66,7 +66,7 @@ class Preprocess:
         return centre_crop(self._resized(x)[0], self.crop)
 
     def crops_on_device(self, images: torch.Tensor) -> torch.Tensor:
-        """Resize and crop on devices that can resize floats only, such as CUDA, and round.
+        """Resize and crop on devices that can resize floats only, such as CUDA.
 
         Args:
             images: (N, 3, H, W) uint8.
@@ -74,16 +74,32 @@ class Preprocess:
         Returns:
             (N, 3, *crop) uint8, within 2 of the result of `crop_uint8`.
         """
-        return centre_crop(self._resized(images.float()), self.crop).round_().clamp_(0, 255).byte()
+        height, width = self._resized_size(images)
+        x = images.float()
+        # Pillow and the uint8 kernels of torch resize the width first, then the height, and round
+        # to 0..255 in between. Bicubic weights are partly negative, so a single float resize that
+        # keeps values below 0 and above 255 differs from them by up to 29 levels at edges.
+        for size in ((x.shape[2], width), (height, width)):
+            if tuple(x.shape[2:]) != size:
+                x = self._interpolated(x, size).round_().clamp_(0, 255)
+        return centre_crop(x, self.crop).byte()
 
     def _resized(self, x: torch.Tensor) -> torch.Tensor:
         """(N, 3, H, W) images with the shorter side resized to `resize`."""
+        size = self._resized_size(x)
+        return x if tuple(x.shape[2:]) == size else self._interpolated(x, size)
+
+    def _resized_size(self, x: torch.Tensor) -> tuple[int, int]:
+        """Height and width of (N, 3, H, W) images after resizing the shorter side to `resize`."""
         assert self.resize is not None
         height, width = x.shape[2:]
         short = min(height, width)
         if short == self.resize:
-            return x
-        size = [max(1, self.resize * side // short) for side in (height, width)]
+            return height, width
+        return max(1, self.resize * height // short), max(1, self.resize * width // short)
+
+    def _interpolated(self, x: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """(N, 3, H, W) images resized to (height, width) with antialiasing."""
         return F.interpolate(
             x, size=size, mode=self.interpolation, antialias=True, align_corners=False
         )

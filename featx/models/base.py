@@ -1,4 +1,4 @@
-"""The Backbone, and reading, hashing and replacing of weights."""
+"""The Backbone, and hashing and replacing of its weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +13,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from featx.base.torchscript import refuse_scripted
-from featx.errors import ModelError, WeightsError, counted
+from featx.errors import ModelError
 from featx.images.preprocess import Preprocess
-
-WEIGHT_FILES = (".safetensors", ".pth", ".pt", ".th", ".bin")
-"""File extensions by which `model.weights` is recognised as a file."""
 
 
 @dataclass(frozen=True)
@@ -196,84 +192,6 @@ def _plain_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{name}.zero_point", zero
     elif isinstance(value, torch.Tensor):
         yield name, value if value.layout == torch.strided else value.to_dense()
-
-
-def is_weights_file(weights: str) -> bool:
-    """Whether `model.weights` is a path and not a tag of a library."""
-    return weights.endswith(WEIGHT_FILES) or "/" in weights
-
-
-def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Read the state dict in a .safetensors or PyTorch file, unpickling tensors only.
-
-    An inner dict `state_dict` or `model` and the prefix `module.` of all names are removed.
-
-    Args:
-        path: path of the file; ~ is expanded.
-
-    Raises:
-        WeightsError: the file does not exist, is damaged, or contains more than tensors.
-    """
-    path = path.expanduser()
-    if not path.is_file():
-        raise WeightsError(
-            f"model.weights={path}: no such file (looked in {Path.cwd()}). Give a path to a "
-            f"{' or '.join(WEIGHT_FILES[:2])} file, a tag of the library, or null for random."
-        )
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            state: Any = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise WeightsError(
-            f"model.weights={path} cannot be read: {reason}. Expected a file of tensors only: "
-            "save it with torch.save(model.state_dict(), path) or as safetensors."
-        ) from error
-    for inner in ("state_dict", "model"):
-        if isinstance(state, Mapping) and isinstance(state.get(inner), Mapping):
-            state = state[inner]
-    if not isinstance(state, Mapping):
-        raise WeightsError(f"model.weights={path} holds a {type(state).__name__}, no state dict.")
-    tensors = {str(k): v for k, v in state.items() if isinstance(v, torch.Tensor)}
-    if tensors and all(name.startswith("module.") for name in tensors):
-        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
-    return tensors
-
-
-def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Load a state dict into a module whose names and shapes it must match.
-
-    Args:
-        module: the module.
-        state: name -> tensor.
-        origin: file or package of the weights, for the message.
-
-    Raises:
-        WeightsError: names are missing or left over, or shapes differ.
-    """
-    own = module.state_dict()
-    missing = sorted(set(own) - set(state))
-    extra = sorted(set(state) - set(own))
-    shapes = [
-        f"{name} {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
-        for name in own
-        if name in state and state[name].shape != own[name].shape
-    ]
-    # Files written before PyTorch 0.4.1 lack the batch counter of BatchNorm, which eval mode never
-    # reads.
-    missing = [name for name in missing if not name.endswith("num_batches_tracked")]
-    if missing or extra or shapes:
-        raise WeightsError(
-            f"the weights {origin} are not of this model: {counted(len(missing), 'key')} missing "
-            f"({', '.join(missing[:3])}), {len(extra)} left over ({', '.join(extra[:3])}), "
-            f"{len(shapes)} of another shape ({'; '.join(shapes[:3])}). Give weights of this very "
-            "model, or the model they belong to."
-        )
-    module.load_state_dict(dict(state), strict=False)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ from featx.config import ModelConfig, TransformConfig
 from featx.config.saved_config import is_secret
 from featx.errors import ModelError, WeightsError, nearest
 from featx.images.preprocess import Preprocess
-from featx.models.base import Backbone, load_weights, random_id, read_weights, seeded
+from featx.models.base import Backbone, random_id, seeded
+from featx.models.checkpoint import load_weights, read_weights
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

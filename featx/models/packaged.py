@@ -15,16 +15,8 @@ import torch
 from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
 from featx.images.preprocess import Preprocess
-from featx.models.base import (
-    Backbone,
-    is_weights_file,
-    load_weights,
-    random_id,
-    read_weights,
-    seeded,
-    timm_classes,
-    timm_stages,
-)
+from featx.models.base import Backbone, random_id, seeded, timm_classes, timm_stages
+from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
 _REPEATS = (1, 2, 2, 3, 3, 4, 1)
 """Number of blocks in each stage."""

@@ -20,14 +20,12 @@ from featx.images.preprocess import Preprocess
 from featx.models.base import (
     Backbone,
     LibraryEmbedding,
-    is_weights_file,
-    load_weights,
     random_id,
-    read_weights,
     seeded,
     timm_classes,
     timm_stages,
 )
+from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
 
 def build(config: ModelConfig, seed: int) -> Backbone:

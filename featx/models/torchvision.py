@@ -20,14 +20,8 @@ from torchvision.transforms._presets import ImageClassification, SemanticSegment
 from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
 from featx.images.preprocess import Preprocess
-from featx.models.base import (
-    Backbone,
-    is_weights_file,
-    load_weights,
-    random_id,
-    read_weights,
-    seeded,
-)
+from featx.models.base import Backbone, random_id, seeded
+from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 
 _patch_lock = threading.Lock()
 """Protects the function of torchvision that `_own_downloads` replaces."""

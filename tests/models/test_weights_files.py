@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from featx.errors import WeightsError
-from featx.models.base import load_weights, read_weights, seeded, state_sha256
+from featx.models.base import seeded, state_sha256
+from featx.models.checkpoint import load_weights, read_weights
 
 State = dict[str, torch.Tensor]
 
@@ -196,3 +197,72 @@ def test_the_hash_is_the_same_in_another_memory_format() -> None:
     module = net()
     before = state_sha256(module)
     assert state_sha256(module.to(memory_format=torch.channels_last)) == before
+
+
+@pytest.mark.parametrize("names", [("model", "model_ema"), ("state_dict", "state_dict_ema")])
+def test_two_state_dicts_of_one_model_are_refused(
+    tmp_path: Path, state: State, names: tuple[str, str]
+) -> None:
+    """Averaged weights have the same names: taking the first ones would be a guess."""
+    averaged = {k: v + 1 for k, v in state.items()}
+    torch.save({names[0]: state, names[1]: averaged, "epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match=f"2 state dicts .*: {names[0]} .*, {names[1]} "):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_the_prefix_of_one_of_two_state_dicts_hides_nothing(tmp_path: Path, state: State) -> None:
+    averaged = {f"module.{k}": v + 1 for k, v in state.items()}
+    torch.save({"state_dict": state, "ema": averaged}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="2 state dicts"):
+        read_weights(tmp_path / "w.pth")
+
+
+def test_teacher_and_student_are_no_state_dict(tmp_path: Path, state: State) -> None:
+    torch.save({"teacher": state, "student": state}, tmp_path / "w.pth")
+    with pytest.raises(WeightsError, match="missing"):
+        load_weights(net(), read_weights(tmp_path / "w.pth"), "w.pth")
+
+
+def test_what_else_a_checkpoint_holds_does_not_matter(tmp_path: Path, state: State) -> None:
+    """Optimiser states, other tensors, and a copy with equal values."""
+    whole = {
+        "state_dict": state,
+        "model_ema": {k: v.clone() for k, v in state.items()},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1}]},
+        "loss": {"center": torch.zeros(1, 4)},
+        "epoch": 3,
+    }
+    torch.save(whole, tmp_path / "w.pth")
+    assert same(read_weights(tmp_path / "w.pth"), state)
+
+
+def test_a_single_state_dict_may_have_any_name(tmp_path: Path, state: State) -> None:
+    torch.save({"net": state, "epoch": 3}, tmp_path / "w.pth")
+    assert same(read_weights(tmp_path / "w.pth"), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused_and_nothing_is_loaded(
+    state: State, dtype: torch.dtype
+) -> None:
+    """`load_state_dict` would take the integers themselves for the weights."""
+    module = net()
+    before = state_sha256(module)
+    state["0.weight"] = (state["0.weight"] * 100).to(dtype)
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(WeightsError, match=f"1 tensor .*0.weight is {name} instead of float32"):
+        load_weights(module, state, "int8.pth")
+    assert state_sha256(module) == before
+
+
+def test_a_counter_of_another_integer_type_is_converted(state: State) -> None:
+    module = net()
+    state["1.num_batches_tracked"] = torch.tensor(5, dtype=torch.int32)
+    load_weights(module, state, "old.pth")
+    assert module[1].num_batches_tracked.item() == 5
+
+
+def test_weights_with_nan_are_refused(state: State) -> None:
+    state["1.bias"][0] = float("nan")
+    with pytest.raises(WeightsError, match=r"damaged: NaN in 1 tensor \(1.bias\)"):
+        load_weights(net(), state, "w.pth")

@@ -15,7 +15,7 @@ from featx.base.console import announce, log_message
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
 from featx.pipeline.engine_spec import EngineSpec
-from featx.pipeline.executors import check, in_process, run_distributed
+from featx.pipeline.executors import check_executor, in_process, run_distributed
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.feature_sink import FeatureSink, StorePartTask
 from featx.pipeline.image_changes import (
@@ -144,8 +144,7 @@ def _check(config: Config, out: Path, writes_images: bool) -> None:
                 f"out={config.out} is data.root as well, and heat maps and sprites would become "
                 "images of the data set. Choose another folder; below data.root is fine."
             )
-    if config.is_spread:
-        check(config)
+    check_executor(config)
 
 
 def _log_row_problems(session: StoreSession, underflow_rows: Mapping[str, int]) -> None:

@@ -16,7 +16,7 @@ from featx.pipeline.executors.local_worker import DriverConnection
 
 
 @dataclass(frozen=True)
-class StubOrder:
+class StubSpec:
     """What the driver sends.
 
     Attributes:
@@ -74,41 +74,41 @@ def go_wrong(what: str, root: Path) -> None:
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
     sys.path[:] = connection.recv()
-    from stub_worker import StubOrder as Known  # the same class under its own name
+    from stub_worker import StubSpec as Known  # the same class under its own name
 
-    order, device = connection.recv()
-    assert isinstance(order, Known)
-    link = DriverConnection(connection)
-    order.note(f"pid-{os.getpid()}")
+    spec, device = connection.recv()
+    assert isinstance(spec, Known)
+    driver = DriverConnection(connection)
+    spec.note(f"pid-{os.getpid()}")
     from featx.pipeline.executors.part_worker import rows_text
     from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
     from featx.storage.local_folder import AtomicFolder
     from featx.store.manifest import read_manifest
     from featx.store.part_files import publish_part
 
-    run = order.run
-    manifest = read_manifest(order.root)
+    run = spec.run
+    manifest = read_manifest(spec.root)
     at = []
     try:
-        go_wrong(order.fault_at("start"), order.root)
-        link.tell("ready")
+        go_wrong(spec.fault_at("start"), spec.root)
+        driver.send("ready")
         os.write(1, f"hello from {device}\n".encode())
-        while (first := link.draw(wait=True)) is not None:
-            for part in link.parts(first):
+        while (first := driver.request_part(wait=True)) is not None:
+            for part in driver.parts(first):
                 at = [part]
-                if link.stopping.is_set():
+                if driver.stopping.is_set():
                     break
-                time.sleep(order.pause_s)
-                go_wrong(order.fault_at(part.index), order.root)
+                time.sleep(spec.pause_s)
+                go_wrong(spec.fault_at(part.index), spec.root)
                 failures = publish_part(
-                    AtomicFolder(order.root), run.builder(part), manifest, run.listing
+                    AtomicFolder(spec.root), run.builder(part), manifest, run.listing
                 )
-                order.note(f"part-{part.index}-by-{os.getpid()}-of-{len(link.held)}")
-                link.done(PartResult(part, failures, {"flat": 1}, 0.1, 0.0))
+                spec.note(f"part-{part.index}-by-{os.getpid()}-of-{len(driver.held)}")
+                driver.report(PartResult(part, failures, {"flat": 1}, 0.1, 0.0))
     except Exception as error:  # noqa: BLE001 - as a worker does
-        link.tell("failed", type(error).__name__, str(error), "its traceback", rows_text(at))
+        driver.send("failed", type(error).__name__, str(error), "its traceback", rows_text(at))
         sys.exit(1)
-    link.tell("bye", WorkerStats({"model": 1.0}, 10, 20))
+    driver.send("finished", WorkerStats({"model": 1.0}, 10, 20))
 
 
 if __name__ == "__main__":

@@ -218,15 +218,15 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
         session = StoreSession(Path("store"), context.as_run(), context.listing)
         with session.hold():
             part_task = part_task_of(target, context, session)
-            order = worker_spec.worker_spec(context, session, part_task, "")
-            fingerprint = {**order.fingerprint, "version.torch": "0.1"}
-            other = worker_spec.replace(order, fingerprint=fingerprint)
+            spec = worker_spec.worker_spec(context, session, part_task, "")
+            fingerprint = {**spec.fingerprint, "version.torch": "0.1"}
+            other = worker_spec.replace(spec, fingerprint=fingerprint)
             with (
                 pytest.raises(RunError, match=r"version.torch: the driver has '0.1', this '"),
                 worker_spec.worker_context(other, "cpu"),
             ):
                 pass
-            with worker_spec.worker_context(order, "cpu") as again:
+            with worker_spec.worker_context(spec, "cpu") as again:
                 assert again.as_run().resolved == context.as_run().resolved
 
 

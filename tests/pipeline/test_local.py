@@ -17,7 +17,7 @@ import pytest
 from conftest import with_path
 from made_store import MadeRun, dataset_digests, make_run, temporary_files
 from processes import ended
-from stub_worker import StubOrder
+from stub_worker import StubSpec
 
 from featx.config.run_config import Config
 from featx.errors import RunError, StoreLockedError, StoreMismatchError, TooManyFailuresError
@@ -41,10 +41,10 @@ def work(run: MadeRun, tmp_path: Path) -> Callable[..., WorkerPool]:
     notes = tmp_path / "notes"
     notes.mkdir(exist_ok=True)
 
-    def do(workers: int = 2, **order: Any) -> WorkerPool:
+    def do(workers: int = 2, **given: Any) -> WorkerPool:
         root = tmp_path / "store"
         with run.session(root).hold() as session:
-            stub: Any = StubOrder(run, root, notes, **order)
+            stub: Any = StubSpec(run, root, notes, **given)
             pool = WorkerPool(stub, ["cpu"] * workers, session, session.missing(), STUB)
             pool.work()
             assert session.whole
@@ -85,9 +85,9 @@ def test_any_number_of_workers_gives_the_same_datasets(
         workers
     )
     assert len(noted(tmp_path, "part-*")) == 10, "a part was done twice"
-    done = pool.collector
-    assert (done.rows, done.underflow_rows["flat"]) == (38, 10)
-    assert (done.worker_stats.seconds, done.worker_stats.peak_memory_mib) == (
+    collector = pool.collector
+    assert (collector.rows, collector.underflow_rows["flat"]) == (38, 10)
+    assert (collector.worker_stats.seconds, collector.worker_stats.peak_memory_mib) == (
         {"model": float(workers)},
         20,
     )
@@ -208,13 +208,13 @@ DRIVER = """
 import sys
 from pathlib import Path
 from made_store import make_run
-from stub_worker import StubOrder
+from stub_worker import StubSpec
 from featx.pipeline.executors.local import WorkerPool
 root, notes, stub = map(Path, sys.argv[1:])
 run = make_run(num_rows=38, part_rows=4, failed=[2, 17])
 with run.session(root).hold() as session:
-    order = StubOrder(run, root, notes, pause_s=0.3)
-    WorkerPool(order, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
+    spec = StubSpec(run, root, notes, pause_s=0.3)
+    WorkerPool(spec, ["cpu"] * 2, session, session.missing(), (sys.executable, str(stub))).work()
 """
 
 

@@ -52,7 +52,7 @@ class RayTaskError(RayError):
     """Ray's: the actor raised `cause`."""
 
     def __init__(self, cause: Exception) -> None:
-        super().__init__(f"ray::Actor.do()\n{cause}")
+        super().__init__(f"ray::Actor.compute()\n{cause}")
         self.cause = cause
 
 
@@ -89,22 +89,24 @@ class MadeRay:
             self.actors.append(real)
             handle = SimpleNamespace(real=real)
             handle.ready = SimpleNamespace(remote=lambda: Call(real.ready))
-            handle.do = SimpleNamespace(remote=lambda part: Call(self._unless_dead(real), part))
+            handle.compute = SimpleNamespace(
+                remote=lambda part: Call(self._unless_dead(real), part)
+            )
             return handle
 
         return lambda kind: SimpleNamespace(remote=begun)
 
     def _unless_dead(self, real: Any) -> Any:
-        def do(part: Any) -> Any:
+        def compute(part: Any) -> Any:
             if self.die_at.get(part.index, 0):
                 self.die_at[part.index] -= 1
                 raise RayError("The actor died unexpectedly before finishing this task.\nmore")
             try:
-                return real.do(part)
+                return real.compute(part)
             except RunError as error:
                 raise RayTaskError(error) from None
 
-        return do
+        return compute
 
     def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], Any]:
         return calls[:num_returns], calls[num_returns:]
@@ -129,7 +131,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
     monkeypatch.setattr(ray_executor, "_ray", lambda: made)
     yield made
     for actor in made.actors:
-        actor.leave()
+        actor.close()
     machine._taken = None
 
 

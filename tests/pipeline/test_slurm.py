@@ -26,7 +26,7 @@ import featx as package
 from featx.base import machine
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, MissingExtraError, RunError, StoreLockedError
-from featx.pipeline.executors import slurm
+from featx.pipeline.executors import slurm, slurm_task
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec
 from featx.pipeline.executors.worker_stats import WorkerStats
 from featx.pipeline.feature_sink import StorePartTask
@@ -110,7 +110,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         core=SimpleNamespace(utils=utils),
         helpers=SimpleNamespace(DelayedSubmission=lambda task: task),
     )
-    monkeypatch.setattr(slurm, "_submitit", lambda: module)
+    monkeypatch.setattr(slurm, "submitit_module", lambda: module)
+    monkeypatch.setattr(slurm_task, "submitit_module", lambda: module)
     monkeypatch.setattr(slurm, "POLL_S", 0.01)
     yield made
     machine._taken = None
@@ -185,7 +186,7 @@ def test_the_parts_of_lost_tasks_are_submitted_again(
 def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: Any) -> None:
     cluster.lose = 99
     with pytest.raises(
-        RunError, match=r"NODE_FAIL.*2 tasks before it .*begin with part 0 \(rows 0 to 3\)"
+        RunError, match=r"NODE_FAIL.*2 tasks before it .*started with part 0 \(rows 0 to 3\)"
     ):
         extract(photos, executor={**LOCAL, "workers": 1})
     cluster.lose = 0
@@ -195,7 +196,7 @@ def test_tasks_that_are_lost_again_and_again_end_the_run(photos: Path, cluster: 
 def test_an_exception_in_a_task_ends_the_run_and_is_told(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = slurm.PartWorker.take
+    take = slurm_task.PartWorker.take
 
     def raising(self: Any, part: Part, batch: Any, computed: Any) -> Any:
         if part.index == 4:
@@ -203,19 +204,19 @@ def test_an_exception_in_a_task_ends_the_run_and_is_told(
             raise ValueError("a bug in the model")
         return take(self, part, batch, computed)
 
-    monkeypatch.setattr(slurm.PartWorker, "take", raising)
+    monkeypatch.setattr(slurm_task.PartWorker, "take", raising)
     with pytest.raises(RunError) as failed:
         extract(photos, executor={**LOCAL, "workers": 2})
     assert str(failed.value).startswith("job 7_2: task ")
     assert "on cpu, part 4 (rows 16 to 19): ValueError: a bug in the model" in str(failed.value)
-    monkeypatch.setattr(slurm.PartWorker, "take", take)
+    monkeypatch.setattr(slurm_task.PartWorker, "take", take)
     assert extract(photos, executor={**LOCAL, "workers": 2}).complete
 
 
 def test_a_task_that_is_queued_again_does_what_is_missing() -> None:
     part_task = StorePartTask("float16", {}, frozenset(), b"")
-    order: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
-    task = slurm.Task(PickledWorkerSpec(order), "cpu", [Part(0, 0, 4)])
+    spec: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
+    task = slurm.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
     Path("parts").mkdir()
     Path("parts/part-000000.h5").touch()
     assert pickle.loads(pickle.dumps(task))() == slurm.TaskResult([], WorkerStats())
@@ -235,15 +236,15 @@ def test_in_mid_run_a_controller_is_waited_for(
 ) -> None:
     monkeypatch.setattr(slurm, "SUBMIT_AGAIN_S", 0.05)
     cluster.lose = 1
-    submit = slurm._Array._submit
+    submit = slurm.JobArray._submit
 
-    def refused(self: Any, parts: Any, is_first: bool = False) -> None:
+    def refused(self: Any, is_first: bool = False) -> None:
         if not is_first and not cluster.refusals and len(cluster.tasks) == 2:
             cluster.refusals = ["sbatch: error: Socket timed out on send/recv operation"]
             cluster.tasks.append(None)
-        submit(self, parts, is_first)
+        submit(self, is_first)
 
-    monkeypatch.setattr(slurm._Array, "_submit", refused)
+    monkeypatch.setattr(slurm.JobArray, "_submit", refused)
     assert extract(photos, executor={**LOCAL, "workers": 2}).complete
     told = capfd.readouterr().err
     assert "does not answer (Socket timed out on send/recv operation); 3 parts are" in told
@@ -261,14 +262,14 @@ def running_task(
             extract(photos, executor={**LOCAL, "workers": 1})
         task = pickle.loads(pickle.dumps(cluster.tasks[0]))
         task._limit_s = limit_s
-        take = slurm.PartWorker.take
+        take = slurm_task.PartWorker.take
 
         def taking(self: Any, part: Part, batch: Any, computed: Any) -> Any:
             if part.index == 2:
                 event()
             return take(self, part, batch, computed)
 
-        monkeypatch.setattr(slurm.PartWorker, "take", taking)
+        monkeypatch.setattr(slurm_task.PartWorker, "take", taking)
         result: slurm.TaskResult = task()
         return result
 
@@ -281,13 +282,13 @@ def test_a_task_that_is_told_to_end_returns_what_is_committed(
     monkeypatch: pytest.MonkeyPatch,
     signum: signal.Signals,
 ) -> None:
-    monkeypatch.setattr(slurm, "_driver_lives", lambda order: True)
+    monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: True)
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)]
     result = running_task(lambda: os.kill(os.getpid(), signum))
-    assert result.read_by == signum.name
-    assert result.doing.startswith("ready after ")
+    assert result.ended_by == signum.name
+    assert result.activity.startswith("ready after ")
     # The batch that is being computed is the last one, and what is whole is committed.
-    assert [done.part.index for done in result.done] in ([0, 1], [0, 1, 2])
+    assert [each.part.index for each in result.results] in ([0, 1], [0, 1, 2])
     assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR2)] == before
 
 
@@ -295,17 +296,17 @@ def test_a_task_that_is_told_to_end_returns_what_is_committed(
 def test_a_task_ends_by_its_own_clock_before_its_time_limit(
     running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_driver_lives", lambda order: True)
-    monkeypatch.setattr(slurm, "seconds_left", lambda limit_s: limit_s)
+    monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: True)
+    monkeypatch.setattr(slurm_task, "seconds_left", lambda limit_s: limit_s)
     result = running_task(lambda: time.sleep(4), limit_s=3.0)
-    assert result.read_by == slurm.TIME_LIMIT
-    assert len(result.done) < 6
+    assert result.ended_by == slurm.TIME_LIMIT
+    assert len(result.results) < 6
 
 
 def test_without_a_driver_an_announcement_is_left_to_submitit(
     running_task: Callable[..., slurm.TaskResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm, "_driver_lives", lambda order: False)
+    monkeypatch.setattr(slurm_task, "is_driver_alive", lambda spec: False)
     told: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda signum, frame: told.append(signum))
     try:
@@ -313,8 +314,8 @@ def test_without_a_driver_an_announcement_is_left_to_submitit(
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert told == [signal.SIGUSR2]
-    assert result.read_by is None
-    assert len(result.done) == 6
+    assert result.ended_by is None
+    assert len(result.results) == 6
 
 
 def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
@@ -326,7 +327,7 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
         self._parts, told = self._parts[:1], len(self._parts) > 1
         result = call(self)
         by = slurm.TIME_LIMIT if told else None
-        return slurm.TaskResult(result.done, result.worker_stats, by, "ready after 1 s")
+        return slurm.TaskResult(result.results, result.worker_stats, by, "ready after 1 s")
 
     monkeypatch.setattr(slurm.Task, "__call__", stopped)
     assert extract(photos, executor={**LOCAL, "workers": 1}).complete
@@ -341,17 +342,17 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
 
 
 def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:
-    order: Any = SimpleNamespace(root=tmp_path, driver=sign_name(os.getpid()))
-    assert not slurm._driver_lives(order)
+    spec: Any = SimpleNamespace(root=tmp_path, driver=sign_name(os.getpid()))
+    assert not slurm_task.is_driver_alive(spec)
     with Heartbeat(AtomicFolder(tmp_path), "driver"):
-        assert slurm._driver_lives(order)
-    assert not slurm._driver_lives(order)
+        assert slurm_task.is_driver_alive(spec)
+    assert not slurm_task.is_driver_alive(spec)
 
 
 def test_a_task_that_never_commits_is_not_queued_again_for_ever(cluster: Any) -> None:
     part_task = StorePartTask("float16", {}, frozenset(), b"")
-    order: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
-    task = slurm.Task(PickledWorkerSpec(order), "cpu", [Part(0, 0, 4)])
+    spec: Any = SimpleNamespace(root=Path.cwd(), part_task=part_task)
+    task = slurm.Task(PickledWorkerSpec(spec), "cpu", [Part(0, 0, 4)])
     assert task.checkpoint() is task
     assert pickle.loads(pickle.dumps(task)).checkpoint() is not None
     task.checkpoint()

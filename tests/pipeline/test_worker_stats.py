@@ -13,7 +13,7 @@ from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, W
 from featx.pipeline.run_summary import seconds_text
 from featx.types import Part
 
-ORDER: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
+SPEC: Any = SimpleNamespace(fingerprint={"device": "cpu"}, config=Config(), cpus=2)
 
 
 def gathered(
@@ -27,15 +27,15 @@ def gathered(
     """
     now = [10.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    found = ResultCollector(1000, asked=10.0)
+    found = ResultCollector(1000, created_at=10.0)
     if ready is not None:
         now[0] = ready
-        found.begin()
+        found.start()
     for when, parts, before in looks:
         now[0] = when
         for index in range(parts):
             found.add(PartResult(Part(index, 0, 100), [], {}, 0.0, 0.0), before)
-    return found.outcome(2, ORDER).figures.images_per_second
+    return found.outcome(2, SPEC).figures.images_per_second
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_what_limits_a_run_is_told_only_where_all_workers_told_their_seconds(
 ) -> None:
     now = [10.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
-    found = ResultCollector(100, asked=10.0, is_complete=is_complete)
-    found.begin()
+    found = ResultCollector(100, created_at=10.0, is_complete=is_complete)
+    found.start()
     now[0] = 20.0
     found.add(PartResult(Part(0, 0, 100), [], {}, 0.0, 0.0))
     found.worker_stats.add(WorkerStats({"read": 1.0, "model": 5.0}, 1000, 20))
-    figures = found.outcome(1, ORDER).figures
+    figures = found.outcome(1, SPEC).figures
     assert (figures.bottleneck is not None) == is_complete
     told = figures.as_dict()
     expected = {"read": 1.0, "decode": 0.0, "wait": 0.0, "model": 5.0, "copy": 0.0, "write": 0.0}

@@ -21,7 +21,7 @@ from featx.base.console import announce, log_message
 from featx.base.text import size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline.executors import check, in_process, run_distributed
+from featx.pipeline.executors import check_executor, in_process, run_distributed
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.image_changes import (
     ImagesOfRun,
@@ -80,8 +80,7 @@ def _run(
 ) -> dict[str, Any]:
     """Run as `run_stats` does; overwrite=true deletes existing statistics."""
     out = Path(config.out).expanduser()
-    if config.is_spread:
-        check(config)
+    check_executor(config)
     reference = None if config.stats.reference is None else Statistics(config.stats.reference)
     with contextlib.ExitStack() as stack:
         target = StatsTarget(config, source)

@@ -1,25 +1,53 @@
 """Executors: where the parts of a run are computed; one module per executor.
 
 Workers form no process group: each computes whole parts with the choices of the driver and commits
-them itself. They share nothing but the folder of the run.
+them itself. They share nothing but the folder of the run. Without workers, which executor=local
+does by default, the process of the command computes all parts and no executor is asked.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from featx.base.registry import Member, Registry
 
 if TYPE_CHECKING:
     from featx.config.run_config import Config
-    from featx.pipeline.executors.worker_spec import PartTask, Session
+    from featx.pipeline.executors.worker_spec import PartTask, Session, WorkerSpec
     from featx.pipeline.executors.worker_stats import RunOutcome
     from featx.pipeline.run_context import RunContext
 
 
-def check(config: Config) -> None:
-    """Raise MissingExtraError if the package that the option `executor` needs is not installed."""
-    module: Any = importlib.import_module(f"featx.pipeline.executors.{config.executor.name}")
-    module.check(config)
+@dataclass(frozen=True, kw_only=True)
+class Executor(Member):
+    """A place where workers compute the parts of a run.
+
+    Attributes:
+        check: checks, before images are listed, that the executor can be used with a config; raises
+            MissingExtraError, ConfigError or RunError.
+        run: computes the missing parts in workers, usually with a `Scheduler`; raises RunError if a
+            worker failed, and Interrupted after SIGINT or SIGTERM.
+    """
+
+    check: Callable[[Config], None]
+    run: Callable[[RunContext, Session, WorkerSpec], RunOutcome]
+
+
+EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
+"""Executors by the value of the option `executor`."""
+
+
+def check_executor(config: Config) -> None:
+    """Check that the executor of a config can be used; does nothing if the run has no workers.
+
+    Raises:
+        MissingExtraError: a package that the executor needs is not installed.
+        FeatxError: its cluster cannot be used.
+    """
+    if config.is_spread:
+        EXECUTORS.get(config.executor.name).check(config)
 
 
 def run_distributed(
@@ -39,11 +67,8 @@ def run_distributed(
     """
     from featx.pipeline.executors.worker_spec import worker_spec
 
-    module: Any = importlib.import_module(
-        f"featx.pipeline.executors.{context.config.executor.name}"
-    )
-    order = worker_spec(context, session, part_task, config_yaml)
+    executor = EXECUTORS.get(context.config.executor.name)
+    spec = worker_spec(context, session, part_task, config_yaml)
     # Workers load their own copy of the model and need the memory of the device.
     with context.engine.off_device():
-        outcome: RunOutcome = module.run(context, session, order)
-    return outcome
+        return executor.run(context, session, spec)

@@ -12,41 +12,37 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import IO
 
 from featx import errors
 from featx.base.child_process import module_command, module_environment
 from featx.base.console import log_message
 from featx.base.machine import num_cpus
-from featx.base.progress import Progress
 from featx.base.supervisor import CRASHES, MAX_CRASHES
 from featx.config.run_config import Config
-from featx.errors import FeatxError, RunError, TooManyFailuresError
+from featx.errors import FeatxError, InternalError, RunError
 from featx.images.crash_journal import was_decoding
+from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.local_worker import STOP
 from featx.pipeline.executors.part_worker import rows_text
+from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
-from featx.pipeline.executors.worker_stats import (
-    PartResult,
-    ResultCollector,
-    RunOutcome,
-    WorkerStats,
-)
+from featx.pipeline.executors.worker_stats import PartResult, RunOutcome, WorkerStats
 from featx.pipeline.run_context import RunContext
-from featx.pipeline.stop_signals import GRACE_S, Interrupted, stop_signals
-from featx.store.heartbeat import Heartbeat, clear_sign, sign_name
+from featx.pipeline.stop_signals import GRACE_S
+from featx.store.heartbeat import clear_sign, sign_name
 from featx.types import Part
 
-MAX_DEATHS = 3
-"""Number of workers that may die in the same part, or without a part, until the run ends."""
-
 _LISTEN_S = 0.2
-_LAST_WORDS = 20
+"""Seconds to wait for messages until workers that ended without one are looked for."""
+
+_NUM_LAST_LINES = 20
+"""Number of lines of a worker's output that are repeated if it dies."""
 
 COMMAND = tuple(module_command("featx.pipeline.executors.local_worker"))
 """Command that starts a worker.
@@ -59,13 +55,13 @@ def check(config: Config) -> None:
     """Do nothing: this executor needs no further package."""
 
 
-def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
+def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in worker processes.
 
     Args:
         context: run context of the driver.
         session: write session of the store or statistics.
-        order: worker spec for every worker.
+        spec: worker spec for every worker.
 
     Returns:
         outcome of the run, over all workers.
@@ -77,10 +73,17 @@ def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
     parts = session.missing()
     devices = [str(device) for device in context.devices]
     _warn(context, len(devices))
-    pool = WorkerPool(order, devices[: len(parts)], session, parts)
-    with Heartbeat(session.disk, "driver"):
-        pool.work()
-    return pool.collector.outcome(len(devices[: len(parts)]), order)
+    return WorkerPool(spec, devices[: len(parts)], session, parts).run()
+
+
+EXECUTORS.register(
+    Executor(
+        name="local",
+        help="The process of the command, or worker processes of this machine.",
+        check=check,
+        run=run,
+    )
+)
 
 
 def _warn(context: RunContext, num_workers: int) -> None:
@@ -88,9 +91,9 @@ def _warn(context: RunContext, num_workers: int) -> None:
     threads = context.at_once.threads or 0
     if threads * num_workers > num_cpus():
         log_message(
-            f"warning: {num_workers} workers of {threads} threads share {num_cpus()} "
-            "CPUs. The store was begun with so many threads each, and the last bits of its rows "
-            "depend on them; overwrite=true begins anew with fewer."
+            f"warning: {num_workers} workers of {threads} threads share {num_cpus()} CPUs. The "
+            "store was started with this number of threads per worker, and the last bits of its "
+            "rows depend on it; overwrite=true starts a new store with fewer threads."
         )
     if context.engine.device.type == "cuda":
         import torch
@@ -103,7 +106,7 @@ def _warn(context: RunContext, num_workers: int) -> None:
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class _Worker:
     """Worker process as seen by the driver.
 
@@ -112,104 +115,128 @@ class _Worker:
         device: device that it computes on.
         process: process handle; its stdout carries stderr as well.
         connection: socket for messages.
-        held: index -> part, for parts that it received and has not reported as committed.
-        ready: whether it has reported that it can compute.
-        waits: whether it waits for an answer to its request for a part.
-        finished: whether it has reported its end, or is no longer needed.
-        closed: whether its end of the socket is closed.
-        rest: last line of its output as long as it is incomplete.
-        words: last lines of its output.
+        is_ready: whether it has reported that it can compute.
+        is_waiting: whether it waits for an answer to its request for a part.
+        is_finished: whether it has reported its end, or is no longer needed.
+        is_closed: whether its end of the socket is closed.
+        incomplete_line: last line of its output as long as it is incomplete.
+        last_lines: last complete lines of its output.
     """
 
     number: int
     device: str
     process: subprocess.Popen[bytes]
     connection: Connection
-    held: dict[int, Part] = field(default_factory=dict)
-    ready: bool = False
-    waits: bool = False
-    finished: bool = False
-    closed: bool = False
-    rest: bytes = b""
-    words: deque[str] = field(default_factory=lambda: deque(maxlen=_LAST_WORDS))
+    is_ready: bool = False
+    is_waiting: bool = False
+    is_finished: bool = False
+    is_closed: bool = False
+    incomplete_line: bytes = b""
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_NUM_LAST_LINES))
 
     def __str__(self) -> str:
         return f"worker {self.number} ({self.device})"
 
+    @property
+    def output(self) -> IO[bytes]:
+        """Pipe from which stdout and stderr of the worker are read."""
+        if self.process.stdout is None:
+            raise InternalError("a worker was started without a pipe for its output")
+        return self.process.stdout
+
     def close(self) -> None:
         """Close the pipe and the socket of a process that has ended."""
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self.output.close()
         self.connection.close()
 
-    @property
-    def output(self) -> int:
-        """File descriptor from which stdout and stderr of the worker are read."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
 
+class WorkerPool(Scheduler[_Worker]):
+    """Worker processes of this machine.
 
-class WorkerPool:
-    """Workers of a run and the queue of its parts; all methods run in the main thread.
-
-    A part in which a worker died is assigned alone from then on, so that another death is known to
-    belong to it.
+    A worker receives its next part while it computes one, so it may have several. A part in which a
+    worker died is assigned alone from then on, so that another death is known to belong to it.
 
     Args:
-        order: worker spec for every worker.
+        spec: worker spec for every worker.
         devices: device of each worker.
         session: write session of the store; records every committed part.
         parts: parts to compute, in order.
         command: command that starts a worker.
-
-    Attributes:
-        collector: results and measurements of the workers so far.
     """
 
     def __init__(
         self,
-        order: WorkerSpec,
+        spec: WorkerSpec,
         devices: Sequence[str],
         session: Session,
         parts: Sequence[Part],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        self.collector = ResultCollector(sum(len(part) for part in parts))
-        self._order = order
+        super().__init__(spec, session, parts, len(devices))
         self._devices = devices
-        self._session = session
         self._command = command
-        self._pending = deque(parts)
-        self._crash_list: deque[Part] = (
-            deque()
-        )  # parts of workers that died, assigned last and alone
-        self._deaths: Counter[int] = Counter()  # index of a part -> workers that died in it
-        self._idle_deaths = self._crashes = 0
-        self._workers: list[_Worker] = []
-        self._ending: BaseException | None = None
+        self._num_crashes = 0
+        self._error: BaseException | None = None
+        self._deadline = 0.0
 
     def work(self) -> None:
         """Start the workers and serve them until all parts are committed or the run fails."""
-        session = self._session
-        with (
-            stop_signals() as stop,
-            Progress(session.rows_asked, session.rows_done) as self._progress,
-            self._reap_workers(),
-        ):
-            for number, device in enumerate(self._devices):
-                self._start(number, device)
-            while self._workers:
-                self._listen()
-                for worker in list(self._workers):
-                    self._look_after(worker)
-                if stop:
-                    self._end(Interrupted(stop[0]))
-                if self._ending is not None and time.monotonic() > self._deadline:
-                    break
-        if self._ending is not None:
-            raise self._ending
+        super().work()
+        if self._error is not None:
+            raise self._error
 
-    def _start(self, number: int, device: str) -> None:
+    def start(self) -> None:
+        """Start one worker per device."""
+        for number, device in enumerate(self._devices):
+            self._start_worker(number, device)
+
+    def is_active(self) -> bool:
+        """Whether a worker lives; after an error, for GRACE_S seconds only."""
+        is_late = self._error is not None and time.monotonic() > self._deadline
+        return bool(self.workers) and not is_late
+
+    def handle_events(self) -> None:
+        """Handle messages and output of the workers, and then look after each of them."""
+        sources: list[Connection | int] = []
+        owners: dict[object, _Worker] = {}
+        for worker in self.workers:
+            if not worker.is_closed:
+                sources.append(worker.connection)
+                owners[worker.connection] = worker
+            sources.append(worker.output.fileno())
+            owners[worker.output.fileno()] = worker
+        for event in wait(sources, _LISTEN_S):
+            worker = owners[event]
+            if event is worker.connection:
+                self._receive(worker)
+            else:
+                self._read_output(worker)
+        for worker in self.workers:
+            self._look_after(worker)
+
+    def stop(self, error: BaseException) -> None:
+        """Ask the workers to commit complete parts and end; `work` raises the error afterwards."""
+        if self._error is not None:
+            return
+        self._error = error
+        self._deadline = time.monotonic() + GRACE_S  # workers that hang are killed after that
+        for worker in self.workers:
+            with contextlib.suppress(OSError):
+                worker.connection.send(STOP)
+            if not worker.is_ready:
+                worker.process.kill()
+
+    def end_workers(self) -> None:
+        """Kill all workers, wait for them, and record the parts that they committed before."""
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.wait()
+            self._receive(worker)
+            worker.close()
+            clear_sign(self.session.disk, sign_name(worker.process.pid))
+
+    def _start_worker(self, number: int, device: str) -> None:
         """Start a worker; it asks for parts once it has reported that it is ready."""
         ours, theirs = Pipe()
         with theirs:
@@ -220,66 +247,42 @@ class WorkerPool:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 # A worker inherits the lock: no other run can start while a worker still lives.
-                pass_fds=(theirs.fileno(), self._session.lock),
+                pass_fds=(theirs.fileno(), self.session.lock),
                 process_group=0,  # Ctrl-C in the terminal reaches the driver only
             )
         worker = _Worker(number, device, process, ours)
         # The driver serves all workers in one thread, so it must never wait for the output of one.
-        os.set_blocking(worker.output, False)
-        self._workers.append(worker)
+        os.set_blocking(worker.output.fileno(), False)
+        self.add_worker(worker)
         with contextlib.suppress(BrokenPipeError):  # a dead worker is handled in `_look_after`
             ours.send([os.path.abspath(folder) for folder in sys.path])  # noqa: PTH100 - '' too
-            ours.send((self._order, device))
+            ours.send((self.spec, device))
 
-    def _listen(self) -> None:
-        """Wait up to _LISTEN_S seconds for messages and output of the workers, and handle them."""
-        sources: dict[Any, _Worker] = {}
-        for worker in self._workers:
-            if not worker.closed:
-                sources[worker.connection] = worker
-            sources[worker.output] = worker
-        for source in wait(list(sources), _LISTEN_S):
-            worker = sources[source]
-            if source is worker.connection:
-                self._hear(worker)
-            else:
-                self._read_output(worker)
-
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         """Handle every message that has arrived from a worker."""
         try:
             while worker.connection.poll():
                 kind, *values = worker.connection.recv()
-                # local_worker defines the kinds of messages: ready, ask, done, failed and bye.
+                # local_worker defines the kinds: ready, request, committed, failed and finished.
                 getattr(self, f"_on_{kind}")(worker, *values)
         except (EOFError, OSError):
-            worker.closed = True
+            worker.is_closed = True
 
     def _on_ready(self, worker: _Worker) -> None:
         """Start the clock of the run with the first worker that is ready."""
-        worker.ready = True
-        if not self.collector.begun:
-            self.collector.begin()
-            self._progress.begin()
+        worker.is_ready = True
+        self.worker_ready()
 
-    def _on_ask(self, worker: _Worker, waits: bool) -> None:
+    def _on_request(self, worker: _Worker, waits: bool) -> None:
         """Answer a request for a part, at once or in `_look_after`."""
         if waits:
-            worker.waits = True  # answered in `_look_after`
+            worker.is_waiting = True  # answered in `_look_after`
         else:
-            self._give(worker, self._next_for(worker))
+            self._send_part(worker, self._part_for(worker))
 
-    def _on_done(self, worker: _Worker, done: PartResult) -> None:
+    def _on_committed(self, worker: _Worker, result: PartResult) -> None:
         """Record a committed part."""
-        del worker.held[done.part.index]
-        self._session.committed(done.part, done.failures)
-        self.collector.add(done)
-        waited = done.waited / len(self._devices)
-        self._progress.step(len(done.part), len(done.failures), waited)
-        try:
-            self.collector.refuse_failures(self._order, self._session)
-        except TooManyFailuresError as error:
-            self._end(error)
+        self.part_committed(result)
 
     def _on_failed(self, worker: _Worker, kind: str, text: str, trace: str, at: str) -> None:
         """End the run with the error that a worker reported.
@@ -293,136 +296,100 @@ class WorkerPool:
             trace: traceback, added as a note.
             at: parts that it was computing, as text.
         """
-        worker.finished = True
+        worker.is_finished = True
         found = getattr(errors, kind, None)
         known = isinstance(found, type) and issubclass(found, FeatxError)
-        what = text if known else f"{kind}: {text}"
-        error = (found if known and found else RunError)(
-            f"{worker}, {at}: {what}"
-            + ("" if known else ". Nothing committed is lost; the same command goes on.")
-        )
+        what = text if known else f"{kind}: {text}. {RESUME_HINT}"
+        error = (found if known and found else RunError)(f"{worker}, {at}: {what}")
         error.add_note(trace)
-        self._end(error)
+        self.stop(error)
 
-    def _on_bye(self, worker: _Worker, worker_stats: WorkerStats) -> None:
+    def _on_finished(self, worker: _Worker, worker_stats: WorkerStats) -> None:
         """Add the measurements of a worker that has ended."""
-        worker.finished = True
+        worker.is_finished = True
         self.collector.worker_stats.add(worker_stats)
 
-    def _next_for(self, worker: _Worker) -> Part | None:
+    def _part_for(self, worker: _Worker) -> Part | None:
         """Part to assign to a worker now; None if it has to wait or no part is left."""
-        if self._ending is not None:
+        if self._error is not None:
             return None
-        if not worker.held:
-            queue = self._pending or self._crash_list
-            return queue.popleft() if queue else None
-        alone = any(self._deaths[index] for index in worker.held)
-        # Keep the last parts for workers without one.
-        few = len(self._pending) <= len(self._workers)
-        return None if alone or few else self._pending.popleft()
+        if parts := self.parts_of(worker):
+            # Keep the last parts for workers without one.
+            are_few = self.num_queued <= len(self.workers)
+            if are_few or self.has_deaths(parts):
+                return None
+        return self.next_part()
 
-    def _give(self, worker: _Worker, part: Part | None) -> None:
+    def _send_part(self, worker: _Worker, part: Part | None) -> None:
         """Send a part, or None, to a worker that asked for one."""
         if part is not None:
-            worker.held[part.index] = part
+            self.assign(worker, part)
         with contextlib.suppress(OSError):  # a dead worker is handled in `_look_after`
             worker.connection.send(part)
 
     def _look_after(self, worker: _Worker) -> None:
         """Answer a worker that waits; replace one that died."""
-        if worker.waits:
-            part = self._next_for(worker)
+        if worker.is_waiting:
+            part = self._part_for(worker)
             # Parts of other workers return to the queue if those workers die.
-            others = any(other.held for other in self._workers)
-            if part is not None or not others or self._ending is not None:
-                worker.waits = False
-                self._give(worker, part)
-        elif not worker.ready and not self._is_work_left():
+            if part is not None or not self.is_work_left() or self._error is not None:
+                worker.is_waiting = False
+                self._send_part(worker, part)
+        elif not worker.is_ready and not self.is_work_left():
             worker.process.kill()  # it is still loading the model, and no part is left for it
-            worker.finished = True
+            worker.is_finished = True
         if worker.process.poll() is not None:
             # What the process sent before its end is still in the socket and the pipe.
-            self._hear(worker)
+            self._receive(worker)
             self._read_output(worker)
-            self._workers.remove(worker)
+            parts = self.remove_worker(worker)
             worker.close()
-            clear_sign(self._session.disk, sign_name(worker.process.pid))
-            if not worker.finished and self._ending is None:
-                self._replace(worker)
+            clear_sign(self.session.disk, sign_name(worker.process.pid))
+            if not worker.is_finished and self._error is None:
+                self._replace(worker, parts)
 
-    def _is_work_left(self) -> bool:
-        """Whether a part is queued or assigned to a worker."""
-        queued = self._pending or self._crash_list
-        return bool(queued) or any(worker.held for worker in self._workers)
+    def _replace(self, worker: _Worker, parts: Sequence[Part]) -> None:
+        """Start another worker for one that died, or end the run after MAX_DEATHS deaths.
 
-    def _replace(self, worker: _Worker) -> None:
-        """Start another worker for one that died, or end the run after MAX_DEATHS deaths."""
-        self.collector.is_complete = False
-        held = [worker.held[index] for index in sorted(worker.held)]
+        Args:
+            worker: worker that died.
+            parts: parts that it had.
+        """
+        self.collector.is_complete = False  # a worker reports its measurements at its end
         # If a decoder crashed, the in-flight journal names the image and the next worker decodes it
         # in a subprocess, so the death does not count against the part.
         crashed = -worker.process.returncode in CRASHES
-        decoding = crashed and was_decoding(self._session.root, worker.process.pid)
-        self._crashes += decoding
-        counts = not decoding or self._crashes > MAX_CRASHES
-        for part in reversed(held):
-            self._deaths[part.index] += counts
-            self._crash_list.appendleft(part)
-        self._idle_deaths += counts and not held
-        deaths = max([self._deaths[part.index] for part in held], default=self._idle_deaths)
-        where = f"in {rows_text(held)}" if held else "before it had a part"
-        how = f"{worker} {_how(worker.process.returncode)} {where}"
-        if deaths < MAX_DEATHS:
-            self._progress.tell(f"{how}; another one takes its place")
-            self._start(worker.number, worker.device)
+        decoding = crashed and was_decoding(self.session.root, worker.process.pid)
+        self._num_crashes += decoding
+        num_deaths = self.count_death(parts, not decoding or self._num_crashes > MAX_CRASHES)
+        self.put_back(parts, last=True)
+        where = f"in {rows_text(parts)}" if parts else "before it had a part"
+        how = f"{worker} {_end_text(worker.process.returncode)} {where}"
+        if num_deaths < MAX_DEATHS:
+            self.progress.tell(f"{how}; another one takes its place")
+            self._start_worker(worker.number, worker.device)
             return
-        words = "\n".join(f"  {line}" for line in worker.words)
-        said = f" Its last words:\n{words}" if words else ""
-        self._end(
+        lines = "\n".join(f"  {line}" for line in worker.last_lines)
+        output = f" Its last lines of output:\n{lines}" if lines else ""
+        self.stop(
             RunError(
-                f"{how}, the {deaths}rd worker that did. Nothing committed is lost, and the same "
-                f"command tries again; with executor.workers=null the part is computed here.{said}"
+                f"{how}, the {num_deaths}rd worker that did. {RESUME_HINT} With "
+                f"executor.workers=null this process computes the part.{output}"
             )
         )
 
     def _read_output(self, worker: _Worker) -> None:
         """Print the output of a worker, line by line, with its name."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(worker.output, 1 << 16):
-                *lines, worker.rest = (worker.rest + data).split(b"\n")
+            while data := os.read(worker.output.fileno(), 1 << 16):
+                *lines, worker.incomplete_line = (worker.incomplete_line + data).split(b"\n")
                 for line in lines:
                     text = line.decode(errors="replace").rstrip()
-                    worker.words.append(text)
-                    self._progress.tell(f"{worker}: {text}")
-
-    def _end(self, error: BaseException) -> None:
-        """Ask the workers to commit complete parts and end; `work` raises the error afterwards."""
-        if self._ending is not None:
-            return
-        self._ending = error
-        self._deadline = time.monotonic() + GRACE_S  # workers that hang are killed after that
-        for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.connection.send(STOP)
-            if not worker.ready:
-                worker.process.kill()
-
-    @contextlib.contextmanager
-    def _reap_workers(self) -> Iterator[None]:
-        """Kill and wait for all workers when the block ends, whatever ends it."""
-        try:
-            yield
-        finally:
-            for worker in self._workers:
-                worker.process.kill()
-            for worker in self._workers:
-                worker.process.wait()
-                self._hear(worker)  # parts that it committed before
-                worker.close()
-                clear_sign(self._session.disk, sign_name(worker.process.pid))
+                    worker.last_lines.append(text)
+                    self.progress.tell(f"{worker}: {text}")
 
 
-def _how(code: int) -> str:
+def _end_text(code: int) -> str:
     """How a process ended, as text."""
     if code >= 0:
         return f"ended with exit code {code}"

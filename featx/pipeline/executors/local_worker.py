@@ -21,6 +21,7 @@ from featx.base.allocator import keep_freed_memory
 from featx.base.child_process import end_with_parent
 
 if TYPE_CHECKING:
+    from featx.pipeline.executors.worker_stats import PartResult
     from featx.types import Part
 
 STOP = "stop"
@@ -41,21 +42,21 @@ class DriverConnection:
         self._connection = connection
         # The main thread asks for parts while the thread that commits reports them; a message must
         # not be interleaved with another.
-        self._telling = threading.Lock()
-        self._given: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
-        threading.Thread(target=self._listen, daemon=True, name="featx-link").start()
+        self._sending = threading.Lock()
+        self._received: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True, name="featx-driver").start()
 
-    def tell(self, kind: str, *values: Any) -> None:
+    def send(self, kind: str, *values: Any) -> None:
         """Send a message; any thread may call this.
 
         The bytes are in the socket when this returns, so they arrive even if this process dies
         next.
         """
-        with self._telling:
+        with self._sending:
             self._connection.send((kind, *values))
 
-    def draw(self, wait: bool) -> Part | None:
-        """Receive the next part.
+    def request_part(self, wait: bool) -> Part | None:
+        """Request the next part and receive it.
 
         Args:
             wait: whether the driver may delay its answer until a part is available.
@@ -65,8 +66,8 @@ class DriverConnection:
         """
         if self.stopping.is_set():
             return None
-        self.tell("ask", wait)
-        part = self._given.get()
+        self.send("request", wait)
+        part = self._received.get()
         if part is not None:
             self.held[part.index] = part
         return part
@@ -74,13 +75,13 @@ class DriverConnection:
     def parts(self, first: Part) -> Iterator[Part]:
         """Yield the given part, and then further parts as long as the driver has some at once."""
         yield first
-        while (part := self.draw(wait=False)) is not None:
+        while (part := self.request_part(wait=False)) is not None:
             yield part
 
-    def done(self, done: Any) -> None:
+    def report(self, result: PartResult) -> None:
         """Report a committed part."""
-        self.tell("done", done)
-        self.held.pop(done.part.index)
+        self.send("committed", result)
+        self.held.pop(result.part.index)
 
     def _listen(self) -> None:
         """Receive parts and STOP in a thread of its own; end the process if the driver is gone."""
@@ -92,7 +93,7 @@ class DriverConnection:
             if message == STOP:
                 self.stopping.set()
                 message = None  # wakes a thread that waits for a part
-            self._given.put(message)
+            self._received.put(message)
 
 
 def main(descriptor: int, parent: int) -> int:
@@ -107,12 +108,12 @@ def main(descriptor: int, parent: int) -> int:
     """
     os.set_inheritable(descriptor, False)
     end_with_parent(parent)
-    connection = Connection(descriptor)
-    sys.path[:] = connection.recv()
-    order, device = connection.recv()
+    socket = Connection(descriptor)
+    sys.path[:] = socket.recv()
+    spec, device = socket.recv()
     if device == "cpu":
         keep_freed_memory()  # before any thread allocates
-    link = DriverConnection(connection)
+    driver = DriverConnection(socket)
     # Imported after sys.path is set, so that all of featx comes from the driver's folders.
     from featx.pipeline.executors.part_worker import PartWorker, rows_text
     from featx.pipeline.executors.worker_spec import worker_context
@@ -121,23 +122,24 @@ def main(descriptor: int, parent: int) -> int:
     from featx.storage.s3_folder import open_folder
     from featx.store.heartbeat import Heartbeat
 
-    worker_stats, work = WorkerStats(), None
+    worker_stats, worker = WorkerStats(), None
     try:
-        heartbeat = Heartbeat(open_folder(order.root), f"worker on {device}", order.driver)
-        with heartbeat, worker_context(order, device) as context:
-            work = PartWorker(context, order, link.done, heartbeat, link.stopping)
-            link.tell("ready")
-            while (first := link.draw(wait=True)) is not None:
-                worker_stats.add(work.do(link.parts(first)))
+        heartbeat = Heartbeat(open_folder(spec.root), f"worker on {device}", spec.driver)
+        with heartbeat, worker_context(spec, device) as context:
+            worker = PartWorker(context, spec, driver.report, heartbeat, driver.stopping)
+            driver.send("ready")
+            while (first := driver.request_part(wait=True)) is not None:
+                worker_stats.add(worker.compute_parts(driver.parts(first)))
     except Interrupted as interrupted:
-        if not link.stopping.is_set():
+        if not driver.stopping.is_set():
             return 128 + interrupted.signum  # a signal to this process alone
     except Exception as error:  # noqa: BLE001 - a worker's boundary: the driver raises it
-        at = [work.part] if work is not None and work.part is not None else link.held.values()
-        told = traceback.format_exc()
-        link.tell("failed", type(error).__name__, str(error), told, rows_text(list(at)))
+        part = None if worker is None else worker.part
+        parts = list(driver.held.values()) if part is None else [part]
+        trace = traceback.format_exc()
+        driver.send("failed", type(error).__name__, str(error), trace, rows_text(parts))
         return 1
-    link.tell("bye", worker_stats)
+    driver.send("finished", worker_stats)
     return 0
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from featx.base.progress import SilentProgress
-from featx.errors import FeatxError, RunError
+from featx.errors import FeatxError, InternalError, RunError
 from featx.pipeline.executors.worker_spec import WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
 from featx.pipeline.loop import run_parts
@@ -30,8 +30,8 @@ class PartWorker:
 
     Args:
         context: run context of the worker, equal to that of the driver.
-        order: worker spec from the driver.
-        tell: receives the result of every committed part; called in the thread that commits.
+        spec: worker spec from the driver.
+        report: receives the result of every committed part; called in the thread that commits.
         heartbeat: heartbeat that records the current part.
         stopping: event that ends the worker before its next batch, or None.
 
@@ -40,30 +40,31 @@ class PartWorker:
         rows_asked: number of rows of the run, over all workers.
         rows_done: number of rows that this worker has committed.
         rows_failed: always 0: the driver counts the failures of all workers and ends the run.
-        seconds: stage -> busy seconds since `do` began, for stages that not every run has.
+        seconds: stage -> busy seconds since `compute_parts` was called, for stages that not
+            every run has.
     """
 
     def __init__(
         self,
         context: RunContext,
-        order: WorkerSpec,
-        tell: Callable[[PartResult], None],
+        spec: WorkerSpec,
+        report: Callable[[PartResult], None],
         heartbeat: Heartbeat,
         stopping: threading.Event | None = None,
     ) -> None:
-        self._sink = order.part_task.sink(context, order.root, heartbeat)
+        self._sink = spec.part_task.sink(context, spec.root, heartbeat)
         self._stopping = stopping or threading.Event()
         self.part: Part | None = None
-        self.rows_asked = order.num_rows
+        self.rows_asked = spec.num_rows
         self.rows_done = 0
         self.rows_failed = 0
         self._context = context
-        self._tell = tell
+        self._report = report
         self._parts: Iterable[Part] = ()
-        self._unseen = SilentProgress()
-        self._at: tuple[Part, float] | None = None
+        self._progress = SilentProgress()
+        self._started: tuple[Part, float] | None = None
 
-    def do(self, parts: Iterable[Part]) -> WorkerStats:
+    def compute_parts(self, parts: Iterable[Part]) -> WorkerStats:
         """Compute and commit parts as the iterable yields them.
 
         Args:
@@ -77,7 +78,7 @@ class PartWorker:
         """
         self._parts = parts
         self._sink.seconds = dict.fromkeys(self._sink.seconds, 0.0)
-        figures = run_parts(self._context, self, self, progress=self._unseen)
+        figures = run_parts(self._context, self, self, progress=self._progress)
         warnings = Counter(figures.decoder_warnings)
         seconds = {stage: value for stage, value in figures.seconds.items() if value is not None}
         return WorkerStats(seconds, figures.bytes_read or 0, peak_memory_mib(), warnings)
@@ -88,7 +89,7 @@ class PartWorker:
         return self._sink.seconds
 
     def missing(self) -> Iterable[Part]:
-        """Parts given to `do`."""
+        """Parts given to `compute_parts`."""
         return self._parts
 
     def compute(self, engine: Engine, batch: Batch) -> Any:
@@ -100,7 +101,7 @@ class PartWorker:
         if self._stopping.is_set():
             raise Interrupted(signal.SIGTERM)
         if batch.start == part.start:
-            self._at = part, time.perf_counter()
+            self._started = part, time.perf_counter()
         self.part = part
         failures = self._sink.take(part, batch, computed)
         self.part = None
@@ -108,22 +109,22 @@ class PartWorker:
 
     def finish_part(self) -> Callable[[], None]:
         """Detach the finished part; return a function that commits and reports it."""
-        assert self._at is not None, "no batch of a part was taken"
-        part, begun = self._at
+        if self._started is None:
+            raise InternalError("no batch of a part was taken")
+        part, started_at = self._started
         # These counts are taken here, in the thread of `take`: the commit runs in another thread,
         # when the sink already counts for the next part.
         underflow_rows, self._sink.underflow_rows = self._sink.underflow_rows, Counter()
-        waited = self._unseen.take_waited()
+        waited_s = self._progress.take_waited()
         commit = self._sink.finish_part()
 
-        def made_durable() -> None:
+        def commit_and_report() -> None:
             failures = commit()
             self.rows_done += len(part)
-            self._tell(
-                PartResult(part, failures, +underflow_rows, time.perf_counter() - begun, waited)
-            )
+            seconds = time.perf_counter() - started_at
+            self._report(PartResult(part, failures, +underflow_rows, seconds, waited_s))
 
-        return made_durable
+        return commit_and_report
 
 
 def rows_text(parts: Sequence[Part]) -> str:
@@ -148,7 +149,9 @@ def add_worker_context(worker: str, at: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except Interrupted as interrupted:
-        raise RunError(f"{worker}: stopped by {interrupted}; what was whole is committed") from None
+        raise RunError(
+            f"{worker}: stopped by {interrupted}; complete parts are committed"
+        ) from None
     except Exception as error:
         kind = "" if isinstance(error, FeatxError) else f"{type(error).__name__}: "
         raise RunError(f"{worker}, {at()}: {kind}{error}") from error

@@ -11,29 +11,23 @@ import contextlib
 import logging
 import os
 import socket
-from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from featx.base.progress import Progress
 from featx.config.run_config import Config
-from featx.errors import ConfigError, MissingExtraError, RunError
+from featx.errors import ConfigError, InternalError, MissingExtraError, RunError
+from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
+from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
 from featx.pipeline.executors.worker_spec import (
     PickledWorkerSpec,
     Session,
     WorkerSpec,
     worker_context,
 )
-from featx.pipeline.executors.worker_stats import (
-    PartResult,
-    ResultCollector,
-    RunOutcome,
-    WorkerStats,
-)
+from featx.pipeline.executors.worker_stats import PartResult, RunOutcome, WorkerStats
 from featx.pipeline.run_context import RunContext
-from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.storage.s3_folder import open_folder
 from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
 from featx.types import Part
@@ -43,9 +37,6 @@ WAIT_S = 0.5
 
 CONNECT_S = 10.0
 """Seconds to wait for an answer at executor.address."""
-
-MAX_DEATHS = 3
-"""Number of actors that may die in the same part, or before they are ready, until the run ends."""
 
 
 def check(config: Config) -> None:
@@ -64,13 +55,13 @@ def check(config: Config) -> None:
             raise _no_cluster(config, error) from error
 
 
-def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
+def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
     """Compute the missing parts in actors of a Ray cluster.
 
     Args:
         context: run context of the driver.
         session: write session of the store or statistics.
-        order: worker spec for every actor.
+        spec: worker spec for every actor.
 
     Returns:
         outcome of the run, over all actors.
@@ -79,193 +70,177 @@ def run(context: RunContext, session: Session, order: WorkerSpec) -> RunOutcome:
         RunError: an actor failed; the message names its part and rows.
         Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
     """
-    with _cluster(context.config) as ray, Heartbeat(session.disk, "driver"):
-        pool = Pool(ray, order, context, session)
-        pool.work()
-    return pool.collector.outcome(pool.size, order)
+    with _cluster(context.config) as ray:
+        return ActorPool(ray, spec, context, session).run()
+
+
+EXECUTORS.register(
+    Executor(
+        name="ray",
+        help="Actors of a Ray cluster, or of a Ray that is started on this machine.",
+        extra="ray",
+        check=check,
+        run=run,
+    )
+)
 
 
 class Actor:
     """Ray actor that computes parts; it loads the backbone once.
 
     Args:
-        order: worker spec.
+        spec: worker spec.
         device: type of the device to compute on, such as 'cuda'.
     """
 
-    def __init__(self, order: PickledWorkerSpec, device: str) -> None:
-        self._order = order
+    def __init__(self, spec: PickledWorkerSpec, device: str) -> None:
+        self._spec = spec
         self._device = device
         self._name = f"actor {os.getpid()} on {device}"
         self._stack = contextlib.ExitStack()
-        self._work: PartWorker | None = None
-        self._done: list[PartResult] = []
+        self._worker: PartWorker | None = None
+        self._results: list[PartResult] = []
 
     def ready(self) -> str:
         """Build the run context; return the name of the heartbeat file of this process."""
         with add_worker_context(self._name, lambda: rows_text([])):
-            order = self._order.open()
-            heartbeat = Heartbeat(open_folder(order.root), f"actor on {self._device}", order.driver)
+            spec = self._spec.open()
+            heartbeat = Heartbeat(open_folder(spec.root), f"actor on {self._device}", spec.driver)
             self._stack.enter_context(heartbeat)
-            context = self._stack.enter_context(worker_context(order, self._device))
-            self._work = PartWorker(context, order, self._done.append, heartbeat)
+            context = self._stack.enter_context(worker_context(spec, self._device))
+            self._worker = PartWorker(context, spec, self._results.append, heartbeat)
         return sign_name(os.getpid())
 
-    def do(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
+    def compute(self, part: Part) -> tuple[list[PartResult], WorkerStats]:
         """Compute and commit a part.
 
         Returns:
             results since the last call, and the measurements of this part.
         """
-        assert self._work is not None, "the actor is not ready"
+        if self._worker is None:
+            raise InternalError("the actor is not ready")
         with add_worker_context(self._name, lambda: rows_text([part])):
-            worker_stats = self._work.do(iter([part]))
-        done = list(self._done)
-        self._done.clear()
-        return done, worker_stats
+            worker_stats = self._worker.compute_parts(iter([part]))
+        results = list(self._results)
+        self._results.clear()
+        return results, worker_stats
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Release the model and the heartbeat."""
         self._stack.close()
 
 
-@dataclass
-class _Hand:
+@dataclass(eq=False)
+class _ActorHandle:
     """Actor as seen by the driver.
 
     Attributes:
-        handle: handle of Ray.
-        sign: name of its heartbeat file once it is ready, otherwise None.
+        ray_handle: handle of Ray.
+        heartbeat: name of its heartbeat file once it is ready, otherwise None.
     """
 
-    handle: Any
-    sign: str | None = None
+    ray_handle: Any
+    heartbeat: str | None = None
 
 
-class Pool:
-    """Actors of a run and the queue of its parts.
+class ActorPool(Scheduler[_ActorHandle]):
+    """Actors of a Ray cluster; each has one part at a time.
 
     Args:
         ray: the module, connected to a cluster.
-        order: worker spec for every actor.
+        spec: worker spec for every actor.
         context: run context of the driver.
         session: write session of the store or statistics.
-
-    Attributes:
-        collector: results and measurements of the actors so far.
-        size: number of actors.
     """
 
-    def __init__(self, ray: Any, order: WorkerSpec, context: RunContext, session: Session) -> None:
-        keys = context.config.executor
-        self._pending = deque(session.missing())
-        self.collector = ResultCollector(sum(len(part) for part in self._pending))
-        self._asked = order
-        self._device = context.engine.device.type
-        gpus = keys.gpus or 1.0 if self._device == "cuda" else 0.0
-        there = ray.cluster_resources()
-        room = int(there.get("GPU", 0) / gpus if gpus else there.get("CPU", 0) / keys.num_cpus)
-        self.size = min(keys.workers or max(1, room), len(self._pending))
-        self._kind = ray.remote(num_cpus=keys.num_cpus, num_gpus=gpus)(Actor)
-        self._order = ray.put(PickledWorkerSpec(order))
-        self._ray, self._session = ray, session
+    def __init__(self, ray: Any, spec: WorkerSpec, context: RunContext, session: Session) -> None:
+        options = context.config.executor
+        parts = session.missing()
+        device = context.engine.device.type
+        gpus = options.gpus or 1.0 if device == "cuda" else 0.0
+        resources = ray.cluster_resources()
+        cpus = options.num_cpus
+        room = int(resources.get("GPU", 0) / gpus if gpus else resources.get("CPU", 0) / cpus)
+        super().__init__(spec, session, parts, min(options.workers or max(1, room), len(parts)))
+        self._device = device
+        self._actor_type = ray.remote(num_cpus=cpus, num_gpus=gpus)(Actor)
+        self._sent_spec = ray.put(PickledWorkerSpec(spec))
+        self._ray = ray
         # Reference to a pending result -> actor, and its part or None until the actor is ready.
-        self._at: dict[Any, tuple[_Hand, Part | None]] = {}
-        self._idle: list[_Hand] = []
-        self._deaths: Counter[int | None] = Counter()
+        self._calls: dict[Any, tuple[_ActorHandle, Part | None]] = {}
+        self._idle: list[_ActorHandle] = []
 
-    def work(self) -> None:
-        """Start the actors and serve them until every part is committed."""
-        session = self._session
-        with (
-            stop_signals() as stop,
-            Progress(session.rows_asked, session.rows_done) as self._progress,
-        ):
-            try:
-                for _ in range(self.size):
-                    self._start()
-                while self._is_work_left():
-                    ended, _ = self._ray.wait(list(self._at), num_returns=1, timeout=WAIT_S)
-                    for reference in ended:
-                        self._take(reference)
-                    if stop:
-                        raise Interrupted(stop[0])
-            finally:
-                self._dismiss()
+    def start(self) -> None:
+        """Start the actors."""
+        for _ in range(self.num_workers):
+            self._start_actor()
 
-    def _is_work_left(self) -> bool:
-        """Whether a part is queued or being computed."""
-        return bool(self._pending) or any(part is not None for _, part in self._at.values())
+    def handle_events(self) -> None:
+        """Wait up to WAIT_S seconds for the result of a call, and handle it."""
+        ended, _ = self._ray.wait(list(self._calls), num_returns=1, timeout=WAIT_S)
+        for reference in ended:
+            self._handle_result(reference)
 
-    def _start(self) -> None:
+    def end_workers(self) -> None:
+        """Kill all actors."""
+        for actor in self.workers:
+            self._ray.kill(actor.ray_handle)
+        # This covers actors that were not ready, whose heartbeat names are unknown here.
+        clear_signs(self.session.disk, self.spec.driver)
+
+    def _start_actor(self) -> None:
         """Start an actor; it gets a part when it is ready, which may have to wait for a node."""
-        hand = _Hand(self._kind.remote(self._order, self._device))
-        self._at[hand.handle.ready.remote()] = hand, None
+        actor = _ActorHandle(self._actor_type.remote(self._sent_spec, self._device))
+        self.add_worker(actor)
+        self._calls[actor.ray_handle.ready.remote()] = actor, None
 
-    def _give(self, hand: _Hand) -> None:
+    def _assign_next(self, actor: _ActorHandle) -> None:
         """Assign the next part to an actor, or let it idle if none is queued now."""
-        if self._pending:
-            part = self._pending.popleft()
-            self._at[hand.handle.do.remote(part)] = hand, part
-        else:
-            self._idle.append(hand)
+        part = self.next_part()
+        if part is None:
+            self._idle.append(actor)
+            return
+        self.assign(actor, part)
+        self._calls[actor.ray_handle.compute.remote(part)] = actor, part
 
-    def _take(self, reference: Any) -> None:
-        """Handle the result of an actor, and assign its next part."""
-        hand, part = self._at.pop(reference)
+    def _handle_result(self, reference: Any) -> None:
+        """Handle the result of a call, and assign the next part to its actor."""
+        actor, part = self._calls.pop(reference)
         try:
             result = self._ray.get(reference)
         # The actor raised an exception; any other RayError below means that it died.
         except self._ray.exceptions.RayTaskError as error:
-            said = str(getattr(error, "cause", None) or error).rstrip(".")
-            told = RunError(f"{said}. Nothing committed is lost; the same command goes on.")
-            told.add_note(str(error))
-            raise told from None
+            cause = str(getattr(error, "cause", None) or error).rstrip(".")
+            failed = RunError(f"{cause}. {RESUME_HINT}")
+            failed.add_note(str(error))
+            raise failed from None
         except self._ray.exceptions.RayError as error:
-            if hand.sign is not None:
-                clear_sign(self._session.disk, hand.sign)
-            self._replace(part, str(error).strip().splitlines()[0])
+            self._replace(actor, str(error).strip().splitlines()[0])
             return
         if part is None:
-            hand.sign = result
-            if not self.collector.begun:
-                self._progress.begin()
-            self.collector.begin()
+            actor.heartbeat = result
+            self.worker_ready()
         else:
-            done, worker_stats = result
-            for each in done:
-                self._session.committed(each.part, each.failures)
-                self.collector.add(each)
-                waited = each.waited / self.size
-                self._progress.step(len(each.part), len(each.failures), waited)
-                self.collector.refuse_failures(self._asked, self._session)
+            results, worker_stats = result
+            for each in results:
+                self.part_committed(each)
             self.collector.worker_stats.add(worker_stats)
-        self._give(hand)
+        self._assign_next(actor)
 
-    def _replace(self, part: Part | None, reason: str) -> None:
+    def _replace(self, actor: _ActorHandle, reason: str) -> None:
         """Give the part of a dead actor to another one, or end the run after MAX_DEATHS deaths."""
-        index = None if part is None else part.index
-        self._deaths[index] += 1
-        where = rows_text([] if part is None else [part])
-        if self._deaths[index] >= MAX_DEATHS:
-            raise RunError(
-                f"{MAX_DEATHS} actors died in {where}: {reason} Nothing committed is lost, and "
-                "the same command tries again."
-            )
-        self._progress.tell(f"an actor died in {where} ({reason}); another one takes its place")
-        if part is not None:
-            self._pending.appendleft(part)
+        if actor.heartbeat is not None:
+            clear_sign(self.session.disk, actor.heartbeat)
+        parts = self.remove_worker(actor)
+        where = rows_text(parts)
+        if self.count_death(parts) >= MAX_DEATHS:
+            raise RunError(f"{MAX_DEATHS} actors died in {where}: {reason} {RESUME_HINT}")
+        self.progress.tell(f"an actor died in {where} ({reason}); another one takes its place")
+        self.put_back(parts)
         if self._idle:
-            self._give(self._idle.pop())  # a full cluster may have no room for a new actor
+            self._assign_next(self._idle.pop())  # a full cluster may have no room for a new actor
         else:
-            self._start()
-
-    def _dismiss(self) -> None:
-        """Kill all actors, whatever ends the run."""
-        for hand in (*self._idle, *(hand for hand, _ in self._at.values())):
-            self._ray.kill(hand.handle)
-        # This covers actors that were not ready, whose heartbeat names are unknown here.
-        clear_signs(self._session.disk, self._asked.driver)
+            self._start_actor()
 
 
 @contextlib.contextmanager
@@ -275,8 +250,8 @@ def _cluster(config: Config) -> Iterator[Any]:
     A connection of the caller is used as it is and stays open.
     """
     ray = _ray()
-    ours = not ray.is_initialized()
-    if ours:
+    is_ours = not ray.is_initialized()
+    if is_ours:
         address = config.executor.address
         try:
             ray.init(
@@ -290,7 +265,7 @@ def _cluster(config: Config) -> Iterator[Any]:
     try:
         yield ray
     finally:
-        if ours:
+        if is_ours:
             ray.shutdown()
 
 

@@ -190,7 +190,7 @@ def worker_spec(
         driver=sign_name(os.getpid()),
         config=replace(config, executor=ExecutorConfig()),
         config_yaml=config_yaml,
-        source=_sendable(context),
+        source=_picklable_source(context),
         engine_spec=context.engine_spec,
         part_task=part_task,
         resume_state=ResumeState(context.as_run().resolved, context.part_rows),
@@ -200,17 +200,17 @@ def worker_spec(
     )
 
 
-def _sendable(context: RunContext) -> Source | None:
+def _picklable_source(context: RunContext) -> Source | None:
     """Data set if it can be pickled, or None for one that workers can open themselves.
 
     A data set cannot be pickled if it holds locks or open files, for example.
     """
-    of_python = context.config.data.name == "python"
+    is_object = context.config.data.name == "python"
     try:
-        _Travelling(io.BytesIO()).dump(context.source)
+        _SourcePickler(io.BytesIO()).dump(context.source)
         return context.source
     except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
-        if of_python:
+        if is_object:
             raise ConfigError(
                 f"the data set given as an object cannot be sent to other processes: {error}. "
                 "Define its class in a module that can be imported, open files in its first read, "
@@ -219,7 +219,7 @@ def _sendable(context: RunContext) -> Source | None:
         return None
 
 
-class _Travelling(pickle.Pickler):
+class _SourcePickler(pickle.Pickler):
     """Pickler that refuses classes of the running script, which other processes cannot import."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -236,25 +236,25 @@ class PickledWorkerSpec:
     added them.
     """
 
-    def __init__(self, order: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         self._path = [os.path.abspath(folder) for folder in sys.path]  # noqa: PTH100 - '' too
-        self._pickled = pickle.dumps(order)
+        self._pickled = pickle.dumps(spec)
 
     def open(self) -> WorkerSpec:
         """Extend sys.path by the folders of the driver, and unpickle the worker spec."""
         sys.path[:] = [*sys.path, *(folder for folder in self._path if folder not in sys.path)]
-        order: WorkerSpec = pickle.loads(self._pickled)
-        return order
+        spec: WorkerSpec = pickle.loads(self._pickled)
+        return spec
 
 
 class _WorkerTarget:
     """Run target of a worker: gives `build_run_context` the answers of the worker spec."""
 
-    def __init__(self, order: WorkerSpec, source: Source, listing: Listing) -> None:
-        self.dtype = order.part_task.dtype
-        self.settings = dict(order.part_task.settings)
-        self.folder: Path | None = order.root
-        self._order = order
+    def __init__(self, spec: WorkerSpec, source: Source, listing: Listing) -> None:
+        self.dtype = spec.part_task.dtype
+        self.settings = dict(spec.part_task.settings)
+        self.folder: Path | None = spec.root
+        self._spec = spec
         self._found = source, listing
 
     def list_images(self) -> tuple[Source, Listing]:
@@ -263,11 +263,11 @@ class _WorkerTarget:
 
     def unfinished(self, listing: Listing, chosen: ChosenLayers) -> ChosenLayers:
         """Select the layers that the driver asks for."""
-        return [pair for pair in chosen if pair[0].name in self._order.part_task.datasets]
+        return [pair for pair in chosen if pair[0].name in self._spec.part_task.datasets]
 
     def resume_state(self, names: set[str]) -> ResumeState | None:
         """Choices of the driver."""
-        return self._order.resume_state
+        return self._spec.resume_state
 
     def part_limits(
         self, engine: Engine, specs: Sequence[LayerSpec], work_s: float
@@ -277,11 +277,11 @@ class _WorkerTarget:
 
 
 @contextlib.contextmanager
-def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
+def worker_context(spec: WorkerSpec, device: str) -> Iterator[RunContext]:
     """Build the run context of a worker on one device.
 
     Args:
-        order: worker spec from the driver.
+        spec: worker spec from the driver.
         device: device to compute on, such as 'cuda:1'.
 
     Raises:
@@ -291,21 +291,19 @@ def worker_context(order: WorkerSpec, device: str) -> Iterator[RunContext]:
     """
     # The driver has written to the store already, so an outage of an object store is temporary.
     with s3_client.patience():
-        take_cpus(order.cpus)
-        order.part_task.check(order.root, order.fingerprint)
-        config = replace(order.config, device=device)
-        source = order.source
+        take_cpus(spec.cpus)
+        spec.part_task.check(spec.root, spec.fingerprint)
+        config = replace(spec.config, device=device)
+        source = spec.source
         if source is None:
             source = open_source(config.data)
             source.listing()  # some sources need this before they can read
-        listing = order.part_task.listing(order.root, order.num_rows, order.fingerprint["listing"])
+        listing = spec.part_task.listing(spec.root, spec.num_rows, spec.fingerprint["listing"])
         if listing is None:
-            raise RunError(
-                f"{order.root} has no listing of {order.num_rows} rows that is readable."
-            )
-        target = _WorkerTarget(order, source, listing)
-        with build_run_context(config, order.config_yaml, order.engine_spec, target) as context:
-            if changed := differences(order.fingerprint, context.header.fingerprint):
+            raise RunError(f"{spec.root} has no listing of {spec.num_rows} rows that is readable.")
+        target = _WorkerTarget(spec, source, listing)
+        with build_run_context(config, spec.config_yaml, spec.engine_spec, target) as context:
+            if changed := differences(spec.fingerprint, context.header.fingerprint):
                 lines = [
                     f"  {key}: the driver has {was!r}, this {new!r}" for key, was, new in changed
                 ]

@@ -23,14 +23,14 @@ class PartResult:
         failures: its failed rows.
         underflow_rows: layer -> number of its underflow rows.
         seconds: seconds from its first batch to its commit.
-        waited: seconds of these in which the device waited for images.
+        waited_s: seconds of these in which the device waited for images.
     """
 
     part: Part
     failures: Sequence[Failure]
     underflow_rows: Mapping[str, int]
     seconds: float
-    waited: float
+    waited_s: float
 
 
 @dataclass
@@ -84,78 +84,83 @@ class ResultCollector:
         rows_to_do: number of rows that the workers have to compute.
 
     Attributes:
-        begun: time at which the first worker was ready, by time.perf_counter; 0 before.
-        ended: time of the last commit, by time.perf_counter.
+        started_at: time at which the first worker was ready, by time.perf_counter; 0 before.
+        committed_at: time of the last commit, by time.perf_counter.
         rows: number of rows in committed parts.
         rows_before: number of these rows whose computing time is unknown, since their parts were
             found committed when the clock started.
-        asked: time at which the run was distributed, by time.perf_counter.
+        created_at: time at which the run was distributed, by time.perf_counter.
         underflow_rows: layer -> number of underflow rows.
         worker_stats: measurements of workers that have ended.
         is_complete: whether every worker reported its measurements before it ended.
     """
 
     rows_to_do: int
-    begun: float = 0.0
-    ended: float = 0.0
+    started_at: float = 0.0
+    committed_at: float = 0.0
     rows: int = 0
     rows_before: int = 0
-    asked: float = field(default_factory=time.perf_counter)
+    created_at: float = field(default_factory=time.perf_counter)
     underflow_rows: Counter[str] = field(default_factory=Counter)
     worker_stats: WorkerStats = field(default_factory=WorkerStats)
     is_complete: bool = True
 
-    def begin(self) -> None:
-        """Start the clock when the first worker is ready; later calls do nothing."""
-        self.begun = self.begun or time.perf_counter()
+    @property
+    def has_started(self) -> bool:
+        """Whether a worker was ready."""
+        return self.started_at > 0
 
-    def add(self, done: PartResult, before: bool = False) -> None:
+    def start(self) -> None:
+        """Start the clock when the first worker is ready; later calls do nothing."""
+        self.started_at = self.started_at or time.perf_counter()
+
+    def add(self, result: PartResult, is_earlier: bool = False) -> None:
         """Add a committed part.
 
         Args:
-            done: result of the part.
-            before: whether it is unknown when its worker was ready; the part is then left out of
-                the speed.
+            result: result of the part.
+            is_earlier: whether it is unknown when its worker was ready; the part is then left out
+                of the speed.
         """
-        self.begin()
-        self.ended = time.perf_counter()
-        self.rows += len(done.part)
-        self.rows_before += len(done.part) if before else 0
-        self.underflow_rows.update(done.underflow_rows)
+        self.start()
+        self.committed_at = time.perf_counter()
+        self.rows += len(result.part)
+        self.rows_before += len(result.part) if is_earlier else 0
+        self.underflow_rows.update(result.underflow_rows)
 
-    def refuse_failures(self, order: WorkerSpec, session: Session) -> None:
+    def refuse_failures(self, spec: WorkerSpec, session: Session) -> None:
         """Raise TooManyFailuresError if too many images failed and much work is left.
 
         Args:
-            order: worker spec, with the config of the run.
+            spec: worker spec, with the config of the run.
             session: write session, with the failures of all workers.
         """
         left = self.rows_to_do - self.rows
-        left_s = left * (self.ended - self.begun) / max(1, self.rows - self.rows_before)
+        left_s = left * (self.committed_at - self.started_at) / max(1, self.rows - self.rows_before)
         rows = session.rows_asked
-        refuse_failures(order.config, session.rows_failed, rows - left, rows, left_s)
+        refuse_failures(spec.config, session.rows_failed, rows - left, rows, left_s)
 
-    def outcome(self, num_workers: int, order: WorkerSpec) -> RunOutcome:
+    def outcome(self, num_workers: int, spec: WorkerSpec) -> RunOutcome:
         """Outcome of the finished run.
 
         Args:
             num_workers: number of workers that shared the parts.
-            order: their worker spec.
+            spec: their worker spec.
         """
         worker_stats, known = self.worker_stats, self.is_complete
         busy = dict.fromkeys(_STAGES, 0.0) | worker_stats.seconds
         # A sum that lacks a worker would be wrong, so the seconds are unknown then.
         seconds: dict[str, float | None] = {**busy} if known else dict.fromkeys(busy)
         num_bytes = worker_stats.bytes_read if known else None
-        timed, took = self.rows - self.rows_before, self.ended - self.begun
+        timed, took = self.rows - self.rows_before, self.committed_at - self.started_at
         # All parts were committed when the clock started: time from the distribution instead.
         if not timed:
-            timed, took = self.rows, self.ended - self.asked
+            timed, took = self.rows, self.committed_at - self.created_at
         if not timed or took <= 0:
             return RunOutcome(RunMetrics(seconds, None, num_bytes, None), self.underflow_rows, 0)
         of_all = took * self.rows / timed * num_workers
-        device, precision = str(order.fingerprint["device"]), order.config.precision
-        sentence = bottleneck(busy, of_all, order.cpus, device, precision) if known else None
+        device, precision = str(spec.fingerprint["device"]), spec.config.precision
+        sentence = bottleneck(busy, of_all, spec.cpus, device, precision) if known else None
         figures = RunMetrics(
             seconds,
             timed / took,

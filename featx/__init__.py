@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from featx.base.families import declare_families
 from featx.base.version import __version__
 from featx.errors import FeatxError
 
@@ -51,6 +52,15 @@ _HOME = {
     "Statistics": "featx.analysis.statistics.stats_file",
     "frechet_distance": "featx.analysis.statistics.frechet_distance",
 }
+
+
+declare_families(
+    {
+        "data": "featx.sources.registry:SOURCES",
+        "export.format": "featx.export.base:FORMATS",
+    }
+)
+# Declared here because this is the only module above all packages that every process imports.
 
 
 def __getattr__(name: str) -> Any:

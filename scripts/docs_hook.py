@@ -6,7 +6,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import featx
-from featx.config.schema import described_keys
+from featx.config.all_options import described_options
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
@@ -20,7 +20,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def options_page() -> str:
     """Every option with its default and its sentence, a table for each group."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
-    rows = described_keys()
+    rows = described_options()
     parents = {key.split(".")[0] for key, _, _ in rows if "." in key}
     for key, default, sentence in rows:
         first = key.split(".")[0]

@@ -26,7 +26,8 @@ from tiny_model import write_pictures
 from featx import __main__ as command
 from featx.base.paths import shipped
 from featx.cli import hydra_config as featx_compose
-from featx.config.schema import described_keys, from_omegaconf
+from featx.config.all_options import described_options
+from featx.config.schema import from_omegaconf
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -107,7 +108,7 @@ def test_the_reference_has_every_option_and_every_name() -> None:
     finally:
         sys.path.pop(0)
     options = docs_hook.options_page()
-    for option, _, _ in described_keys():
+    for option, _, _ in described_options():
         assert f"| `{option}` |" in options
     assert "::: featx.write_report" in docs_hook.python_page()
 

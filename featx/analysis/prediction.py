@@ -30,6 +30,7 @@ from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import RunMetrics
 from featx.pipeline.run_target import PART_SECONDS, list_images
 from featx.sources.base import FolderSource
+from featx.sources.folder import FolderOptions
 from featx.store import layout
 from featx.store.dtypes import from_raw
 from featx.store.layout import PART_BYTES, Grid
@@ -112,7 +113,7 @@ def predict(
         model=ModelConfig()
         if model_factory is None
         else ModelConfig(name="custom", library="custom", factory=model_factory),
-        data=DataConfig(name="folder", root=root),
+        data=FolderOptions(root=root),
         device=device,
     )
     return run_prediction(config, Path(head), files)

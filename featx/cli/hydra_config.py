@@ -19,10 +19,12 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from featx.base.families import family
 from featx.cli.overrides import is_path
+from featx.config.all_options import described_options
+from featx.config.member_options import member_groups
 from featx.config.option_types import Kind, option_types
-from featx.config.run_config import Config
-from featx.config.schema import described_keys, known_keys
+from featx.config.schema import config_schema, known_keys
 from featx.errors import ConfigError, nearest
 
 _STR = "tag:yaml.org,2002:str"
@@ -174,7 +176,11 @@ class _SearchPath(SearchPathPlugin):
 def register(config_dirs: Sequence[Path] = ()) -> None:
     """Tell Hydra the schema, the user's config folders, and the source of model names."""
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
+    store.store(name="schema", node=config_schema())
+    for group in member_groups().values():
+        if group.selector == "name":
+            for member in family(group.option):
+                store.store(group=group.group, name=member.name, node={"name": member.name})
     store.store(group="hydra/help", name="featx", node=_help())
     _SearchPath.folders = tuple(config_dirs)
     for plugin in (AnyModel, ConfigFiles, _SearchPath):
@@ -183,7 +189,7 @@ def register(config_dirs: Sequence[Path] = ()) -> None:
 
 def _help() -> dict[str, str]:
     """What `--help` prints, in the form of Hydra's hydra/help group."""
-    rows = described_keys()
+    rows = described_options()
     width = max(len(f"{key}={default}") for key, default, _ in rows)
     lines = []
     for key, default, sentence in rows:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from featx.base.paths import shipped
+from featx.base.families import family
 from featx.config.option_types import Kind, OptionType, option_types
 from featx.errors import ConfigError, nearest
 
@@ -179,8 +179,8 @@ def _takes_any_key(key: str) -> bool:
 
 def is_path(value: str, config_dirs: Sequence[Path]) -> bool:
     """Whether `data=VALUE` names a folder of images instead of a kind of data set."""
-    folders = [shipped("conf"), *config_dirs]
-    if not value or any((folder / "data" / f"{value}.yaml").is_file() for folder in folders):
+    files = [folder / "data" / f"{value}.yaml" for folder in config_dirs]
+    if not value or value in family("data") or any(file.is_file() for file in files):
         return False
     return "/" in value or value[0] in "~." or Path(value).exists()
 

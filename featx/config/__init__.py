@@ -17,9 +17,9 @@ from featx.config.attribute import (
     AttributeConfig,
 )
 from featx.config.checks import CODECS, MAY_BE_EMPTY, NAMES, check_choice
-from featx.config.data import DATA_KINDS, PACKAGED_DATA, DataConfig
+from featx.config.data import OBJECT_SOURCE, DataConfig
 from featx.config.executor import EXECUTORS, ExecutorConfig
-from featx.config.export import EXPORTS, IN_SHARDS, ExportConfig
+from featx.config.export import ExportConfig
 from featx.config.job import (
     JOBS,
     VIEWS_OF_LAYERS,
@@ -48,12 +48,9 @@ __all__ = [
     "BY_CAPTUM",
     "CAPTURES",
     "CODECS",
-    "DATA_KINDS",
     "EXECUTORS",
-    "EXPORTS",
     "GRADIENTS",
     "INTERPOLATIONS",
-    "IN_SHARDS",
     "JOBS",
     "LIBRARIES",
     "MAX_PICTURES",
@@ -61,8 +58,8 @@ __all__ = [
     "METHODS",
     "METRICS",
     "NAMES",
+    "OBJECT_SOURCE",
     "OF_A_LAYER",
-    "PACKAGED_DATA",
     "PRESETS",
     "PROBES",
     "PROJECTIONS",

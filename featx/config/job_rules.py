@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from featx.config.member_options import default_of_field
 from featx.errors import ConfigError
 from featx.storage.s3_path import is_url, parse_path
 
@@ -152,7 +153,8 @@ def given_by_value(config: Config) -> frozenset[str]:
             names = {
                 inner.name
                 for inner in fields(value)
-                if getattr(value, inner.name) != getattr(default, inner.name)
+                if getattr(value, inner.name)
+                != getattr(default, inner.name, default_of_field(inner))  # of a member only
             } - {"library"}  # which the name of a packaged model brings along
             found |= {f"{f.name}.{name}" for name in names}
         elif value != default:

@@ -10,7 +10,7 @@ from enum import Enum, auto
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from featx.config import MAY_BE_EMPTY, NAMES
-from featx.config.run_config import Config
+from featx.config.all_options import all_options
 
 
 class Kind(Enum):
@@ -50,20 +50,21 @@ class OptionType:
 @functools.cache
 def option_types() -> Mapping[str, OptionType]:
     """The type of every option by its dotted name: 'out', 'model', 'model.weights', ..."""
-    return types.MappingProxyType(_types_of(Config, ""))
+    return types.MappingProxyType(_types_of(all_options(), ""))
 
 
-def _types_of(schema: type, prefix: str) -> dict[str, OptionType]:
-    hints = get_type_hints(schema, include_extras=True)
+def _types_of(options: Any, prefix: str) -> dict[str, OptionType]:
+    """Return the types of the fields of a dataclass instance, nested ones included."""
+    hints = get_type_hints(type(options), include_extras=True)
     found: dict[str, OptionType] = {}
-    for f in fields(schema):
-        name, hint = prefix + f.name, hints[f.name]
-        if isinstance(hint, type) and is_dataclass(hint):
-            named = any(inner.name == "name" for inner in fields(hint))
+    for f in fields(options):
+        name, value = prefix + f.name, getattr(options, f.name)
+        if is_dataclass(value):
+            named = any(inner.name == "name" for inner in fields(value))
             found[name] = OptionType(Kind.GROUP if named else Kind.SECTION)
-            found |= _types_of(hint, f"{name}.")
+            found |= _types_of(value, f"{name}.")
         else:
-            found[name] = _type_of(hint)
+            found[name] = _type_of(hints[f.name])
     return found
 
 

@@ -113,8 +113,7 @@ class Config:
     """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid; pca or
     whiten project by the statistics of job=stats."""
     data: DataConfig = field(default_factory=DataConfig)
-    """folder, webdataset, table, hdf5, torchvision, huggingface, video, textiles (2000 packaged
-    pictures) or sample (a few that come with featx)."""
+    """Source of the images; the path of a folder stands for data=folder with data.root."""
     out: str = "runs/${data.name}/${model.name}"
     """The store, a folder or s3://bucket/folder, where job=stats puts stats.h5; the same command
     with the same folder resumes it. For job=export, neighbors, duplicates and cka the folder of

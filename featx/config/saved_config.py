@@ -59,7 +59,10 @@ def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
             environment: a stranger's file could send our secrets away with that.
     """
     if asked.root is not None:
-        return replace(saved.data, name=asked.name, root=asked.root)
+        if asked.name == saved.data.name:
+            return replace(saved.data, root=asked.root)
+        common = {f.name: getattr(saved.data, f.name) for f in fields(DataConfig)}
+        return replace(asked, **{**common, "name": asked.name, "root": asked.root})
     for f in fields(saved.data):
         value = getattr(saved.data, f.name)
         if isinstance(value, str) and ("://" in value or "${" in value):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import ast
+import copy
 import functools
-import itertools
 import os
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.config import PACKAGED_DATA, DataConfig
+from featx.base.families import family
+from featx.config import OBJECT_SOURCE, DataConfig
+from featx.config.all_options import all_options, config_class, group_class
 from featx.config.job_rules import check_given, given_by_value
+from featx.config.member_options import (
+    MemberGroup,
+    member_groups,
+    options_class,
+    refuse_options_of_others,
+)
 from featx.config.option_types import Kind, option_types
 from featx.config.run_config import Config
 from featx.errors import ConfigError, nearest
@@ -22,56 +28,18 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
-def described_keys() -> list[tuple[str, str, str]]:
-    """(key, default, sentence) of every key of the command, for --help and the README.
-
-    The sentence is the string under the field, which only the source holds.
-    """
-    sentences: dict[tuple[str, str], str] = {}
-    sources = sorted(Path(__file__).parent.glob("*.py"))
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
-    for node in itertools.chain.from_iterable(tree.body for tree in trees):
-        if isinstance(node, ast.ClassDef):
-            for before, after in itertools.pairwise(node.body):
-                if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr):
-                    assert isinstance(before.target, ast.Name)
-                    assert isinstance(after.value, ast.Constant)
-                    text = " ".join(str(after.value.value).split())
-                    sentences[node.name, before.target.id] = text
-
-    def walk(node: Any, prefix: str) -> list[tuple[str, str, str]]:
-        rows = []
-        for f in fields(node):
-            value = getattr(node, f.name)
-            nested = is_dataclass(value)
-            # A group's own name is the key of the group: model=resnet50, not model.name=resnet50.
-            default = getattr(value, "name", "") if nested else value
-            shown = str(default).lower() if isinstance(default, bool) else str(default)
-            shown = re.sub(r"\$\{(\w+)\.name\}", r"<\1>", shown)
-            sentence = sentences[type(node).__name__, f.name]
-            if f.name != "name":
-                shown = "null" if default is None else shown
-                rows.append((prefix + f.name, shown, sentence))
-            if nested:
-                rows += walk(value, f"{prefix}{f.name}.")
-        return rows
-
-    return walk(Config(), "")
-
-
 @functools.cache
 def config_schema() -> DictConfig:
-    """All keys with their types and defaults; merging copies it."""
+    """Return all options with their types and defaults; merging copies it."""
     from omegaconf import OmegaConf
 
-    schema: DictConfig = OmegaConf.structured(Config)
+    schema: DictConfig = OmegaConf.structured(config_class())
     return schema
 
 
 def known_keys() -> list[str]:
-    """Every key of the command, dotted: 'out', 'model.weights', ..."""
-
-    names = [key for key, _, _ in described_keys()]
+    """Return the dotted name of every option of the command: 'out', 'model.weights', ..."""
+    names = [name for name in option_types() if not name.endswith(".name")]
     return [*names, "model.name"]
 
 
@@ -89,12 +57,17 @@ def from_omegaconf(node: DictConfig, given: Collection[str] | None = None) -> Co
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    _refuse_added_keys(node, Config, "")
+    _refuse_added_keys(node, all_options(), "")
+    node = copy.deepcopy(node)
+    OmegaConf.set_struct(node, False)
+    OmegaConf.set_readonly(node, False)
     try:
-        config = OmegaConf.to_object(node)
+        for group in member_groups().values():
+            node[group.group] = _with_options_of_choice(node[group.group], group)
+        values = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
-    assert isinstance(config, Config)
+    config = Config(**{f.name: getattr(values, f.name) for f in fields(Config)})
     _refuse_empty_texts(config, "")
     check_given(config, given_by_value(config) if given is None else given)
     return config
@@ -110,16 +83,43 @@ def _refuse_empty_texts(options: Any, prefix: str) -> None:
             raise ConfigError(f"{name} is empty: give a value, or leave {name} out.")
 
 
-def _refuse_added_keys(node: DictConfig, schema: type, prefix: str) -> None:
-    """Hydra's `+key=value` adds what no field knows; it would have no effect."""
-    names = {f.name for f in fields(schema)}
-    defaults = schema()
+def _with_options_of_choice(node: DictConfig, group: MemberGroup) -> DictConfig:
+    """Return the options of a group as those of the member that is chosen.
+
+    Args:
+        node: options of all members.
+        group: the group.
+
+    Raises:
+        ConfigError: there is no such member, or an option of another member has a value.
+    """
+    from omegaconf import OmegaConf
+
+    base = group_class(group)
+    values: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]  # a structured node has texts as keys
+    chosen: type[Any] = options_class(group.option, str(node[group.selector]), base)
+    refuse_options_of_others(group, base, {**values, group.selector: node[group.selector]})
+    names = {f.name for f in fields(chosen)}
+    own = {key: value for key, value in values.items() if key in names}
+    found: DictConfig = OmegaConf.merge(OmegaConf.structured(chosen), own)  # type: ignore[assignment]  # a structured node merges to a DictConfig
+    return found
+
+
+def _refuse_added_keys(node: DictConfig, options: Any, prefix: str) -> None:
+    """Refuse what Hydra's `+key=value` adds and no field knows; it would have no effect.
+
+    Args:
+        node: options of the command.
+        options: dataclass instance with every known option.
+        prefix: group of the options, such as 'data.', or ''.
+    """
+    names = {f.name for f in fields(options)}
     for key in node:
         if key not in names:
             unknown = prefix + str(key)
             raise ConfigError(f"unknown key {unknown!r}.{nearest(unknown, known_keys())}")
-        if schema is Config and is_dataclass(nested := getattr(defaults, str(key))):
-            _refuse_added_keys(node[key], type(nested), f"{prefix}{key}.")
+        if not prefix and is_dataclass(nested := getattr(options, str(key))):
+            _refuse_added_keys(node[key], nested, f"{prefix}{key}.")
 
 
 def from_keywords(values: Mapping[str, Any]) -> DictConfig:
@@ -145,13 +145,18 @@ def from_keywords(values: Mapping[str, Any]) -> DictConfig:
         if isinstance(name := values.get(group), str):
             values[group] = {"name": name}
     if isinstance(data := values.get("data"), str):
-        packaged = data in PACKAGED_DATA
-        values["data"] = {"name": data} if packaged else {"name": "folder", "root": data}
+        values["data"] = {"name": data} if _is_packaged(data) else {"name": "folder", "root": data}
     try:
         merged = OmegaConf.merge(config_schema(), values)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     return merged  # type: ignore[return-value]  # a structured node merges to a DictConfig
+
+
+def _is_packaged(name: str) -> bool:
+    """Return whether a text names a source that needs no data.root, such as 'sample'."""
+    sources = family("data")
+    return name in sources and name != OBJECT_SOURCE and sources.get(name).options is None
 
 
 def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -211,5 +216,5 @@ def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | 
         return values, None
     if other := {"name", "root"} & set(data):
         raise ConfigError(f"data.{min(other)} has no effect with a data set given as an object.")
-    values["data"] = {"name": "python", **{k: v for k, v in data.items() if k != "source"}}
+    values["data"] = {"name": OBJECT_SOURCE, **{k: v for k, v in data.items() if k != "source"}}
     return values, given

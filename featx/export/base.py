@@ -9,7 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from featx.base.registry import Member, Registry
+from featx.config import ExportConfig
 from featx.config.run_config import Config
+from featx.errors import ConfigError, FeatxError
 from featx.export.selection import Selection
 
 
@@ -68,6 +71,27 @@ class Format(ABC):
         """Approximate size of the export in bytes, which is compared with the free space."""
         return len(self.selection) * self.selection.row_bytes()
 
+
+@dataclass
+class ShardOptions(ExportConfig):
+    """Options of a format that divides its rows into files of limited size."""
+
+    shard_gib: float | None = None
+    """Largest size of one file in GiB, 1 when not given; for webdataset it is estimated."""
+
+    def __post_init__(self) -> None:
+        if self.shard_gib is not None and not 0 < self.shard_gib < math.inf:
+            raise ConfigError(f"export.shard_gib={self.shard_gib}: expected more than 0.")
+
+    @property
+    def shard_bytes(self) -> int:
+        """The option `shard_gib` in bytes."""
+        return int((1.0 if self.shard_gib is None else self.shard_gib) * (1 << 30))
+
+
+class ShardedFormat(Format):
+    """A format whose options are `ShardOptions`."""
+
     def shards(
         self, stem: str, ending: str, row_bytes: float, write: Callable[[BinaryIO, int, int], None]
     ) -> list[File]:
@@ -78,9 +102,15 @@ class Format(ABC):
             ending: file name extension without a dot.
             row_bytes: bytes of one row in the file.
             write: function that writes rows [start, stop) of the selection to an open file.
+
+        Raises:
+            FeatxError: the format is registered with other options.
         """
+        options = self.config.export
+        if not isinstance(options, ShardOptions):
+            raise FeatxError(f"export.format={options.format} was registered without ShardOptions.")
         num_rows = len(self.selection)
-        each = max(1, int(self.config.export.shard_bytes / max(1.0, row_bytes)))
+        each = max(1, int(options.shard_bytes / max(1.0, row_bytes)))
         count = max(1, math.ceil(num_rows / each))
         found = []
         for number in range(count):
@@ -93,6 +123,22 @@ class Format(ABC):
 
             found.append(File(name, fill, start, stop))
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatMember(Member):
+    """An export format as it is registered.
+
+    Attributes:
+        make: makes the format for rows, layers and a config, usually the class itself. Its options
+            are `ShardOptions` for a `ShardedFormat`, else None or a subclass of `ExportConfig`.
+    """
+
+    make: Callable[[Selection, Config], Format]
+
+
+FORMATS: Registry[FormatMember] = Registry("export.format", "featx.export", "featx.exports")
+"""All export formats by their names."""
 
 
 def literal(text: object) -> str:

@@ -8,7 +8,15 @@ from typing import Any, BinaryIO
 
 from featx.base.fingerprint import digest
 from featx.errors import MissingExtraError
-from featx.export.base import File, Format, literal, missing_extra
+from featx.export.base import (
+    FORMATS,
+    File,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+    missing_extra,
+)
 
 _COLUMNS = ("key", "row", "label", "status")
 _OTHER_ROW_BYTES = 128
@@ -18,7 +26,7 @@ _VALUES = {"U": "string", "i": "int64", "f": "float64", "b": "bool"}
 """Kind of NumPy dtype of a store's column -> name of the type in `datasets`."""
 
 
-class HuggingFace(Format):
+class HuggingFace(ShardedFormat):
     """data-*.arrow with dataset_info.json and state.json, as `save_to_disk` writes them.
 
     `datasets` itself would write all data twice, to its cache and to the folder.
@@ -133,3 +141,14 @@ def _nested(rows: Any, kind: Any) -> Any:
     for outer in reversed(kinds):
         array = pa.FixedSizeListArray.from_arrays(array, type=outer)
     return array
+
+
+FORMATS.register(
+    FormatMember(
+        "huggingface",
+        "A data set that datasets.load_from_disk reads.",
+        ShardOptions,
+        extra="huggingface",
+        make=HuggingFace,
+    )
+)

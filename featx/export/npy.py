@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from featx.export.base import File, Format, literal
+from featx.export.base import FORMATS, File, Format, FormatMember, literal
 
 
 class Npy(Format):
@@ -64,3 +64,8 @@ class Npy(Format):
             f"keys = np.load({literal(f'{out}/keys.npy')})\n"
             f"y = np.load({literal(f'{out}/labels.npy')})"
         )
+
+
+FORMATS.register(
+    FormatMember("npy", "One .npy array per layer, which numpy can map into memory.", make=Npy)
+)

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.errors import MissingExtraError
-from featx.export.base import File, Format, literal, missing_extra
+from featx.export.base import (
+    FORMATS,
+    File,
+    FormatMember,
+    ShardedFormat,
+    ShardOptions,
+    literal,
+    missing_extra,
+)
 from featx.export.selection import about_text
 
 COLUMNS = ("key", "row", "label", "class", "status")
@@ -18,7 +26,7 @@ OTHER_ROW_BYTES = 128
 """Approximate bytes of a row without its features."""
 
 
-class Parquet(Format):
+class Parquet(ShardedFormat):
     """data/features-*.parquet; a map is one long list, with its shape in the metadata."""
 
     def __init__(self, *arguments: Any) -> None:
@@ -89,3 +97,14 @@ class Parquet(Format):
             f"table = pd.read_parquet({literal(f'{out}/data')})  # also polars, duckdb, pyarrow\n"
             f"X = np.stack(table[{literal(self.selection.layers[0])}])"
         )
+
+
+FORMATS.register(
+    FormatMember(
+        "parquet",
+        "Parquet files with one row per image.",
+        ShardOptions,
+        extra="export",
+        make=Parquet,
+    )
+)

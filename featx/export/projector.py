@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from featx.errors import ConfigError
-from featx.export.base import File, Format
+from featx.export.base import FORMATS, File, Format, FormatMember
 from featx.export.tensorboard.projector import metadata_text, vectors_text
 from featx.types import Status
 
@@ -71,3 +71,10 @@ class Projector(Format):
             "Load vectors-<layer>.tsv and metadata.tsv at projector.tensorflow.org (they stay in "
             "your browser)\nor in any copy of TensorBoard's stand-alone projector."
         )
+
+
+FORMATS.register(
+    FormatMember(
+        "projector", "vectors.tsv and metadata.tsv for TensorBoard's projector.", make=Projector
+    )
+)

@@ -7,7 +7,6 @@ killed.
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from pathlib import Path, PurePosixPath
@@ -21,7 +20,7 @@ from featx.base.progress import CountProgress
 from featx.base.text import facts, size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
-from featx.export.base import File, Format
+from featx.export.base import FORMATS, File, Format
 from featx.export.selection import Selection
 from featx.storage.local_folder import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store import layout
@@ -31,17 +30,6 @@ from featx.types import Status
 
 RECORD = "_export.json"
 """File that describes an export. Readers of Parquet folders ignore names with an underscore."""
-
-_CLASSES = {
-    "npy": "Npy",
-    "parquet": "Parquet",
-    "safetensors": "Safetensors",
-    "zarr": "Zarr",
-    "webdataset": "WebDataset",
-    "projector": "Projector",
-    "huggingface": "HuggingFace",
-}
-"""Name of the format -> name of its class in the module of that name."""
 
 
 def run_export(config: Config) -> dict[str, Any]:
@@ -75,8 +63,7 @@ def run_export(config: Config) -> dict[str, Any]:
     disk = AtomicFolder(out)
     with CountProgress("B") as progress:
         chosen = Selection(store, layers, rows, progress.step)
-        module = importlib.import_module(f"featx.export.{name}")
-        written: Format = getattr(module, _CLASSES[name])(chosen, config)
+        written = FORMATS.get(name).make(chosen, config)
         disk.make_folder(out)
         with exclusive_lock(out / layout.LOCK):
             return _write_all(disk, written, progress)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from featx.export.base import File, Format, literal
+from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
 from featx.export.selection import about_text
 
 _NAMES = {
@@ -31,7 +31,7 @@ _TAKEN = ("row", "label", "status", "key", "__metadata__")
 """Names that no column and no layer can have."""
 
 
-class Safetensors(Format):
+class Safetensors(ShardedFormat):
     """features-*.safetensors with the layers, row, label, status, key and the store's columns.
 
     Texts are uint8 tensors padded with 0.
@@ -128,3 +128,13 @@ def _header(
     # Padded with spaces so that the tensors start at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+FORMATS.register(
+    FormatMember(
+        "safetensors",
+        "safetensors files of keys, labels and features.",
+        ShardOptions,
+        make=Safetensors,
+    )
+)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError, DataError
-from featx.export.base import File, Format, literal
+from featx.export.base import FORMATS, File, FormatMember, ShardedFormat, ShardOptions, literal
 from featx.export.selection import Selection, as_utf8
 from featx.export.source_images import data_of_store
 from featx.sources import open_source
@@ -30,7 +30,7 @@ _EXPANDED = ("{", "}", "$", "\\", "::")
 """Texts that webdataset interprets in a path string; paths in a list are used as they are."""
 
 
-class WebDataset(Format):
+class WebDataset(ShardedFormat):
     """shards-00000-of-0000N.tar; a sample is 000000042.jpg, .<layer>.npy, .cls and .json.
 
     Member names are row numbers: webdataset divides a name at its first dot and joins consecutive
@@ -190,3 +190,10 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     member = tarfile.TarInfo(name)
     member.size = len(data)
     tar.addfile(member, io.BytesIO(data))
+
+
+FORMATS.register(
+    FormatMember(
+        "webdataset", "Tar shards with images and their features.", ShardOptions, make=WebDataset
+    )
+)

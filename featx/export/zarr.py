@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError, MissingExtraError
-from featx.export.base import File, Format, literal, missing_extra
+from featx.export.base import FORMATS, File, Format, FormatMember, literal, missing_extra
 
 _NAME = "features.zarr"
 _OWN_FILE = "zarr.json"
@@ -114,3 +114,8 @@ def _texts(column: npt.NDArray[np.str_], start: int, stop: int) -> list[str]:
 def _chunks(num_rows: int) -> tuple[int]:
     """Return the chunk shape of an array with one value per row."""
     return (max(1, min(_COLUMN_ROWS, num_rows)),)
+
+
+FORMATS.register(
+    FormatMember("zarr", "A Zarr store with one array per layer.", extra="export", make=Zarr)
+)

@@ -1,9 +1,9 @@
-"""Where images come from: one module for each kind of data set, which lists and reads.
+"""Sources: one module for each kind of data set, which lists and reads images.
 
 In: a `DataConfig`. Out: a `Source`: its `listing()` gives keys, labels and columns of all rows, its
 `read(key)` the encoded bytes of one image.
-Names for others: `open_source`, `source_of` (an object from Python), `with_boxes`,
-`base.FolderSource`, `key_forms`.
+Names for others: `open_source`, `source_of` (an object from Python), `with_boxes`, `SOURCES`,
+`source_member`, `base.FolderSource`, `key_forms`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,10 @@ import importlib
 from pathlib import Path
 
 from featx.config import DataConfig
+from featx.sources.registry import SOURCES, SourceMember, source_member
 from featx.types import Source
 
-_HOME = {
-    "folder": "folder",
-    "webdataset": "webdataset",
-    "table": "table",
-    "hdf5": "hdf5",
-    "torchvision": "torchvision",
-    "huggingface": "huggingface",
-    "video": "video",
-    "textiles": "textiles",
-    "sample": "sample",
-    "python": "python",
-}
+__all__ = ["SOURCES", "SourceMember", "open_source", "source_member", "source_of", "with_boxes"]
 
 
 def open_source(config: DataConfig) -> Source:
@@ -35,12 +25,11 @@ def open_source(config: DataConfig) -> Source:
         config: options of the group; `name` selects the kind, `boxes` adds a table of boxes.
 
     Raises:
+        ConfigError: there is no source of this name.
         DataError: the data set does not exist or cannot be read.
         MissingExtraError: the kind needs a package that is not installed.
     """
-    module = importlib.import_module(f"featx.sources.{_HOME[config.name]}")
-    source: Source = module.open_source(config)
-    return with_boxes(source, config)
+    return with_boxes(SOURCES.get(config.name).open(config), config)
 
 
 def with_boxes(source: Source, config: DataConfig) -> Source:

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from featx.config import DataConfig
-from featx.errors import DataError
+from featx.errors import ConfigError, DataError
 from featx.sources.base import FolderSource, endings, relabelled
+from featx.sources.options import FileOptions
+from featx.sources.registry import SOURCES, source_member
 from featx.types import Listing, Source
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class FolderOptions(FileOptions):
+    """Options of data=folder."""
+
+    root_help: ClassVar[str] = "data.root=DIR, the folder of your images"
+
+    name: str = "folder"
+    depth: int | None = None
+    """Largest number of folders between data.root and an image: 0 takes images in data.root itself,
+    1 also those in class folders; null takes every depth."""
+    classes: str | None = None
+    """JSON or CSV file that maps folder names to class names or numbers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.depth is not None and self.depth < 0:
+            raise ConfigError(f"data.depth={self.depth}: expected a whole number of at least 0.")
+
+
+def open_source(config: FolderOptions) -> Source:
     """Open the folder data.root, in which '~' is expanded."""
-    assert config.root is not None
-    root = Path(config.root).expanduser()
-    folder = FolderSource(root, config.follow_links, endings(config.extensions), config.depth)
+    folder = FolderSource(
+        config.path, config.follow_links, endings(config.extensions), config.depth
+    )
     if config.classes is None:
         return folder
     return _Relabelled(folder, Path(config.classes).expanduser())
@@ -106,3 +128,13 @@ def _from_csv(file: Path, text: str) -> list[tuple[str, str | int]]:
 def _is_number(text: str) -> bool:
     """Return whether a class name is a whole number without a sign."""
     return text.isdecimal()
+
+
+SOURCES.register(
+    source_member(
+        "folder",
+        "Image files below a folder; the first sub-folder is the label.",
+        FolderOptions,
+        open_source,
+    )
+)

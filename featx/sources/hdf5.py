@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
 from featx.config import DataConfig
-from featx.errors import DataError, StoreError
+from featx.errors import ConfigError, DataError, StoreError
 from featx.sources.base import MAX_FILE_BYTES, state_of_files
 from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_pixels
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, row_of, sampled_marks
 from featx.store import codecs, layout
 from featx.store.hdf5_files import check_plain, open_hdf5
@@ -31,11 +33,27 @@ _CACHE_BYTES = 64 << 20
 when rows are read in order."""
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class Hdf5Options(DataConfig):
+    """Options of data=hdf5."""
+
+    root_help: ClassVar[str] = "data.root=FILE, the HDF5 file"
+
+    name: str = "hdf5"
+    dataset: str | None = None
+    """Dataset that holds the images, such as /images."""
+    labels: str | None = None
+    """Dataset that holds the labels; null takes none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset:
+            raise ConfigError("data=hdf5 needs data.dataset=/images, the dataset of the images.")
+
+
+def open_source(config: Hdf5Options) -> Source:
     """Open the dataset data.dataset of the file data.root."""
-    assert config.root is not None
-    assert config.dataset is not None
-    return Hdf5Source(Path(config.root).expanduser(), config.dataset, config.labels)
+    return Hdf5Source(config.path, config.dataset or "", config.labels)
 
 
 class Hdf5Source:
@@ -195,3 +213,13 @@ def _channels_come_first(images: h5py.Dataset, where: str) -> bool:
         why = "the channels may come first or last" if last else "no axis has 1 or 3 channels"
         raise DataError(f"{where} is {shape}: {why}; expected {expected}.")
     return first
+
+
+SOURCES.register(
+    source_member(
+        "hdf5",
+        "Images in a dataset of an HDF5 file, as pixels or encoded.",
+        Hdf5Options,
+        open_source,
+    )
+)

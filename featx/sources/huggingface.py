@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import threading
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import DataConfig
 from featx.errors import DataError, MissingExtraError, nearest
 from featx.sources.base import FolderSource, of_other_paths, state_of_files, tag_of
 from featx.sources.labels import Labels, named, of_any_kind
+from featx.sources.options import ColumnOptions
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, row_of
 from featx.types import ImageFault, Listing, Source, Status
 
 _PREFIX = "row-"
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class HuggingFaceOptions(ColumnOptions):
+    """Options of data=huggingface."""
+
+    root_help: ClassVar[str] = "data.root=DIR, the folder that save_to_disk wrote"
+
+    name: str = "huggingface"
+    split: str | None = None
+    """Split that was saved; null takes the first."""
+
+
+def open_source(config: HuggingFaceOptions) -> Source:
     """Open the data set below data.root, or its split data.split.
 
     Raises:
@@ -33,8 +46,7 @@ def open_source(config: DataConfig) -> Source:
         raise MissingExtraError(
             'data=huggingface needs the package datasets: pip install "featx[huggingface]".'
         ) from error
-    assert config.root is not None
-    root = Path(config.root).expanduser()
+    root = config.path
     try:
         found: Any = datasets.load_from_disk(str(root))
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -64,7 +76,7 @@ class HuggingFaceSource:
         config: options `path_column`, `label_column` and `follow_links` of the group `data`.
     """
 
-    def __init__(self, dataset: Any, root: Path, config: DataConfig) -> None:
+    def __init__(self, dataset: Any, root: Path, config: HuggingFaceOptions) -> None:
         from datasets import Image
 
         self._where = str(root)
@@ -192,3 +204,14 @@ def _label_column(dataset: Any, name: str | None, root: Path) -> str | None:
             f"data.label_column={name}: {root} has {', '.join(known)}.{nearest(name, known)}"
         )
     return name or None
+
+
+SOURCES.register(
+    source_member(
+        "huggingface",
+        "A data set that datasets.Dataset.save_to_disk wrote.",
+        HuggingFaceOptions,
+        open_source,
+        extra="huggingface",
+    )
+)

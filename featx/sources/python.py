@@ -11,11 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageFile
 
-from featx.config import DataConfig
+from featx.config import OBJECT_SOURCE, DataConfig
 from featx.errors import DataError
 from featx.sources.base import FolderSource, of_other_paths
 from featx.sources.labels import Labels, named, of_any_kind
 from featx.sources.pixel_encoding import encode_array, encode_image
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import doubles, numbered_keys, row_of_key, rows_of
 from featx.sources.table_columns import check_columns
 from featx.types import (
@@ -346,3 +347,13 @@ def _encoded(image: Any) -> bytes | Path:
     raise TypeError(
         f"the image is a {type(image).__name__}; expected a Pillow image, an array, bytes or a path"
     )
+
+
+SOURCES.register(
+    source_member(
+        OBJECT_SOURCE,
+        "A data set that a Python program passes as an object to featx.extract.",
+        DataConfig,
+        open_source,
+    )
+)

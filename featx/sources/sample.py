@@ -5,9 +5,20 @@ from __future__ import annotations
 from featx.base.paths import shipped
 from featx.config import DataConfig
 from featx.sources.base import FolderSource
+from featx.sources.registry import SOURCES, source_member
 from featx.types import Source
 
 
 def open_source(config: DataConfig) -> Source:
     """Open the folder data/sample of the package, which scripts/make_sample_images writes."""
     return FolderSource(shipped("data") / "sample")
+
+
+SOURCES.register(
+    source_member(
+        "sample",
+        "A few small images in several formats that come with featx.",
+        DataConfig,
+        open_source,
+    )
+)

@@ -10,18 +10,21 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import DataConfig
-from featx.errors import DataError, MissingExtraError, nearest
+from featx.config.checks import column_name_problem
+from featx.errors import ConfigError, DataError, MissingExtraError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers, named, renumbered
+from featx.sources.options import ColumnOptions
 from featx.sources.parquet_images import ImageColumn, footer_marks
 from featx.sources.path_patterns import base_of, is_pattern
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import doubles, numbered_keys
 from featx.sources.table_columns import column_values, text_bytes
 from featx.sources.table_files import Csv, Parquet, Table, find_tables
@@ -31,7 +34,30 @@ _SUSPECT = r"(^/|^~|(^|/)\.\.(/|$)|://|\x00)"
 """Regular expression for paths that may lead out of the folder, or that are not paths of files."""
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class TableOptions(ColumnOptions):
+    """Options of data=table."""
+
+    root_help: ClassVar[str] = (
+        "data.root=FILES: a .csv or .parquet file, a folder of them, or a pattern such as "
+        "'data.root=\"train-*.parquet\"'"
+    )
+
+    name: str = "table"
+    image_root: str | None = None
+    """Folder that paths start from; null takes the folder of the table, of several tables the one
+    that data.root names or that its pattern begins with."""
+    columns: list[str] | None = None
+    """Further columns, such as [patient,slide], that the store carries for each row; null takes
+    none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.columns is not None and (problem := column_name_problem(self.columns)):
+            raise ConfigError(f"data.columns: {problem}")
+
+
+def open_source(config: TableOptions) -> Source:
     """Open the table or tables that data.root names.
 
     Raises:
@@ -41,8 +67,7 @@ def open_source(config: DataConfig) -> Source:
         import pyarrow  # noqa: F401
     except ImportError as error:
         raise MissingExtraError('data=table needs pyarrow: pip install "featx[table]".') from error
-    assert config.root is not None
-    return TableSource(config.root, config)
+    return TableSource(config.location, config)
 
 
 class TableSource:
@@ -60,7 +85,7 @@ class TableSource:
             links.
     """
 
-    def __init__(self, root: str, config: DataConfig) -> None:
+    def __init__(self, root: str, config: TableOptions) -> None:
         self._where = str(Path(root).expanduser())
         self._path_column = config.path_column
         self._label_column = config.label_column
@@ -322,3 +347,14 @@ def _known(where: str, key: str, name: str, names: list[str]) -> str:
     if name not in names:
         raise DataError(f"{key}={name}: {where} has {', '.join(names)}.{nearest(name, names)}")
     return name
+
+
+SOURCES.register(
+    source_member(
+        "table",
+        "CSV or Parquet files with a column of paths or encoded images.",
+        TableOptions,
+        open_source,
+        extra="table",
+    )
+)

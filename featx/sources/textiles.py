@@ -9,6 +9,7 @@ from __future__ import annotations
 from featx.config import DataConfig
 from featx.errors import MissingExtraError
 from featx.sources.base import FolderSource
+from featx.sources.registry import SOURCES, source_member
 from featx.types import Source
 
 
@@ -26,3 +27,14 @@ def open_source(config: DataConfig) -> Source:
             "data=sample works offline, and data=folder data.root=DIR takes your own pictures."
         ) from error
     return FolderSource(conformal_clip_data.textile_simulated_root())
+
+
+SOURCES.register(
+    source_member(
+        "textiles",
+        "2000 labelled images of woven textile from a package.",
+        DataConfig,
+        open_source,
+        extra="demo",
+    )
+)

@@ -11,16 +11,17 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import DataConfig
-from featx.errors import DataError, nearest
+from featx.errors import ConfigError, DataError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, named
+from featx.sources.options import LinkOptions
 from featx.sources.pixel_encoding import encode_pixels
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import doubles, numbered_keys, row_of, sampled_marks
 from featx.types import UNTOLD, Listing, Source
 
@@ -63,29 +64,45 @@ _FOLDER = "ImageFolder"
 """The class that is read as a plain folder, without torchvision."""
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class TorchvisionOptions(LinkOptions):
+    """Options of data=torchvision."""
+
+    root_help: ClassVar[str] = "data.root=DIR, the folder that torchvision downloaded to"
+
+    name: str = "torchvision"
+    dataset: str | None = None
+    """Name of the class, such as CIFAR10."""
+    split: str | None = None
+    """train, test, or another split of the data set; null takes the first."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.dataset:
+            raise ConfigError("data=torchvision needs data.dataset=CIFAR10, the name of the class.")
+
+
+def open_source(config: TorchvisionOptions) -> Source:
     """Open the split data.split of the data set data.dataset below data.root.
 
     Raises:
         DataError: the data set is not supported or not there, or has no such split.
     """
-    assert config.root is not None
-    assert config.dataset is not None
-    root = Path(config.root).expanduser()
-    if config.dataset == _FOLDER:  # class folders of image files, which need no torchvision
+    root, dataset_name = config.path, config.dataset or ""
+    if dataset_name == _FOLDER:  # class folders of image files, which need no torchvision
         return FolderSource(root / (config.split or ""), config.follow_links)
-    kind = KINDS.get(config.dataset)
+    kind = KINDS.get(dataset_name)
     if kind is None:
         names = [*KINDS, _FOLDER]
         raise DataError(
-            f"data.dataset={config.dataset}: expected one of {', '.join(names)}."
-            f"{nearest(config.dataset, names)}"
+            f"data.dataset={dataset_name}: expected one of {', '.join(names)}."
+            f"{nearest(dataset_name, names)}"
         )
     split = config.split or next(iter(kind.splits))
     if split not in kind.splits:
-        raise DataError(f"data.split={split}: {config.dataset} has {' and '.join(kind.splits)}.")
-    dataset = _opened(config.dataset, root, kind.splits[split])
-    where = f"{config.dataset} {split}"
+        raise DataError(f"data.split={split}: {dataset_name} has {' and '.join(kind.splits)}.")
+    dataset = _opened(dataset_name, root, kind.splits[split])
+    where = f"{dataset_name} {split}"
     labels = np.asarray(getattr(dataset, kind.labels)).astype(np.int64)
     names = getattr(dataset, "classes", None) or [str(i) for i in range(int(labels.max()) + 1)]
     labelled = named(labels, names, where)
@@ -176,3 +193,13 @@ class _Files:
     def read(self, key: bytes) -> bytes:
         """Read one file. Raises as `FolderSource.read_inside` does."""
         return self._folder.read_inside(key)
+
+
+SOURCES.register(
+    source_member(
+        "torchvision",
+        "A data set that torchvision.datasets has downloaded before.",
+        TorchvisionOptions,
+        open_source,
+    )
+)

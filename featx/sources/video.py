@@ -8,16 +8,18 @@ from __future__ import annotations
 import errno
 import math
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import DataConfig
-from featx.errors import DataError, MissingExtraError
+from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources.base import FolderSource, endings
 from featx.sources.key_forms import frame_key
+from featx.sources.options import FileOptions
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.video_reader import FrameReader
 from featx.types import ImageFault, Listing, Source, Status
 
@@ -26,7 +28,23 @@ EXTENSIONS = frozenset(b".mp4 .m4v .mov .mkv .webm .avi .mpg .mpeg".split())
 checked only when a video is opened."""
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class VideoOptions(FileOptions):
+    """Options of data=video."""
+
+    root_help: ClassVar[str] = "data.root=DIR, the folder of your videos, or one of them"
+
+    name: str = "video"
+    every_s: float = 1.0
+    """Seconds from one frame of a video to the next."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.001 <= self.every_s < math.inf:
+            raise ConfigError(f"data.every_s={self.every_s}: expected seconds, 0.001 or more.")
+
+
+def open_source(config: VideoOptions) -> Source:
     """Open the videos below the folder data.root, or the single video data.root.
 
     Raises:
@@ -47,9 +65,8 @@ class VideoSource:
             frames, and limits.
     """
 
-    def __init__(self, config: DataConfig) -> None:
-        assert config.root is not None
-        root = Path(config.root).expanduser()
+    def __init__(self, config: VideoOptions) -> None:
+        root = config.path
         self._file = root if root.is_file() else None
         extensions = EXTENSIONS if config.extensions is None else endings(config.extensions)
         self._folder = FolderSource(
@@ -151,3 +168,14 @@ def _state(path: str) -> tuple[int, int]:
     """Return size and mtime, which change when a file does."""
     info = os.stat(path)  # noqa: PTH116 - unusual bytes
     return info.st_size, info.st_mtime_ns
+
+
+SOURCES.register(
+    source_member(
+        "video",
+        "Frames of videos at regular times.",
+        VideoOptions,
+        open_source,
+        extra="video",
+    )
+)

@@ -13,15 +13,18 @@ import os
 import threading
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.config import DataConfig
 from featx.errors import DataError
 from featx.sources.base import MAX_FILE_BYTES, endings, tag_of
 from featx.sources.gzip_window import DAMAGE, GzipWindow
 from featx.sources.labels import Labels, from_names, from_numbers
+from featx.sources.options import FileOptions
+from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import row_of_key, rows_of
 from featx.sources.tar_index import NO_LABEL, TarIndex, index_of
 from featx.sources.tar_shards import Shard, find_shards
@@ -42,10 +45,21 @@ _MISSING_NAME = b"(the rest of the shard)"
 logger = logging.getLogger(__name__)
 
 
-def open_source(config: DataConfig) -> Source:
+@dataclass
+class WebDatasetOptions(FileOptions):
+    """Options of data=webdataset."""
+
+    root_help: ClassVar[str] = (
+        "data.root=SHARDS: a folder of tars, one tar, or a pattern such as "
+        "'data.root=\"train-{000..012}.tar\"'"
+    )
+
+    name: str = "webdataset"
+
+
+def open_source(config: WebDatasetOptions) -> Source:
     """Open the tar shards that data.root names."""
-    assert config.root is not None
-    return ShardSource(config.root, config.follow_links, endings(config.extensions))
+    return ShardSource(config.location, config.follow_links, endings(config.extensions))
 
 
 class ShardSource:
@@ -230,3 +244,13 @@ def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:
             shard.url,
             backwards + 1,
         )
+
+
+SOURCES.register(
+    source_member(
+        "webdataset",
+        "Images in tar shards, on a disk or behind URLs.",
+        WebDatasetOptions,
+        open_source,
+    )
+)

@@ -91,11 +91,11 @@ def tell_listing(command: list[str]) -> None:
 def table(arguments: argparse.Namespace) -> None:
     """Seconds (and those of the CPU) and peak memory of a process that lists a CSV of paths."""
     if arguments.one:
-        from featx.config import DataConfig
         from featx.sources import open_source
+        from featx.sources.table import TableOptions
 
         columns = ["patient", "magnification"]
-        measure_listing(open_source(DataConfig("table", arguments.one, columns=columns)))
+        measure_listing(open_source(TableOptions(root=arguments.one, columns=columns)))
         return
     with tempfile.TemporaryDirectory(prefix="featx-table-", dir=arguments.folder) as name:
         path = Path(name) / "photos.csv"

@@ -9,10 +9,11 @@ from omegaconf import OmegaConf
 
 from featx.base.fingerprint import differences, digest
 from featx.config import DataConfig, ModelConfig, ReduceConfig
+from featx.config.all_options import described_options
 from featx.config.layer_requests import layer_requests
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
-from featx.config.schema import described_keys, from_keywords, from_omegaconf, known_keys
+from featx.config.schema import from_keywords, from_omegaconf, known_keys
 from featx.errors import ConfigError, nearest
 
 
@@ -82,7 +83,7 @@ def test_allowed_failures_is_a_share_or_a_number() -> None:
 def test_a_key_without_effect_is_an_error() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"data\.root has an effect with data=folder or .* only; add data=folder",
+        match=r"data\.root has no effect with data=textiles; .* add data=folder",
     ):
         DataConfig(name="textiles", root="photos")
     with pytest.raises(ConfigError, match="model=custom only"):
@@ -110,7 +111,7 @@ def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
 
 
 def test_every_key_is_described() -> None:
-    rows = described_keys()
+    rows = described_options()
     assert [key for key, _, _ in rows if "." not in key] == list(Config.__dataclass_fields__)
     assert all(len(sentence) > 10 for _, _, sentence in rows)
     assert {"model.weights", "data.root", "model.transform.mean"} <= set(known_keys())
@@ -118,7 +119,7 @@ def test_every_key_is_described() -> None:
 
 def test_the_readme_has_every_key_with_its_default() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    for key, default, _ in described_keys():
+    for key, default, _ in described_options():
         if not key.startswith("model.transform"):
             assert f"| `{key}` | `{default}` |" in readme, key
 

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
 from featx.sources import open_source
 from featx.sources.base import EXTENSIONS, MAX_FILE_BYTES, FolderSource
+from featx.sources.folder import FolderOptions
 from featx.types import ImageFault, Source, Status
 
 OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
@@ -603,7 +603,7 @@ def test_a_root_with_a_tilde_is_the_users_home(
 ) -> None:
     write(tmp_path, "pictures/a.jpg")
     monkeypatch.setenv("HOME", str(tmp_path))
-    source = open_source(DataConfig(name="folder", root="~/pictures"))
+    source = open_source(FolderOptions(root="~/pictures"))
     assert source.listing().keys.tolist() == [b"a.jpg"]
 
 
@@ -612,7 +612,7 @@ def test_follow_links_comes_from_the_config(tmp_path: Path) -> None:
     (tmp_path / "root/b.jpg").symlink_to("../outside/1.jpg")
     root = str(tmp_path / "root")
     for follow, count in ((False, 1), (True, 2)):
-        source = open_source(DataConfig(name="folder", root=root, follow_links=follow))
+        source = open_source(FolderOptions(root=root, follow_links=follow))
         assert len(source.listing()) == count
 
 
@@ -620,7 +620,7 @@ def test_follow_links_comes_from_the_config(tmp_path: Path) -> None:
 
 
 def folder(root: Path, **keys: object) -> Source:
-    return open_source(DataConfig(name="folder", root=str(root), **keys))
+    return open_source(FolderOptions(root=str(root), **keys))
 
 
 def test_extensions_name_what_counts(tmp_path: Path) -> None:

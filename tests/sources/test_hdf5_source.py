@@ -16,6 +16,7 @@ from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
 from featx.images.decode import ImagePolicy, decode
 from featx.sources import open_source
+from featx.sources.hdf5 import Hdf5Options
 from featx.types import ImageFault, Source, Status
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (5, 8, 9, 3), dtype=np.uint8)
@@ -23,7 +24,7 @@ POLICY = ImagePolicy.from_config(DataConfig())
 
 
 def hdf5(root: Path, dataset: str = "/images", **keys: object) -> Source:
-    return open_source(DataConfig(name="hdf5", root=str(root), dataset=dataset, **keys))
+    return open_source(Hdf5Options(root=str(root), dataset=dataset, **keys))
 
 
 def decoded(source: Source) -> np.ndarray:
@@ -135,7 +136,7 @@ def test_other_shapes_and_types_are_errors_that_say_what_is_expected(tmp_path: P
     refused(tmp_path / "y.h5", r"y\.h5 cannot be read as HDF5")
     refused(tmp_path / "z.h5", r"z\.h5 cannot be read as HDF5: No such file")
     with pytest.raises(ConfigError, match=r"data=hdf5 needs data\.dataset"):
-        DataConfig(name="hdf5", root="x.h5")
+        Hdf5Options(root="x.h5")
 
 
 def test_a_file_of_strangers_reads_no_other_file(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_model import write_picture
 
-from featx.config import DataConfig
 from featx.errors import DataError, MissingExtraError
 from featx.sources import open_source
+from featx.sources.huggingface import HuggingFaceOptions
 from featx.types import NO_STATE, ImageFault, Source, Status
 
 datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
@@ -24,7 +24,7 @@ def _quiet() -> None:
 
 
 def saved(root: Path, **keys: object) -> Source:
-    return open_source(DataConfig(name="huggingface", root=str(root), **keys))
+    return open_source(HuggingFaceOptions(root=str(root), **keys))
 
 
 def made(images: list[Any], **columns: Any) -> Any:

@@ -17,9 +17,9 @@ from made_shards import write_shards
 from object_server import environment
 from tiny_model import extract
 
-from featx.config import DataConfig
 from featx.errors import DataError, MissingExtraError
 from featx.sources import open_source
+from featx.sources.webdataset import WebDatasetOptions
 from featx.types import Source
 
 pytest.importorskip("fsspec", reason="the extra remote is not installed")
@@ -86,7 +86,7 @@ def server(tmp_path: Path) -> Iterator[Any]:
 
 
 def shards(root: str) -> Source:
-    return open_source(DataConfig(name="webdataset", root=root))
+    return open_source(WebDatasetOptions(root=root))
 
 
 def check_rows(source: Source, loose: Path, count: int) -> None:

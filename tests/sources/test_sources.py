@@ -19,6 +19,7 @@ from PIL import Image
 from tiny_model import COMMAND, extract, run_job, write_pictures
 
 from featx.config import DataConfig
+from featx.config.member_options import make_options
 from featx.errors import StoreMismatchError
 from featx.sources import open_source
 
@@ -139,7 +140,7 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     names = [store.classes[label] for label in store.labels]
     assert names == [key[:3] for key in pictures]
     # A worker that was told its keys reads without listing first.
-    unlisted = open_source(DataConfig(**data))
+    unlisted = open_source(make_options("data", DataConfig, data))
     if name != "hdf5":  # whose pictures are pixels
         assert [unlisted.read(key.encode()) for key in store.keys] == list(pictures.values())
     # What is missing is done again, and nothing else.

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from featx.config import DataConfig
+from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, MissingExtraError
 from featx.sources import open_source, parquet_images
+from featx.sources.table import TableOptions
 from featx.types import ImageFault, Listing, Source, Status
 
 pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
@@ -24,7 +25,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="the extra table is not insta
 
 
 def table(root: Path, **keys: object) -> Source:
-    return open_source(DataConfig(name="table", root=str(root), **keys))
+    return open_source(TableOptions(root=str(root), **keys))
 
 
 def labels_of(listing: Listing) -> dict[str, str | None]:
@@ -383,7 +384,9 @@ def test_columns_that_are_not_there_or_cannot_be_named_so(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=rf"data\.columns: .*{message}"):
             table(path, columns=names)
     with pytest.raises(ConfigError, match=r"data\.columns has an effect with data=table only"):
-        DataConfig(name="folder", root="x", columns=["patient"])
+        from_omegaconf(
+            from_keywords({"data": {"name": "folder", "root": "x", "columns": ["patient"]}})
+        )
 
 
 # Several files

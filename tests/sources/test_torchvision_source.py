@@ -18,6 +18,7 @@ from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
 from featx.images.decode import ImagePolicy, decode
 from featx.sources import open_source
+from featx.sources.torchvision import TorchvisionOptions
 from featx.types import Source
 
 POLICY = ImagePolicy.from_config(DataConfig())
@@ -25,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def torchvision(root: Path, dataset: str, **keys: object) -> Source:
-    return open_source(DataConfig(name="torchvision", root=str(root), dataset=dataset, **keys))
+    return open_source(TorchvisionOptions(root=str(root), dataset=dataset, **keys))
 
 
 def decoded(source: Source) -> np.ndarray:
@@ -171,7 +172,7 @@ def test_unknown_names_and_splits(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.split=val: CIFAR10 has train and test"):
         torchvision(tmp_path, "CIFAR10", split="val")
     with pytest.raises(ConfigError, match=r"data=torchvision needs data\.dataset"):
-        DataConfig(name="torchvision", root="x")
+        TorchvisionOptions(root="x")
 
 
 def test_a_compressed_download_alone_is_not_enough(tmp_path: Path) -> None:

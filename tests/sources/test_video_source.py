@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 from tiny_model import extract, run_job
 
-from featx.config import DataConfig
+from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreMismatchError
 from featx.sources import open_source
+from featx.sources.video import VideoOptions
 from featx.types import ImageFault, Status
 
 pytest.importorskip("torchcodec", exc_type=(ImportError, RuntimeError, OSError))
@@ -50,7 +51,7 @@ def test_frames_by_time_in_any_order_and_files_that_are_no_videos(tmp_path: Path
     (tmp_path / "a" / "list.mp4").write_bytes(b"#EXTM3U\n/etc/passwd\n")
     (tmp_path / "b" / "cut.mp4").write_bytes((tmp_path / "b" / "long.mp4").read_bytes()[:300])
     (tmp_path / "empty.mov").write_bytes(b"")
-    source = open_source(DataConfig(name="video", root=str(tmp_path), every_s=0.5))
+    source = open_source(VideoOptions(root=str(tmp_path), every_s=0.5))
     listing = source.listing()
     keys = listing.keys.tolist()
     assert keys == [
@@ -113,7 +114,7 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "clip.mp4").write_bytes(b"\0\0\0\0ftyp and so on")
-    source = open_source(DataConfig(name="video", root=str(tmp_path / "set"), timeout_s=1))
+    source = open_source(VideoOptions(root=str(tmp_path / "set"), timeout_s=1))
     keys = source.listing().keys.tolist()
     assert len(keys) == 3
     assert source.read(keys[0]).endswith(bytes([7] * 12))
@@ -123,15 +124,13 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
         assert caught.value.status == status
         assert source.read(keys[0]).endswith(bytes([7] * 12))
     with pytest.raises(DataError, match=r"clip\.mp4 claims to last 3 s, more frames than its"):
-        open_source(
-            DataConfig(name="video", root=str(tmp_path / "set" / "clip.mp4"), every_s=0.001)
-        ).listing()
+        open_source(VideoOptions(root=str(tmp_path / "set" / "clip.mp4"), every_s=0.001)).listing()
     (fake / "__init__.py").write_text("ffmpeg_major_version = None")  # as 0.17 has it without
     with pytest.raises(MissingExtraError, match="apt install ffmpeg: torchcodec finds none"):
-        open_source(DataConfig(name="video", root=str(tmp_path / "set"))).listing()
+        open_source(VideoOptions(root=str(tmp_path / "set"))).listing()
     (fake / "decoders.py").write_text("raise RuntimeError('Could not load libtorchcodec')")
     with pytest.raises(MissingExtraError, match="apt install ffmpeg: Could not load"):
-        open_source(DataConfig(name="video", root=str(tmp_path / "set"))).listing()
+        open_source(VideoOptions(root=str(tmp_path / "set"))).listing()
 
 
 @needs_ffmpeg
@@ -160,6 +159,6 @@ def test_a_run_a_resume_and_a_changed_video() -> None:
 def test_times_that_are_none() -> None:
     for every_s in (0, -1, float("inf")):
         with pytest.raises(ConfigError, match=r"data\.every_s="):
-            DataConfig(name="video", root="x", every_s=every_s)
+            VideoOptions(root="x", every_s=every_s)
     with pytest.raises(ConfigError, match=r"data\.every_s has an effect with data=video only"):
-        DataConfig(name="folder", root="x", every_s=2)
+        from_omegaconf(from_keywords({"data": {"name": "folder", "root": "x", "every_s": 2}}))

@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 from made_shards import write_shards, write_tar
 
-from featx.config import DataConfig
 from featx.errors import ConfigError, DataError
 from featx.sources import open_source, tar_index
 from featx.sources.gzip_window import GzipWindow
 from featx.sources.path_patterns import expand_braces
-from featx.sources.webdataset import ShardSource
+from featx.sources.webdataset import ShardSource, WebDatasetOptions
 from featx.types import ImageFault, Listing, Status
 
 
@@ -31,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shards(root: Path | str, **keys: object) -> ShardSource:
-    source = open_source(DataConfig(name="webdataset", root=str(root), **keys))
+    source = open_source(WebDatasetOptions(root=str(root), **keys))
     assert isinstance(source, ShardSource)
     return source
 
@@ -175,7 +174,7 @@ def test_passwords_in_a_url_are_refused() -> None:
 
 def test_errors_before_the_start_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data=webdataset needs data\.root"):
-        DataConfig(name="webdataset")
+        WebDatasetOptions()
     with pytest.raises(DataError, match=r"nowhere\.tar no such file"):
         shards(tmp_path / "nowhere.tar").listing()
     (tmp_path / "empty").mkdir()

@@ -19,6 +19,7 @@ from featx.errors import ConfigError
 from featx.jobs.bench import contenders
 from featx.jobs.bench.contenders import Measurement
 from featx.jobs.bench.photos import make_photos
+from featx.sources.folder import FolderOptions
 
 SCRIPT = "the user's script"
 
@@ -53,7 +54,7 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
     if config.data.name != "folder":
         photos = folder / "photos"
         make_photos(photos, config.bench.num_images)
-        config = replace(config, data=DataConfig(name="folder", root=str(photos)))
+        config = replace(config, data=FolderOptions(root=str(photos)))
     return replace(config, data=replace(config.data, limit=config.bench.num_images))
 
 

@@ -1,0 +1,74 @@
+"""Families: what is made from the registries agrees with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from featx.base.families import family, family_options
+from featx.config.all_options import described_options, group_class
+from featx.config.member_options import member_groups, options_class, options_of_all
+from featx.config.schema import from_keywords, from_omegaconf
+from featx.errors import ConfigError, FeatxError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def test_the_import_contract_lists_every_member() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
+    independent = [c["modules"] for c in contracts if c["type"] == "independence"]
+    for option, package in (("data", "featx.sources"), ("export.format", "featx.export")):
+        expected = {f"{package}.{member.name}" for member in family(option)}
+        assert expected in [set(modules) for modules in independent]
+
+
+def test_every_member_and_its_options_are_described() -> None:
+    sentences = {option: sentence for option, _, sentence in described_options()}
+    for option in family_options():
+        for member in family(option):
+            assert len(member.help) > 10
+            assert member.help.endswith(".")
+            assert f"{member.name}: {member.help}" in sentences[option]
+    for group in member_groups().values():
+        for f in fields(options_of_all(group.option, group_class(group))):
+            assert f.name == "name" or sentences[f"{group.group}.{f.name}"]
+
+
+def test_the_options_of_a_member_have_its_name() -> None:
+    for group in member_groups().values():
+        base = group_class(group)
+        for member in family(group.option):
+            if group.selector == "name" and member.options is not None:
+                default = {f.name: f.default for f in fields(member.options)}["name"]
+                assert default == member.name
+            assert issubclass(options_class(group.option, member.name, base), base)
+
+
+def test_an_option_of_another_member_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^data\.depth has an effect with data=folder only \(now data=table\)"
+    ):
+        from_omegaconf(from_keywords({"data": {"name": "table", "root": "x.csv", "depth": 1}}))
+    with pytest.raises(ConfigError, match=r"data=foldr: expected one of folder, .* Nearest: folder"):
+        from_omegaconf(from_keywords({"data": {"name": "foldr", "root": "x"}}))
+    with pytest.raises(ConfigError, match=r"export\.format=csv: expected one of huggingface, "):
+        from_omegaconf(from_keywords({"export": {"format": "csv"}, "store": "x"}))
+
+
+def test_an_undeclared_family_is_named() -> None:
+    with pytest.raises(FeatxError, match=r"no family is declared for colour; known: data, "):
+        family("colour")
+
+
+def test_the_help_of_all_members_needs_no_torch() -> None:
+    code = (
+        "import sys; from featx.config.all_options import described_options; described_options();"
+        "sys.exit('torch' in sys.modules or 'torchvision' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

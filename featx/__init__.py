@@ -56,6 +56,7 @@ _HOME = {
 
 declare_families(
     {
+        "codec": "featx.store.codecs:CODECS",
         "data": "featx.sources.registry:SOURCES",
         "export.format": "featx.export.base:FORMATS",
     }

@@ -80,9 +80,12 @@ def make(section: str, copy: Path) -> list[str]:
         if kind == "sh":
             commands += block.splitlines()
             continue
-        path, _, function = block.split("\n", 1)[0].removeprefix("# ").partition(", at the top of ")
-        body = block.split("\n", 1)[1]
-        if function:
+        head, body = block.split("\n", 1)
+        path, _, function = head.removeprefix("# ").partition(", at the top of ")
+        if path.endswith(", at the end"):
+            path = path.removesuffix(", at the end")
+            body = (copy / path).read_text(encoding="utf-8") + body
+        elif function:
             body = at_the_top_of(function, body, (copy / path).read_text(encoding="utf-8"))
         else:
             assert not (copy / path).exists(), f"{path} is there already: choose another example"

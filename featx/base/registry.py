@@ -1,6 +1,7 @@
 """Registry: the members of a family, such as all sources, found by name.
 
 A member is one file in the package of its family, and registers itself when that file is imported.
+Small members share a module that registers each of them.
 Other distributions add members by entry points. No list of members exists anywhere else: options,
 help, documentation and tables are made from the registry.
 """
@@ -44,7 +45,8 @@ class Registry(Generic[MemberT]):
 
     Args:
         option: option that selects a member, such as 'data', for messages.
-        package: package whose modules are the members, such as 'featx.sources'.
+        package: package whose modules are the members, such as 'featx.sources', or the one module
+            that registers all members of a small family.
         entry_points: group of the entry points by which other distributions add members, such as
             'featx.sources', or None if the family is closed.
     """
@@ -95,7 +97,8 @@ class Registry(Generic[MemberT]):
     def __iter__(self) -> Iterator[MemberT]:
         """Iterate over all members in the order of their names; imports all of them."""
         if not self._is_complete:
-            for module in pkgutil.iter_modules(importlib.import_module(self._package).__path__):
+            folder = getattr(importlib.import_module(self._package), "__path__", ())
+            for module in pkgutil.iter_modules(folder):
                 importlib.import_module(f"{self._package}.{module.name}")
             for entry in self._entry_points():
                 if entry.name not in self._members:
@@ -108,7 +111,12 @@ class Registry(Generic[MemberT]):
 
     def _import_one(self, name: str) -> None:
         """Import the module or the entry point of this name, if there is one."""
-        if name.isidentifier() and importlib.util.find_spec(f"{self._package}.{name}") is not None:
+        home = importlib.import_module(self._package)
+        if (
+            name.isidentifier()
+            and hasattr(home, "__path__")
+            and importlib.util.find_spec(f"{self._package}.{name}") is not None
+        ):
             importlib.import_module(f"{self._package}.{name}")
         if name in self._members:
             return

@@ -21,8 +21,7 @@ from omegaconf import OmegaConf
 
 from featx.base.families import family
 from featx.cli.overrides import is_path
-from featx.config.all_options import described_options
-from featx.config.member_options import member_groups
+from featx.config.all_options import described_options, member_groups
 from featx.config.option_types import Kind, option_types
 from featx.config.schema import config_schema, known_keys
 from featx.errors import ConfigError, nearest

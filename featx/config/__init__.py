@@ -16,7 +16,7 @@ from featx.config.attribute import (
     OF_A_LAYER,
     AttributeConfig,
 )
-from featx.config.checks import CODECS, MAY_BE_EMPTY, NAMES, check_choice
+from featx.config.checks import MAY_BE_EMPTY, NAMES, check_choice
 from featx.config.data import OBJECT_SOURCE, DataConfig
 from featx.config.executor import EXECUTORS, ExecutorConfig
 from featx.config.export import ExportConfig
@@ -47,7 +47,6 @@ __all__ = [
     "BASELINES",
     "BY_CAPTUM",
     "CAPTURES",
-    "CODECS",
     "EXECUTORS",
     "GRADIENTS",
     "INTERPOLATIONS",

@@ -15,11 +15,24 @@ from typing import Any, get_type_hints
 from featx.base.families import family, family_options
 from featx.config.member_options import (
     MemberGroup,
-    member_groups,
     option_owners,
     options_of_all,
 )
 from featx.config.run_config import Config
+
+
+def member_groups() -> dict[str, MemberGroup]:
+    """Return the groups with a family of members by their names.
+
+    The option `codec` also selects a member, but is no group: codecs have no options.
+    """
+    hints = get_type_hints(Config)
+    found = {}
+    for option in family_options():
+        group, _, selector = option.partition(".")
+        if is_dataclass(hints[group]):
+            found[group] = MemberGroup(option, group, selector or "name")
+    return found
 
 
 def group_class(group: MemberGroup) -> type:

@@ -26,6 +26,3 @@ def column_name_problem(names: list[str]) -> str | None:
         if names.count(name) > 1:
             return f"{name} is named twice."
     return None
-
-
-CODECS = ("none", "lzf", "gzip", "zstd", "blosc2")

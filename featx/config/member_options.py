@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from featx.base.families import family, family_options
+from featx.base.families import family
 from featx.errors import ConfigError, FeatxError
 
 OptionsT = TypeVar("OptionsT")
@@ -33,15 +33,6 @@ class MemberGroup:
     option: str
     group: str
     selector: str
-
-
-def member_groups() -> dict[str, MemberGroup]:
-    """Return the groups with a family of members by their names."""
-    found = {}
-    for option in family_options():
-        group, _, selector = option.partition(".")
-        found[group] = MemberGroup(option, group, selector or "name")
-    return found
 
 
 def default_of_field(f: Field[Any]) -> Any:

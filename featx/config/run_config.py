@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from featx.base.families import family
 from featx.config import (
-    CODECS,
     GRADIENTS,
     MAX_PICTURES,
     NAMES,
@@ -139,7 +139,7 @@ class Config:
     part_rows: Any = "auto"
     """Rows per part, a power of two; auto from bytes per row and measured speed."""
     codec: str = "none"
-    """Compression of the stored chunks: none, lzf, gzip, zstd or blosc2."""
+    """Compression of the stored chunks."""
     max_failures: Any = 0.01
     """Share (a number with a point; 1.0 is all) or number (a whole number) of images that may fail:
     more end in exit code 3, or at once with 1 where more than a minute of work is left."""
@@ -201,7 +201,7 @@ class Config:
         check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
         check_choice("dtype", self.dtype, tuple(ITEM_BYTES))
         check_choice("decode", self.decode, ("fast", "reference", "gpu"))
-        check_choice("codec", self.codec, CODECS)
+        family("codec").get(self.codec)
         check_choice("nonfinite", self.nonfinite, ("error", "record"))
         _check_auto_or_int("batch_size", self.batch_size)
         _check_auto_or_int("part_rows", self.part_rows)

@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
+from featx.base.families import family
 from featx.config import DataConfig
+from featx.config.all_options import group_class, member_groups
+from featx.config.member_options import option_owners
 from featx.config.run_config import Config
 from featx.config.schema import config_schema, from_omegaconf
 from featx.errors import ConfigError
@@ -38,12 +41,22 @@ def from_saved(text: str) -> Config:
 
     try:
         found = plain(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
+        _check_members(found)
         node = OmegaConf.merge(config_schema(), found)
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
         ) from error
     return from_omegaconf(node, given=())  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+
+
+def _check_members(found: object) -> None:
+    """Raise a ConfigError if a saved config names a member that is not installed here."""
+    options = found if isinstance(found, Mapping) else {}
+    for group in member_groups().values():
+        values = options.get(group.group)
+        if isinstance(values, Mapping) and group.selector in values:
+            family(group.option).get(str(values[group.selector]))
 
 
 def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
@@ -112,4 +125,29 @@ def saved_yaml(node: DictConfig) -> str:
             return walk(inner)
         return _SIGNED.sub(r"\1?(redacted)", inner) if isinstance(inner, str) else inner
 
-    return OmegaConf.to_yaml(OmegaConf.create(walk(node)))
+    found = walk(node)
+    for group, name in _unread_of_plugins(node):
+        found[group].pop(name, None)
+    return OmegaConf.to_yaml(OmegaConf.create(found))
+
+
+def _unread_of_plugins(node: DictConfig) -> list[tuple[str, str]]:
+    """Return (group, option) of the options that only members of other packages read.
+
+    A store would otherwise need every package that was installed when it was made. Options of the
+    members that are chosen are not among them.
+    """
+    found = []
+    for group in member_groups().values():
+        chosen = str(node[group.group][group.selector])
+        for name, owners in option_owners(group.option, group_class(group)).items():
+            members = [family(group.option).get(owner) for owner in owners]
+            is_foreign = all(not _is_of_featx(member.options) for member in members)
+            if is_foreign and chosen not in owners:
+                found.append((group.group, name))
+    return found
+
+
+def _is_of_featx(options: type | None) -> bool:
+    """Return whether a dataclass of options is part of featx."""
+    return options is None or options.__module__.partition(".")[0] == "featx"

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from featx.base.families import family
 from featx.config import OBJECT_SOURCE, DataConfig
-from featx.config.all_options import all_options, config_class, group_class
+from featx.config.all_options import all_options, config_class, group_class, member_groups
 from featx.config.job_rules import check_given, given_by_value
 from featx.config.member_options import (
     MemberGroup,
-    member_groups,
     options_class,
     refuse_options_of_others,
 )

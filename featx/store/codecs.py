@@ -1,27 +1,40 @@
-"""HDF5 filters of the option `codec`."""
+"""Codecs: sets of HDF5 filters, each registered under its name of the option `codec`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from featx.base.registry import Member, Registry
 from featx.errors import MissingExtraError
 
 
-def filters(codec: str) -> dict[str, Any]:
-    """Keyword arguments of h5py's create_dataset for a codec.
+@dataclass(frozen=True, kw_only=True)
+class Codec(Member):
+    """A codec as it is registered.
 
-    Only gzip is combined with shuffle: sparse feature maps compress worse with it.
+    Attributes:
+        filters: makes the keyword arguments of h5py's `create_dataset`.
+        needs_plugin: whether readers need the package hdf5plugin.
     """
-    if codec == "none":
-        return {}
-    if codec == "lzf":
-        return {"compression": "lzf"}
-    if codec == "gzip":
-        return {"compression": "gzip", "compression_opts": 1, "shuffle": True}
-    plugin = load_plugin()
-    if codec == "zstd":
-        return dict(plugin.Zstd(clevel=1))
-    return dict(plugin.Blosc2(cname="zstd", clevel=1, filters=plugin.Blosc2.SHUFFLE))
+
+    filters: Callable[[], dict[str, Any]]
+    needs_plugin: bool = False
+
+
+CODECS: Registry[Codec] = Registry("codec", "featx.store.codecs")
+"""All codecs by their names."""
+
+
+def filters(codec: str) -> dict[str, Any]:
+    """Return the keyword arguments of h5py's `create_dataset` for a codec.
+
+    Raises:
+        ConfigError: there is no such codec.
+        MissingExtraError: hdf5plugin is needed and not installed.
+    """
+    return CODECS.get(codec).filters()
 
 
 def load_plugin() -> Any:
@@ -37,3 +50,35 @@ def load_plugin() -> Any:
             "this codec needs the package hdf5plugin: pip install hdf5plugin."
         ) from error
     return hdf5plugin
+
+
+def _zstd() -> dict[str, Any]:
+    return dict(load_plugin().Zstd(clevel=1))
+
+
+def _blosc2() -> dict[str, Any]:
+    plugin = load_plugin()
+    return dict(plugin.Blosc2(cname="zstd", clevel=1, filters=plugin.Blosc2.SHUFFLE))
+
+
+# Only gzip and blosc2 shuffle bytes: sparse feature maps compress worse with it.
+CODECS.register(Codec("none", "No compression.", filters=dict))
+CODECS.register(Codec("lzf", "Fast and weak.", filters=lambda: {"compression": "lzf"}))
+CODECS.register(
+    Codec(
+        "gzip",
+        "Slow, read by every HDF5 library.",
+        filters=lambda: {"compression": "gzip", "compression_opts": 1, "shuffle": True},
+    )
+)
+CODECS.register(
+    Codec("zstd", "Strong and fast, read with hdf5plugin.", filters=_zstd, needs_plugin=True)
+)
+CODECS.register(
+    Codec(
+        "blosc2",
+        "Strong and fast on floating-point numbers, read with hdf5plugin.",
+        filters=_blosc2,
+        needs_plugin=True,
+    )
+)

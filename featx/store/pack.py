@@ -143,7 +143,7 @@ def pack(root: Path) -> None:
     manifest, _ = load_manifest(root)
     if manifest is None:
         raise StoreError(f"{root} holds no store: there is no {layout.DESCRIPTOR}.")
-    if any(run.codec in ("zstd", "blosc2") for run in manifest.runs):
+    if any(codecs.CODECS.get(run.codec).needs_plugin for run in manifest.runs):
         codecs.load_plugin()
     pieces = _pieces(root, manifest)
     if [piece.path.name for piece in pieces] == [layout.PACKED]:

@@ -1,0 +1,1 @@
+"""Members of featx that another distribution adds; docs/plugins.md explains them."""

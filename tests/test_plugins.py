@@ -1,0 +1,112 @@
+"""The example of docs/plugins.md, really installed, adds a source and an export format."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import featx
+from featx.config.saved_config import from_saved
+from featx.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+EXAMPLE = REPOSITORY / "tests" / "example_plugin"
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which pip has installed the example, without network."""
+    pytest.importorskip("hatchling", reason="hatchling builds the example")
+    folder = tmp_path_factory.mktemp("plugins")
+    copy = shutil.copytree(EXAMPLE, folder / "example")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(folder / "site"), str(copy)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+def command(
+    folder: Path, plugins: Path | None, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m featx` in a folder, with the plug-ins in another one."""
+    path = os.pathsep.join(map(str, filter(None, (REPOSITORY, plugins))))
+    return subprocess.run(
+        [sys.executable, "-m", "featx", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+STRIPES = (
+    *("data=stripes", "data.num_images=5", "model=resnet18", "model.weights=null"),
+    *("layers=[avgpool]", "out=store"),
+)
+
+
+def test_an_installed_package_adds_a_source_and_a_format(installed: Path, tmp_path: Path) -> None:
+    done = command(tmp_path, installed, *STRIPES, "executor.workers=2", "part_rows=4")
+    assert done.returncode == 0, done.stderr
+    store = featx.open(tmp_path / "store")
+    assert store.ok.all()
+    assert list(store.keys) == ["0001", "0002", "0003", "0004", "0005"]
+    again = command(tmp_path, installed, *STRIPES)
+    assert again.returncode == 0, again.stderr
+    done = command(tmp_path, installed, "job=export", "store=store", "export.format=keys", "out=e")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "e" / "keys.txt").read_text().split() == list(store.keys)
+
+
+def test_its_options_are_described_and_checked(installed: Path, tmp_path: Path) -> None:
+    text = " ".join(command(tmp_path, installed, "--help").stdout.split())
+    assert "data.num_images=8 data=stripes: Number of images." in text
+    assert "stripes: Computed images of stripes." in text
+    done = command(tmp_path, installed, *STRIPES, "data.num_images=0")
+    assert (done.returncode, "data.num_images=0: expected at least 1" in done.stderr) == (2, True)
+    done = command(tmp_path, installed, "data=sample", "data.num_images=4", "model=resnet18")
+    assert done.returncode == 2
+    assert "data.num_images has an effect with data=stripes only" in done.stderr
+
+
+def test_stores_of_other_sources_do_not_depend_on_the_package(
+    installed: Path, tmp_path: Path
+) -> None:
+    run = ("data=sample", "model=resnet18", "model.weights=null", "layers=[avgpool]", "out=store")
+    assert command(tmp_path, installed, *run).returncode == 0
+    config = str(featx.open(tmp_path / "store").attrs["config"])
+    assert "num_images: 8" not in config
+    assert from_saved(config).data.name == "sample"
+
+
+def test_without_the_package_its_store_says_what_is_missing(
+    installed: Path, tmp_path: Path
+) -> None:
+    assert command(tmp_path, installed, *STRIPES).returncode == 0
+    config = str(featx.open(tmp_path / "store").attrs["config"])
+    with pytest.raises(ConfigError, match="data=stripes: expected one of folder"):
+        from_saved(config)
+    done = command(tmp_path, None, *STRIPES)
+    assert (done.returncode, "data=stripes: expected one of" in done.stderr) == (2, True)
+
+
+def test_the_docs_show_the_example() -> None:
+    text = (REPOSITORY / "docs" / "plugins.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```(?:python|toml)\n# ([\w/.]+)\n(.*?)^```", text, re.M | re.S)
+    assert len(shown) == 3
+    for path, block in shown:
+        assert (EXAMPLE / path).read_text(encoding="utf-8") == block, path

@@ -62,7 +62,7 @@ def test_an_option_of_another_member_is_refused() -> None:
 
 
 def test_an_undeclared_family_is_named() -> None:
-    with pytest.raises(FeatxError, match=r"no family is declared for colour; known: data, "):
+    with pytest.raises(FeatxError, match=r"no family is declared for colour; known: codec, data"):
         family("colour")
 
 

@@ -1,4 +1,4 @@
-"""What Hydra composes a config of: the schema, `model=ANY_NAME`, and the user's own files."""
+"""Config sources of Hydra: the schema, the members of families, model names, the user's files."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NULL = "tag:yaml.org,2002:null"
 class AnyModel(ConfigSource):
     """A config for every model name: `model=resnet50` without a conf/model/resnet50.yaml.
 
-    It stands last in Hydra's search path, so a YAML of that name, ours or the user's
-    (`--config-dir`), comes first. Whether the name exists is found out when the model is built.
+    It is last in Hydra's search path, so a YAML file of that name, of featx or of the user
+    (`--config-dir`), takes precedence. Whether the model exists is checked when it is built.
     """
 
     @staticmethod
@@ -62,10 +62,10 @@ class AnyModel(ConfigSource):
 
 
 class ConfigFiles(FileConfigSource):
-    """The user's own files, from --config-dir.
+    """YAML files of the user, from --config-dir.
 
-    A text option keeps its text (YAML reads `out: 2024_01` as a number), and a file at the top
-    may be a plain mapping of options, without Hydra's list of defaults.
+    A text option keeps its text, although YAML reads `out: 2024_01` as a number. A file at the top
+    of the folder may be a plain mapping of options, without Hydra's list of defaults.
     """
 
     @staticmethod
@@ -90,11 +90,11 @@ class ConfigFiles(FileConfigSource):
 
 
 def keep_text(node: yaml.MappingNode, prefix: str) -> None:
-    """Make the values of text options texts, whatever they look like; null stays null.
+    """Turn the values of text options into texts, whatever they look like; null stays null.
 
     Args:
         node: a mapping of options in a YAML file; changed in place.
-        prefix: the group that it holds the options of: '' or such as 'model'.
+        prefix: group of the options, such as 'model', or ''.
     """
     for key, value in node.value:
         name = f"{prefix}.{key.value}".lstrip(".")
@@ -131,7 +131,7 @@ def _as_text(node: yaml.Node) -> None:
 def _name_choices(tree: yaml.MappingNode) -> None:
     """Turn `model: resnet50` and `model: {name: resnet50}` into choices of Hydra's defaults list.
 
-    A file that has such a list chooses by itself.
+    A file that has such a list is left as it is.
     """
     if any(key.value == "defaults" for key, _ in tree.value):
         return
@@ -162,7 +162,7 @@ def _name_choices(tree: yaml.MappingNode) -> None:
 
 
 class _SearchPath(SearchPathPlugin):
-    """Where Hydra looks for configs beside conf/: the user's folders, and every model's name."""
+    """Search path of Hydra after conf/: the folders of the user, then any model name."""
 
     folders: ClassVar[Sequence[Path]] = ()
 
@@ -173,7 +173,11 @@ class _SearchPath(SearchPathPlugin):
 
 
 def register(config_dirs: Sequence[Path] = ()) -> None:
-    """Tell Hydra the schema, the user's config folders, and the source of model names."""
+    """Register the schema, the members of families and the search path with Hydra.
+
+    Args:
+        config_dirs: folders of the user's own configs.
+    """
     store = ConfigStore.instance()
     store.store(name="schema", node=config_schema())
     for group in member_groups().values():
@@ -187,7 +191,7 @@ def register(config_dirs: Sequence[Path] = ()) -> None:
 
 
 def _help() -> dict[str, str]:
-    """What `--help` prints, in the form of Hydra's hydra/help group."""
+    """Return the text of `--help` as a config of Hydra's group hydra/help."""
     rows = described_options()
     width = max(len(f"{key}={default}") for key, default, _ in rows)
     lines = []
@@ -202,16 +206,16 @@ def _help() -> dict[str, str]:
         "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
         "  python -m featx job=layers model=vit_b_16\n"
         "  python -m featx -m model=resnet18,mobilenet_v2\n\n"
-        f"Keys and their defaults:\n{keys}\n\n"
+        f"Options and their defaults:\n{keys}\n\n"
         "--cfg job shows the configuration, --hydra-help what else Hydra can do.\n"
-        "Exit codes: 0 done, 1 the run failed (the same command goes on), 2 a wrong command,\n"
+        "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
         "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
     )
     return {"app_name": "featx", "header": "", "footer": "", "template": template}
 
 
 def explain(error: Exception) -> ConfigError:
-    """A Hydra or OmegaConf error as one message that says what to do."""
+    """Turn an error of Hydra or OmegaConf into one message that says what to do."""
     chain: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
@@ -254,7 +258,7 @@ def explain(error: Exception) -> ConfigError:
 
 
 def _first_line(chain: list[Any]) -> str:
-    """The innermost message that says something: Hydra's outer ones name only the override."""
+    """Return the innermost message, as the outer ones of Hydra only name the override."""
     lines = [text.strip().splitlines()[0] for text in chain if text.strip()]
     outer = lines[0] if lines else "the configuration cannot be composed"
     if outer.startswith(("Error merging override", "In ")) and len(lines) > 1:

@@ -1,4 +1,4 @@
-"""The layers and operations of a traced pass as rows, and the rows as a table."""
+"""Rows and tables of the layers and operations of a traced forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from featx.layers.profiling import Profile, Values
 
 WIDTH = 120
-"""Of a terminal, in characters: what the tables of three of the views keep to."""
+"""Width of a terminal in characters, which the tables of three of the views do not exceed."""
 
 _COMMON = ("layer", "type")
 _OF_SHAPES = ("input\nshape", "output\nshape", "parameters", "MFLOPs", "bytes\nper row")
@@ -38,7 +38,7 @@ def layer_rows(
     kinds: tuple[str, ...] = ("output",),
     profiled: Profile | None = None,
 ) -> list[dict[str, Any]]:
-    """One entry for each tensor that can be captured: what to write in `layers`, and its cost.
+    """Return one row per tensor that can be captured, with its name for `layers` and its cost.
 
     Args:
         traced: one forward pass.
@@ -79,7 +79,7 @@ def layer_rows(
 def operation_rows(
     each: Operation, batch_size: int, item_bytes: int, given: Mapping[Path, Values]
 ) -> list[dict[str, Any]]:
-    """The same of an operation that no module owns; hooks do not time those.
+    """Return the rows of operations that belong to no module; hooks do not time these.
 
     Args:
         each: the operation.
@@ -107,7 +107,7 @@ def operation_rows(
 
 
 def _name(traced: Trace, call: Call, kind: str, path: Path) -> str:
-    """What to write in `layers` for a tensor of a call."""
+    """Return the name for the option `layers` of a tensor of a call."""
     stem = traced.call_name(call)
     element = "" if len(call.tensors(kind)) == 1 else element_name(path)
     return stem + element + ("" if kind == "output" else f":{kind}")
@@ -118,7 +118,7 @@ def _row_bytes(shape: tuple[int, ...], item_bytes: int) -> int:
 
 
 def _measured(profiled: Profile | None, call: Call, kind: str, path: Path) -> dict[str, Any]:
-    """What was measured of one tensor of a call, by the keys of JSON."""
+    """Return the measurements of one tensor of a call by their JSON keys."""
     key = call.module, call.number
     times = profiled.times if profiled else None
     memory = profiled.memory.get(key) if profiled else None
@@ -152,7 +152,7 @@ def _rounded(milliseconds: float | None) -> float | None:
 
 
 def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> str:
-    """The rows as the table of one view.
+    """Return the rows as the table of one view.
 
     Args:
         rows: of `layer_rows`, or others with the same keys.
@@ -168,7 +168,7 @@ def layer_table(rows: Sequence[Mapping[str, Any]], show: str, on_cuda: bool) -> 
 
 
 def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    """A row as text, by the names of the columns; what has no value is a dash."""
+    """Return the texts of a row by the names of the columns, with a dash for a missing value."""
 
     def text(key: str, form: str) -> str:
         return "-" if row[key] is None else format(row[key], form)
@@ -205,7 +205,7 @@ def _shape_text(shape: list[int]) -> str:
 
 
 def _input_text(inputs: Mapping[str, list[int]]) -> str:
-    """The first of them, and how many more there are."""
+    """Return the shape of the first input and the number of further inputs."""
     shapes = [_shape_text(shape) for shape in inputs.values()]
     return (shapes[0] if shapes else "-") + (f" +{len(shapes) - 1}" if shapes[1:] else "")
 
@@ -217,7 +217,7 @@ def _mflops_text(mflops: float | None) -> str:
 
 
 def remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
-    """The lines below a table."""
+    """Return the lines below a table."""
     whole = traced.calls[-1]
     lines = [
         f"whole model: {whole.num_parameters:,} parameters, {_mflops_text(whole.mflops)} MFLOPs "
@@ -267,7 +267,7 @@ def _finite_text(traced: Trace, profiled: Profile) -> str:
 
 
 def _never_called(traced: Trace) -> list[str]:
-    """The outermost of the modules that are not called; those that differ by numbers as one."""
+    """Return the outermost modules that are not called; names that differ by numbers are merged."""
     never = set(traced.names.values()) - set(traced.by_module) - {""}
     outermost = [name for name in sorted(never) if name.rpartition(".")[0] not in never]
     alike: dict[str, list[str]] = {}

@@ -1,8 +1,8 @@
-"""The arguments of the command, as people type them, in the grammar of Hydra's overrides.
+"""Translation of the arguments of the command into Hydra's grammar of overrides.
 
-Hydra reads every value by its looks: `out=2024_01` as a number, `data.root=/a b` not at all. Here
-the type of the option decides instead. What is text reaches Hydra in quotes, with every character
-as it was typed; all else is left to Hydra.
+Hydra guesses the type of a value from its form: it reads `out=2024_01` as a number and rejects
+`data.root=/a b`. Here the type of the option decides. A text is passed to Hydra in quotes with
+every character as it was typed; all other values are left to Hydra.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
 @dataclass(frozen=True)
 class CommandLine:
-    """What the command was given.
+    """Parsed arguments of the command.
 
     Attributes:
         typed: the arguments as they were typed.
-        arguments: for Hydra: flags, and overrides in its grammar.
-        given: the dotted names of the options that were given; of `model=resnet50`, 'model'.
-        config_dirs: what --config-dir named.
+        arguments: flags, and overrides in the grammar of Hydra.
+        given: dotted names of the options that were given; 'model' for `model=resnet50`.
+        config_dirs: folders given with --config-dir.
         wants_version: whether --version was given.
     """
 
@@ -60,7 +60,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     """Translate the arguments of the command.
 
     Args:
-        argv: without the name of the program.
+        argv: arguments without the name of the program.
 
     Raises:
         ConfigError: an argument is neither a flag nor an override, or a value cannot be read.
@@ -103,7 +103,7 @@ def _config_dir(value: str) -> Path:
 
 
 def _unknown_flag(argument: str) -> str:
-    """`--model resnet50` and its like: what was meant."""
+    """Return the error message for an unknown flag such as `--model`."""
     name = argument.lstrip("-")
     key, has_value, value = name.partition("=")
     key = key.replace("-", "_")
@@ -119,7 +119,7 @@ def _unknown_flag(argument: str) -> str:
 
 
 def _key_of(override: str) -> str | None:
-    """The dotted name of the option that an override sets; None for Hydra's own."""
+    """Return the dotted name of the option that an override sets; None for options of Hydra."""
     found = _OVERRIDE.fullmatch(override)
     if found is None or found["key"].split(".")[0].split("/")[0] == "hydra":
         return None
@@ -127,7 +127,7 @@ def _key_of(override: str) -> str | None:
 
 
 def _last_of_each(overrides: Sequence[str]) -> list[str]:
-    """Overrides without those that a later one of the same option replaces, as Hydra has it."""
+    """Return the overrides without those that a later one of the same option replaces."""
     last = {_key_of(override) or override: i for i, override in enumerate(overrides)}
     return [override for i, override in enumerate(overrides) if i in last.values()]
 
@@ -135,13 +135,13 @@ def _last_of_each(overrides: Sequence[str]) -> list[str]:
 def _translated(
     override: str, is_multirun: bool, config_dirs: Sequence[Path], given: set[str]
 ) -> list[str]:
-    """One override in Hydra's grammar; two, where a path says where the images are.
+    """Return an override in the grammar of Hydra; two overrides for `data=PATH`.
 
     Args:
-        override: as it was typed.
+        override: text as it was typed.
         is_multirun: whether a comma separates the values of several runs.
-        config_dirs: the folders of the user's own configs.
-        given: the names of the options given, to which one may be added.
+        config_dirs: folders of the user's own configs.
+        given: names of the options that were given; data.root is added for `data=PATH`.
     """
     found = _OVERRIDE.fullmatch(override)
     if override.startswith("~"):
@@ -170,7 +170,7 @@ def _translated(
 
 
 def _takes_any_key(key: str) -> bool:
-    """Whether an option is a mapping with keys that no field lists, or lies in one."""
+    """Return whether an option is a mapping with arbitrary keys, or lies in one."""
     parts = key.split(".")
     names = [".".join(parts[: i + 1]) for i in range(len(parts))]
     found = [option_types()[name] for name in names if name in option_types()]
@@ -178,7 +178,7 @@ def _takes_any_key(key: str) -> bool:
 
 
 def is_path(value: str, config_dirs: Sequence[Path]) -> bool:
-    """Whether `data=VALUE` names a folder of images instead of a kind of data set."""
+    """Return whether `data=VALUE` is the path of a folder of images, not the name of a source."""
     files = [folder / "data" / f"{value}.yaml" for folder in config_dirs]
     if not value or value in family("data") or any(file.is_file() for file in files):
         return False
@@ -186,7 +186,7 @@ def is_path(value: str, config_dirs: Sequence[Path]) -> bool:
 
 
 def _no_override(argument: str) -> str:
-    """An argument without `key=`."""
+    """Return the error message for an argument without `key=`."""
     if "=" in argument:
         return f"cannot read {argument!r}: the name of an option stands before the first '='."
     hint = ""
@@ -200,7 +200,7 @@ def _no_override(argument: str) -> str:
 
 
 def _group(key: str, sign: str, value: str, is_multirun: bool) -> str:
-    """The choice of a group: one name; with -m several."""
+    """Return the choice of a group: one name, or several with -m."""
     if not value or value == "null":
         raise ConfigError(f"{key}={value}: expected a name; leave {key} out for its default.")
     if not is_multirun and len(pieces := _pieces(value)) > 1:
@@ -214,7 +214,7 @@ def _group(key: str, sign: str, value: str, is_multirun: bool) -> str:
 
 
 def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
-    """The value of an option in Hydra's grammar."""
+    """Return the value of an option in the grammar of Hydra."""
     if value == "null" and not option.is_optional:
         raise ConfigError(
             f"{key}=null: expected a value; leave {key} out for its default."
@@ -247,7 +247,7 @@ def _value(key: str, value: str, option: OptionType, is_multirun: bool) -> str:
 
 
 def _names(key: str, value: str) -> str:
-    """A text, or a list or mapping of texts, in Hydra's grammar."""
+    """Return a text, or a list or mapping of texts, in the grammar of Hydra."""
     if value.startswith("[") and _closed(value):
         elements = _pieces(value[1:-1]) if value[1:-1].strip() else []
         if elements and not elements[-1].strip():
@@ -260,7 +260,7 @@ def _names(key: str, value: str) -> str:
 
 
 def _entry(key: str, entry: str) -> str:
-    """`name: value` of a mapping; the last colon outside of brackets separates the two."""
+    """Return an entry `name: value`; the last colon outside of brackets separates the two."""
     colons = [i for i in _outside(entry) if entry[i] == ":"]
     if not colons:
         raise ConfigError(f"{key}: expected name: value in {{{entry}}}.")
@@ -278,7 +278,7 @@ def _entry(key: str, entry: str) -> str:
 
 
 def _reduction(key: str, value: str) -> str:
-    """What stands behind a name: a text, or options of `reduce` as a mapping."""
+    """Return the value of a layer: a text, or options of `reduce` as a mapping."""
     if not value.startswith("{") or not _closed(value):
         return _text(value)
     shown = []
@@ -290,7 +290,7 @@ def _reduction(key: str, value: str) -> str:
 
 
 def _text(value: str) -> str:
-    """A text in Hydra's quotes, as it is; one that was typed with quotes around it, without."""
+    """Return a text in quotes for Hydra, without the quotes that may have been typed around it."""
     return value if _QUOTED.fullmatch(value) else _quoted(value)
 
 
@@ -301,27 +301,27 @@ def _quoted(text: str) -> str:
 
 
 def _closed(value: str) -> bool:
-    """Whether the bracket that a value begins with is closed by its last character."""
+    """Return whether the first bracket of a value is closed by its last character."""
     depths = _depths(value)
     return depths[-1] == 0 and all(depths[:-1])
 
 
 def _pieces(value: str) -> list[str]:
-    """What the commas outside of quotes and brackets separate."""
+    """Split a value at the commas outside of quotes and brackets."""
     edges = [-1, *(i for i in _outside(value) if value[i] == ","), len(value)]
     return [value[a + 1 : b] for a, b in itertools.pairwise(edges)]
 
 
 def _outside(value: str) -> list[int]:
-    """The places of the characters outside of quotes and brackets."""
+    """Return the indices of the characters outside of quotes and brackets."""
     depths = [0, *_depths(value)]
     return [i for i in range(len(value)) if depths[i] == depths[i + 1] == 0]
 
 
 def _depths(value: str) -> list[int]:
-    """How many brackets and quotes are open behind each character.
+    """Return the number of brackets and quotes that are open after each character.
 
-    A quote opens where an element begins: `it's` holds none.
+    A quote opens only at the beginning of an element: `it's` contains none.
     """
     depths: list[int] = []
     closing: list[str] = []

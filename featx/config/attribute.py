@@ -1,4 +1,4 @@
-"""What job=attribute computes and draws."""
+"""Options of job=attribute."""
 
 from __future__ import annotations
 
@@ -20,30 +20,33 @@ OF_A_LAYER = ("gradcam", "guided_gradcam")
 BY_CAPTUM = ("integrated_gradients", "occlusion")
 BASELINES = ("black", "mean", "blur")
 MAX_PICTURES = 1 << 14
-"""In TensorBoard's projector: sprites of 64 pixels on a sheet of 8192, which browsers can show."""
+"""Largest number of images in TensorBoard's projector: sprites of 64 pixels on a sheet of 8192
+pixels, which browsers can show."""
 
 
 @dataclass
 class AttributeConfig:
-    """What job=attribute computes and draws."""
+    """Heat maps that job=attribute computes and draws."""
 
     method: Annotated[Any, NAMES] = "gradcam"
-    """saliency, input_x_gradient, integrated_gradients, gradcam, guided_gradcam, occlusion, or some
-    of them as a list."""
+    """Method of attribution: saliency, input_x_gradient, integrated_gradients, gradcam,
+    guided_gradcam or occlusion, or a list of them."""
     layer: str | None = None
-    """The layer of gradcam and guided_gradcam; null takes the last stage, of a transformer with a
-    class token the one before it, whose patches still count."""
+    """Layer of gradcam and guided_gradcam. null takes the last stage; of a transformer with a class
+    token it takes the stage before, whose patch tokens still have an effect."""
     steps: int | None = None
-    """Points between baseline and picture for integrated_gradients, 32 when not given."""
+    """Number of points between baseline and image for integrated_gradients, 32 when not given."""
     baseline: str | None = None
-    """What stands for nothing in integrated_gradients and occlusion: black, mean (of the model's
-    preprocessing; when not given) or blur (the picture itself, blurred)."""
+    """Image without information in integrated_gradients and occlusion: black, mean (of the model's
+    preprocessing; when not given) or blur (the image itself, blurred)."""
     window: int | None = None
-    """Side of the square that occlusion hides, in pixels of the crop; a seventh when not given."""
+    """Side of the square that occlusion hides, in pixels of the crop; a seventh of the crop when
+    not given."""
     stride: int | None = None
-    """Pixels between two squares of occlusion, half the window when not given."""
+    """Pixels from one square of occlusion to the next, half of attribute.window when not given."""
     per_class: int = 8
-    """Rows drawn for each class of the data set, on one sheet below OUT/pictures; 0 draws none."""
+    """Number of rows drawn for each class of the data set, on one sheet below OUT/pictures; 0 draws
+    none."""
     feature_map_layer: str | None = None
     """Layer whose feature maps are drawn as well, for the first image of each sheet."""
 
@@ -85,11 +88,11 @@ class AttributeConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The key `method` as a tuple."""
+        """The option `method` as a tuple."""
         return (self.method,) if isinstance(self.method, str) else tuple(self.method or ())
 
     def settings(self, method: str) -> dict[str, Any]:
-        """What changes the values of one method, the layer apart, defaults filled in."""
+        """Return the options that change the values of a method, with defaults; not the layer."""
         settings: dict[str, Any] = {}
         if method == "integrated_gradients":
             settings["steps"] = self.steps or 32

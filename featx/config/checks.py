@@ -1,4 +1,4 @@
-"""Checks and values that several options share."""
+"""Checks that several options share, and annotations of their types."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ NAMES = "a text, a list of texts, or a mapping of texts"
 """Annotates an option whose type OmegaConf cannot hold: `layers: Annotated[Any, NAMES]`."""
 
 MAY_BE_EMPTY = "an empty text is a value"
-"""Annotates an option that may be an empty text; of all others it is a mistake."""
+"""Annotates an option that may be an empty text; for all others that is an error."""
 
 
 def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -19,7 +19,7 @@ def check_choice(key: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def column_name_problem(names: list[str]) -> str | None:
-    """Why columns cannot be called so in a store, or None."""
+    """Return why columns cannot have these names in a store, or None if they can."""
     for name in names:
         if not name or "/" in name or "\0" in name or name in (".", ".."):
             return f"a column cannot be called {name!r} in a store; give it a name without '/'."

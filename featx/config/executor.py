@@ -1,4 +1,4 @@
-"""The key `executor`: where the parts of a run are computed."""
+"""Options of the group `executor`: where the parts of a run are computed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OF_EXECUTORS = {
     "folder": ("slurm",),
     "mode": ("slurm",),
 }
-"""Keys of some executors only."""
+"""Option -> the executors that read it; the others refuse it."""
 
 DEFAULT_TIME_LIMIT_MIN = 240
-"""Minutes that a task of Slurm may run, when the key `time_limit_min` is not given."""
+"""Default of the option `time_limit_min` in minutes."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class ExecutorConfig:
     """Where the parts of a run are computed."""
 
     name: str = "local"
-    """Taken from the key `executor` itself."""
+    """Name of the executor; set by the option `executor` itself."""
     workers: Any = None
     """Number of worker processes that share the parts: processes of this machine, each with its
     share of the CPUs or a GPU of its own; actors of Ray; tasks of a Slurm array. null computes in
@@ -42,28 +42,31 @@ class ExecutorConfig:
     devices: Any = None
     """GPUs of this machine, one worker each, for executor=local: [0,1] is cuda:0 and cuda:1."""
     cpus: int | None = None
-    """CPUs of each task or actor, when not given 4 with slurm and 1 with ray; on a CPU also the
-    threads that compute."""
+    """Number of CPUs of each task (slurm; 4 when not given) or actor (ray; 1 when not given). On a
+    CPU it is also the number of threads that compute."""
     gpus: float | None = None
-    """GPUs of each actor, 1 when not given, where the device is one; 0.5 puts two on each."""
+    """Number of GPUs of each actor if a GPU computes, 1 when not given; 0.5 puts two actors on each
+    GPU."""
     address: str | None = None
-    """Of the Ray cluster, such as auto or ray://head:10001; null starts one on this machine."""
+    """Address of the Ray cluster, such as auto or ray://head:10001; null starts one on this
+    machine."""
     gres: str | None = None
-    """What each task gets beside CPUs, such as gpu:1."""
+    """Generic resources of each task as Slurm writes them, such as gpu:1; null asks for none."""
     partition: str | None = None
-    """The partition of the cluster; null takes its default."""
+    """Partition of the cluster; null takes its default."""
     account: str | None = None
-    """The account that is charged; null takes yours."""
+    """Account that is charged; null takes your default one."""
     memory_gib: float | None = None
-    """Memory of each task; null takes the cluster's default."""
+    """Memory of each task in GiB; null takes the cluster's default."""
     time_limit_min: int | None = None
-    """Minutes that a task may run before what it left undone is submitted again, 240 when not
-    given. A part has to fit in several times, so part_rows=auto takes it into account."""
+    """Minutes that a task may run before its remaining parts are submitted again, 240 when not
+    given. Several parts have to fit into this time, so part_rows=auto takes it into account."""
     folder: str | None = None
-    """That all machines see, for what tasks are to do and for their logs; null takes OUT/jobs, and
-    where out is a bucket it has to be given."""
+    """Folder that all machines see, for the descriptions and logs of tasks; null takes OUT/jobs.
+    It has to be given if out is in an object store."""
     mode: str | None = None
-    """slurm (when not given), or local: the same path in processes of this machine, to try it."""
+    """slurm (when not given), or local, which runs the tasks as processes of this machine to try
+    the set-up."""
 
     def __post_init__(self) -> None:
         check_choice("executor", self.name, EXECUTORS)
@@ -114,14 +117,14 @@ class ExecutorConfig:
 
     @property
     def num_cpus(self) -> int:
-        """The key `cpus`."""
+        """Number of CPUs of each task or actor."""
         if self.cpus is None:
             return 4 if self.name == "slurm" else 1
         return self.cpus
 
     @property
     def task_seconds(self) -> float | None:
-        """Time limit of a task in seconds; None where there is none."""
+        """Time limit of a task in seconds; None if there is none."""
         if self.name != "slurm" or self.mode == "local":
             return None
         return 60.0 * (self.time_limit_min or DEFAULT_TIME_LIMIT_MIN)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class ExportConfig:
-    """What job=export writes; a format with options of its own has them in a subclass."""
+    """Files that job=export writes; a format with options of its own has them in a subclass."""
 
     format: str = "npy"
     """File format of the export."""

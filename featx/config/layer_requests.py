@@ -17,11 +17,11 @@ DEFAULT_LAYERS = "embedding"
 
 
 def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
-    """The options `layers`, in its three forms, and `capture` as one list.
+    """Return the options `layers`, in its three forms, and `capture` as one list.
 
     Returns:
-        (name, glob or preset; reduction); what is not an output has its kind behind the name, as in
-        'layer4:input'.
+        (name, glob or preset; reduction). A tensor that is not an output has its kind after the
+        name, as in 'layer4:input'.
     """
     asked = DEFAULT_LAYERS if config.layers is None else config.layers
     if isinstance(asked, str):
@@ -46,7 +46,7 @@ def layer_requests(config: Config) -> list[tuple[str, ReduceConfig]]:
 
 
 def with_statistics_at(config: Config, path: str | None) -> Config:
-    """A config whose pca and whiten take their statistics from `path`, where it is given."""
+    """Return a config whose pca and whiten read their statistics from `path`, unless it is None."""
     if path is None:
         return config
 
@@ -60,7 +60,7 @@ def with_statistics_at(config: Config, path: str | None) -> Config:
 
 
 def captures(config: Config) -> tuple[str, ...]:
-    """The key `capture` as a tuple."""
+    """Return the option `capture` as a tuple."""
     asked = config.capture
     kinds = (asked,) if isinstance(asked, str) else tuple(asked or ())
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""The key `model`."""
+"""Options of the group `model`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic")
 
 @dataclass
 class TransformConfig:
-    """The preprocessing of a custom model; library models bring their own."""
+    """Preprocessing of a custom model; library models bring their own."""
 
     resize: int = 256
     """Shorter side in pixels after resizing."""
     crop: int = 224
     """Side of the square centre crop in pixels."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    """Per channel (R, G, B), of values in [0, 1]."""
+    """Mean of each channel (R, G, B), of values in [0, 1]."""
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    """Per channel (R, G, B), of values in [0, 1]."""
+    """Standard deviation of each channel (R, G, B), of values in [0, 1]."""
     interpolation: str = "bilinear"
-    """nearest, bilinear or bicubic, with antialiasing."""
+    """Interpolation of resizing: nearest, bilinear or bicubic, with antialiasing."""
 
     def __post_init__(self) -> None:
         check_choice("model.transform.interpolation", self.interpolation, INTERPOLATIONS)
@@ -43,25 +43,28 @@ class TransformConfig:
 
 @dataclass
 class ModelConfig:
-    """The backbone."""
+    """Backbone and its weights."""
 
     name: str = "efficientnet_lite0"
-    """The library's name for it, with model=torchvision or model=timm; else the key `model`."""
+    """Name of the model in its library; set by the option `model` itself unless that names a
+    library."""
     library: str = "auto"
-    """packaged, torchvision, timm or custom; auto asks them in that order who knows the name."""
+    """Library that builds the model: packaged, torchvision, timm or custom; auto takes the first of
+    these that knows the name."""
     weights: str | None = "default"
-    """A tag of the library, a path (.safetensors, .pth), 'default', or null for seeded random."""
+    """Weights: a tag of the library, a path (.safetensors, .pth), 'default', or null for random
+    weights of `seed`."""
     init: str = "loaded"
-    """loaded keeps these weights; reset puts the model's own random ones in their place, of `seed`:
-    the untrained baseline, the same in all else."""
+    """loaded keeps these weights; reset replaces them by the model's own random initialisation with
+    `seed`, as an untrained baseline that is the same in all else."""
     factory: str | None = None
     """Import path of a function that returns the torch.nn.Module, such as package.module:function,
     for model=custom."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory, for model=custom. A resume refuses others, but for those
-    that the factory names in an attribute `args_without_effect`."""
+    """Keyword arguments of the factory, for model=custom. A resume refuses other values, except for
+    arguments that the factory names in its attribute `args_without_effect`."""
     transform: TransformConfig = field(default_factory=TransformConfig)
-    """The preprocessing, for model=custom."""
+    """Preprocessing, for model=custom."""
 
     def __post_init__(self) -> None:
         check_choice("model.library", self.library, LIBRARIES)

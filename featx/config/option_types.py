@@ -1,4 +1,4 @@
-"""The type of every option, by its field: text, a list of texts, a group, a number."""
+"""Types of options, taken from their fields: text, a list of texts, a group, a number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from featx.config.all_options import all_options
 
 
 class Kind(Enum):
-    """What the value of an option is."""
+    """Kind of the value of an option."""
 
     TEXT = auto()
     """One text, such as a path: `str`, `str | None`."""
@@ -37,9 +37,9 @@ class OptionType:
     """The type of one option.
 
     Attributes:
-        kind: what its value is.
-        is_optional: whether null is a value of it.
-        may_be_empty: whether an empty text is a value of it.
+        kind: kind of its value.
+        is_optional: whether its value may be null.
+        may_be_empty: whether its value may be an empty text.
     """
 
     kind: Kind
@@ -49,7 +49,7 @@ class OptionType:
 
 @functools.cache
 def option_types() -> Mapping[str, OptionType]:
-    """The type of every option by its dotted name: 'out', 'model', 'model.weights', ..."""
+    """Return the type of every option by its dotted name: 'out', 'model', 'model.weights', ..."""
     return types.MappingProxyType(_types_of(all_options(), ""))
 
 

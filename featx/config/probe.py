@@ -15,51 +15,55 @@ SPLITS = ("holdout", "kfold", "column")
 
 @dataclass
 class ProbeConfig:
-    """How job=probe fits and judges a probe."""
+    """Fit and test of the probe of job=probe."""
 
     method: Annotated[Any, NAMES] = "linear"
-    """linear (logistic regression), knn, ridge, or some of them as a list; the first one chooses
-    the best layer."""
+    """Method of the probe: linear (logistic regression), knn or ridge, or a list of them, of which
+    the first chooses the best layer."""
     split: str = "holdout"
-    """Which rows are tested: holdout (a share of each class), kfold (each row once), or column (as
-    probe.split_column or probe.split_file says)."""
+    """Split into training and test rows: holdout (a share of each class is tested), kfold (each row
+    is tested once), or column (as probe.split_column or probe.split_file says)."""
     test_share: float | None = None
-    """Share of each class that holdout tests, 0.2 when not given."""
+    """Share of each class that split=holdout tests, 0.2 when not given."""
     folds: int | None = None
-    """Folds of kfold, 5 when not given."""
+    """Number of folds of split=kfold, 5 when not given."""
     split_file: str | None = None
-    """A CSV file with the columns key and split (train, validation or test), for column."""
+    """CSV file with the columns key and split (train, validation or test), for split=column."""
     split_column: str | None = None
-    """A column of the store (data.columns) that says train, validation or test, for column."""
+    """Column of the store (data.columns) with train, validation or test, for split=column."""
     label_column: str | None = None
-    """A column of the store (data.columns) that is probed for instead of its labels: text, whole
-    numbers or booleans."""
+    """Column of the store (data.columns) to predict instead of its labels: text, whole numbers or
+    booleans."""
     group_column: str | None = None
-    """A column of the store (data.columns) whose rows of one value, such as a patient or a slide,
-    stay on one side of every split; boxes of an image and frames of a video always do."""
+    """Column of the store (data.columns), such as patient or slide, whose rows of equal value stay
+    on one side of every split; boxes of an image and frames of a video always do."""
     test_store: str | None = None
-    """Another store whose rows are tested, classes matched by name; all labelled rows of this one
-    are then for training."""
+    """Another store whose rows are tested, with classes matched by name. All labelled rows of the
+    first store are then for training."""
     validation_share: float = 0.2
-    """Share of each class of the training rows on which strengths and k are chosen."""
+    """Share of the training rows of each class on which probe.l2 and probe.k are chosen."""
     l2: float | None = None
-    """Strength of linear's and ridge's penalty, of the mean loss; swept when not given."""
+    """Strength of the L2 penalty of linear and ridge, relative to the mean loss; the best of
+    several when not given."""
     k: int | None = None
-    """Neighbours that knn asks; swept when not given."""
+    """Number of neighbours of knn; the best of several when not given."""
     temperature: float | None = None
-    """knn weighs a neighbour by exp(cosine / temperature), 0.07 when not given."""
+    """Temperature of knn, which weighs a neighbour by exp(cosine / temperature); 0.07 when not
+    given."""
     shots: Any = None
-    """Also train on so few rows a class, such as [1,5,10]."""
+    """Numbers of training rows per class to train with as well, such as [1,5,10]."""
     draws: int | None = None
-    """Random choices of these rows, 5 when not given."""
+    """Number of random choices of the rows of probe.shots, 5 when not given."""
     memory_gib: float = 4.0
-    """What a layer's rows and their standardised copy may take; a larger layer is streamed."""
+    """Memory in GiB for the rows of a layer and their standardised copy; a larger layer is
+    streamed."""
     epochs: int = 20
-    """Passes over the training rows where they are streamed."""
+    """Number of passes over the training rows of a layer that is streamed."""
     learning_rate: float = 1e-3
-    """Of AdamW at the first step, where rows are streamed; it falls to 0 along a cosine."""
+    """Learning rate of AdamW at the first step for a layer that is streamed; it falls to 0 along a
+    cosine."""
     clip_norm: float = 1.0
-    """Largest norm of a step's gradients, where rows are streamed."""
+    """Largest norm of the gradients of a step for a layer that is streamed."""
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -89,7 +93,7 @@ class ProbeConfig:
         self._check_shots()
 
     def _check_owners(self) -> None:
-        """Keys that belong to one kind of split, or to one method."""
+        """Refuse options that another kind of split or another method reads."""
         kind = "test_store" if self.test_store else self.split
         if self.test_store and self.split != "holdout":
             raise ConfigError(
@@ -130,12 +134,12 @@ class ProbeConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The key `method` as a tuple."""
+        """The option `method` as a tuple."""
         return (self.method,) if isinstance(self.method, str) else tuple(self.method or ())
 
     @property
     def all_shots(self) -> tuple[Any, ...]:
-        """The key `shots` as a tuple; empty when not given."""
+        """The option `shots` as a tuple; empty when not given."""
         if self.shots is None:
             return ()
         return tuple(self.shots) if isinstance(self.shots, list | tuple) else (self.shots,)

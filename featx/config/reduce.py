@@ -1,4 +1,4 @@
-"""What is captured, and the key `reduce`."""
+"""Options of the group `reduce`, and the names of presets, captures and scalars."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _OF_REDUCTIONS = {
     "epsilon": ("whiten",),
     "zca": ("whiten",),
 }
-"""Keys of some reductions only."""
+"""Option -> the reductions that read it; the others refuse it."""
 
 
 @dataclass
 class ReduceConfig:
-    """What is stored of each captured tensor."""
+    """Reduction of a captured tensor to the stored row."""
 
     name: str = "none"
-    """none keeps the tensor as the layer gave it; or one of flatten, avg, max, gem, cls,
-    patch_avg, grid; or pca, whiten of statistics."""
+    """Name of the reduction; set by the option `reduce` itself."""
     p: float | None = None
     """Exponent of gem, 3 when not given."""
     size: int | None = None
-    """Cells per side of grid, 2 when not given."""
+    """Number of cells per side of grid, 2 when not given."""
     stats: str | None = None
-    """The stats.h5 of job=stats, or its folder, for pca and whiten; the reduction that it was taken
-    behind comes first."""
+    """stats.h5 of job=stats, or its folder, for pca and whiten. The reduction that the statistics
+    were computed after is applied first."""
     k: int | None = None
-    """Directions that pca and whiten keep, those of largest variance; all when not given."""
-    epsilon: float | None = None
-    """Added to each variance by whiten, in its unit, so that noise is not blown up; 0 when not
+    """Number of directions that pca and whiten keep, those of largest variance; all when not
     given."""
+    epsilon: float | None = None
+    """Number that whiten adds to each variance, in the unit of the variances, so that noise is not
+    amplified; 0 when not given."""
     zca: bool | None = None
-    """whiten turns back into the features' own axes; false when not given."""
+    """Rotate the result of whiten back into the axes of the features; false when not given."""
 
     def __post_init__(self) -> None:
         if self.name not in REDUCTIONS:
@@ -70,8 +70,10 @@ class ReduceConfig:
 
     @property
     def args(self) -> dict[str, float | str]:
-        """The parameters in force, defaults filled in; for pca and whiten those of the map itself,
-        to which the statistics add theirs."""
+        """Parameters of the reduction with defaults filled in, as a store records them.
+
+        pca and whiten add those of their statistics.
+        """
         if self.name == "gem":
             return {"p": 3.0 if self.p is None else self.p}
         if self.name == "grid":

@@ -9,15 +9,15 @@ from featx.errors import ConfigError
 
 @dataclass
 class ReportConfig:
-    """What job=report takes into its page."""
+    """Contents of the page of job=report."""
 
     rows: int = 2000
-    """So many random rows for its maps and the statistics of layers, 10 to 10000; all where there
-    are no more."""
+    """Number of random rows for maps and the statistics of layers, 10 to 10000; a smaller store is
+    taken whole."""
     thumbnails: int = 1000
     """Largest number of thumbnails in the page; 0 leaves them out."""
     tsne: bool = True
-    """Draw t-SNE beside PCA; false saves its time."""
+    """Draw a t-SNE map as well as a PCA map; false saves its time."""
 
     def __post_init__(self) -> None:
         if not 10 <= self.rows <= 10_000:

@@ -1,7 +1,7 @@
-"""Every key of the command in one dataclass, with the checks that cross its options.
+"""All options of the command in one dataclass, with the checks that cross its groups.
 
-`Config` is a plain object: neither Hydra nor torch is needed to hold one; OmegaConf is imported
-where YAML or overrides become a Config.
+`Config` is a plain object that needs neither Hydra nor torch. OmegaConf is imported by the
+functions that turn YAML or overrides into a `Config`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from featx.storage.s3_path import is_url, parse_path
 from featx.types import ITEM_BYTES
 
 MAX_SEED = 2**32 - 1
-"""What every library that takes a seed can take."""
+"""Largest seed that all libraries accept."""
 
 
 def _check_auto_or_int(key: str, value: object) -> None:
@@ -85,7 +85,7 @@ def _check_tensorboard(value: object) -> None:
 
 @dataclass
 class Config:
-    """One run. The command's keys, one to one."""
+    """All options of one run, under the names that the command uses."""
 
     job: JobConfig = field(default_factory=JobConfig)
     """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
@@ -96,106 +96,113 @@ class Config:
     pack (a store that is there), status (how far a run is, from any machine), bench (how fast it is
     here)."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Any torchvision or timm name, efficientnet_lite0 (packaged, offline), or custom."""
+    """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or
+    custom."""
     layers: Annotated[Any, NAMES] = None
     """Layers of a run: a preset (embedding, stages, leaves, all), a list of names, globs or
-    presets, or a mapping of these to reductions; null takes embedding. A name is a module's, or an
-    operation's as torch.fx names it (layer1.0.add). For jobs that read a store its layers, as names
-    or globs; null takes all. job=neighbors, duplicates and predict take one."""
+    presets, or a mapping of these to reductions; null takes embedding. A name is that of a module,
+    or that of an operation as torch.fx names it (layer1.0.add). For jobs that read a store: names
+    or globs of its layers; null takes all. job=neighbors, duplicates and predict take one."""
     capture: Annotated[Any, NAMES] = "output"
-    """output, input, grad_output, grad_input, attention, or a list of them: what comes out of a
-    layer, what goes into it, the gradients of `target` there, and the weights of an attention
-    module."""
+    """Tensor of a layer to capture: output, input, grad_output or grad_input (gradients of
+    `target`), attention (weights of an attention module), or a list of them."""
     target: Any = "predicted"
-    """The number whose gradient is taken, or that job=attribute explains: of the class label or
-    predicted, of a class by its index, or loss, entropy, logsumexp."""
+    """Number whose gradient is taken, or that job=attribute explains: the logit of the class label
+    or predicted, that of a class by its index, or loss, entropy or logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
-    """What is stored of each tensor: none, flatten, avg, max, gem, cls, patch_avg or grid; pca or
-    whiten project by the statistics of job=stats."""
+    """Reduction of each tensor to the stored row: none (as the layer gave it), flatten, avg, max,
+    gem, cls, patch_avg or grid; pca and whiten project by the statistics of job=stats."""
     data: DataConfig = field(default_factory=DataConfig)
     """Source of the images; the path of a folder stands for data=folder with data.root."""
     out: str = "runs/${data.name}/${model.name}"
-    """The store, a folder or s3://bucket/folder, where job=stats puts stats.h5; the same command
+    """Store, a folder or s3://bucket/folder, in which job=stats writes stats.h5; the same command
     with the same folder resumes it. For job=export, neighbors, duplicates and cka the folder of
-    their files, by default one in the store's; for job=report a folder or a name ending in
-    .html."""
+    their files, by default a folder in the store; for job=report a folder or a file name that ends
+    in .html."""
     precision: str = "auto"
-    """fp32, bf16, fp16, or auto: the fastest that keeps a cosine of 0.999 to fp32 in every row, or
-    fp32 where none is 1.1 times as fast."""
+    """Precision of the model: fp32, bf16, fp16, or auto, which takes the fastest that keeps a
+    cosine of 0.999 to fp32 in every row, and fp32 if none is 1.1 times as fast."""
     dtype: str = "float16"
-    """float16, bfloat16 or float32, of the stored features, whatever they were computed in."""
+    """Data type of the stored features, whatever they were computed in: float16, bfloat16 or
+    float32."""
     batch_size: Any = "auto"
-    """Images per forward; auto suits the device."""
+    """Number of images per forward pass; auto suits the device."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, mps, or auto: the first accelerator there is."""
+    """Device: cpu, cuda, cuda:1, mps, or auto, which takes the first accelerator."""
     compile: Any = "auto"
-    """torch.compile; auto where the run is long enough to earn it back, and it pays."""
+    """Use torch.compile; auto does so if the run is long enough to save more time than it costs."""
     fold_batchnorm: bool = True
-    """Fold BatchNorm into the convolution before it, where that changes values by rounding alone;
-    false computes every layer as it stands."""
+    """Fold BatchNorm into the convolution before it, if values change by rounding only; false
+    computes every layer as it is."""
     decode: str = "fast"
-    """fast; reference: Pillow and the weights' own transform, exactly; or gpu: as fast, but sound
-    JPEGs are decoded on the CUDA device that computes, as many of them as it does faster."""
+    """Decoder of images: fast; reference, which uses Pillow and the transform of the weights
+    exactly; or gpu, which is like fast but decodes sound JPEGs on the CUDA device that computes, as
+    many as it decodes faster."""
     part_rows: Any = "auto"
-    """Rows per part, a power of two; auto from bytes per row and measured speed."""
+    """Number of rows per part, a power of two; auto derives it from bytes per row and measured
+    speed."""
     codec: str = "none"
     """Compression of the stored chunks."""
     max_failures: Any = 0.01
-    """Share (a number with a point; 1.0 is all) or number (a whole number) of images that may fail:
-    more end in exit code 3, or at once with 1 where more than a minute of work is left."""
+    """Images that may fail, as a share (a number with a point; 1.0 is all) or a whole number. If
+    more fail, the exit code is 3; if more than a minute of work is left, the run stops at once with
+    exit code 1."""
     retry_failed: bool = False
-    """Try the images that failed once more, and put those that can be read now into their rows."""
+    """Try the images that failed once more, and fill the rows of those that can be read now."""
     refresh: bool = False
-    """Compute rows anew whose image has changed since, and only those; of job=stats what holds
-    them."""
+    """Compute only the rows again whose image has changed since; with job=stats the parts that
+    contain them."""
     nonfinite: str = "error"
-    """error stops at a feature that is NaN, infinite or too large; record marks its row."""
+    """Treatment of a feature that is NaN, infinite or too large: error stops the run, record marks
+    the row as failed."""
     executor: ExecutorConfig = field(default_factory=ExecutorConfig)
     """local: this machine, in this process or in workers; ray: actors of a Ray cluster; slurm: a
     job array. The last two come with extras: pip install "featx[ray]", "featx[slurm]"."""
     pack: Any = "auto"
-    """One plain features.h5 at the end; auto where the store is on a disk that has room; false
-    keeps the parts."""
+    """Pack the parts into one features.h5 at the end; auto does so if the store is on a disk that
+    has room; false keeps the parts."""
     tensorboard: Any = False
-    """true writes OUT/tensorboard: activations and timings of the run, the model's graph, and a
-    projector with 1000 pictures; a number means so many pictures."""
+    """Write OUT/tensorboard: activations and timings of the run, the graph of the model, and a
+    projector with 1000 images; a number sets the number of images."""
     profile: bool = False
-    """true writes OUT/trace.json.gz: eight batches in all threads as torch.profiler sees them, for
-    ui.perfetto.dev."""
+    """Write OUT/trace.json.gz for ui.perfetto.dev: eight batches in all threads, recorded by
+    torch.profiler."""
     grow: bool = False
-    """Add images that are new in the data set behind the rows of the store, which keep places."""
+    """Append images that are new in the data set after the rows of the store, which stay as they
+    are."""
     overwrite: bool = False
-    """Delete the store in `out` and start anew; with job=stats the statistics there, with
+    """Delete the store in `out` and start again; with job=stats the statistics there, with
     job=export the export."""
     seed: int = 0
     """Seed of random weights, of the rows that verify.reextract_rows, cka.rows and report.rows
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
-    """The folder or features.h5 that job=verify, status, pack, probe, predict, neighbors,
-    duplicates, cka, export and report read, on a disk or as s3://bucket/folder. null takes `out`
-    for verify, status, pack and probe; the others need a value."""
+    """Store that job=verify, status, pack, probe, predict, neighbors, duplicates, cka, export and
+    report read: its folder or features.h5, on a disk or as s3://bucket/folder. null takes `out` for
+    verify, status, pack and probe; the others need a value."""
     stats: StatsConfig = field(default_factory=StatsConfig)
-    """What job=stats keeps of each layer, and with what it is compared."""
+    """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """What job=verify does beside comparing every chunk with its checksum."""
+    """Work of job=verify in addition to comparing every chunk with its checksum."""
     attribute: AttributeConfig = field(default_factory=AttributeConfig)
-    """What job=attribute computes and draws."""
+    """Heat maps that job=attribute computes and draws."""
     probe: ProbeConfig = field(default_factory=ProbeConfig)
-    """How job=probe fits a classifier on the features of a store, and tests it."""
+    """Fit and test of the classifiers of job=probe on the features of a store."""
     neighbors: NeighborsConfig = field(default_factory=NeighborsConfig)
-    """Nearest neighbours that job=neighbors looks for."""
+    """Nearest neighbours that job=neighbors finds."""
     duplicates: DuplicatesConfig = field(default_factory=DuplicatesConfig)
-    """Near-duplicates that job=duplicates looks for."""
+    """Near-duplicates that job=duplicates finds."""
     cka: CkaConfig = field(default_factory=CkaConfig)
     """Layers and rows that job=cka compares."""
     export: ExportConfig = field(default_factory=ExportConfig)
-    """What job=export writes."""
+    """Files that job=export writes."""
     report: ReportConfig = field(default_factory=ReportConfig)
-    """What job=report takes into its page."""
+    """Contents of the page of job=report."""
     log: LogConfig = field(default_factory=LogConfig)
-    """How the command tells of a run while it goes on."""
+    """Messages of the command during a run."""
     bench: BenchConfig = field(default_factory=BenchConfig)
-    """How much job=bench measures: featx, the script a user writes, and each stage alone."""
+    """Extent of the measurements of job=bench: featx, the script a user writes, and each stage
+    alone."""
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, ("auto", "fp32", "bf16", "fp16"))
@@ -232,7 +239,7 @@ class Config:
         self._check_target()
 
     def place_of_store(self) -> Path:
-        """The store that a job reads: `store`, or `out` where it is null.
+        """Return the store that a job reads: `store`, or `out` if that is null.
 
         Raises:
             StoreError: neither was given, and there is nothing at the default of `out`.
@@ -250,7 +257,7 @@ class Config:
         return self.out in (default_of(self, "out"), f"runs/{self.data.name}/{self.model.name}")
 
     def out_beside(self, root: Path, name: str) -> Path:
-        """The key `out` of a job that reads a store; when nobody gave it, a folder in the store's.
+        """Return `out` of a job that reads a store, by default a folder in that of the store.
 
         Args:
             root: the store's folder or file.
@@ -267,14 +274,14 @@ class Config:
 
     @property
     def is_spread(self) -> bool:
-        """Whether other processes than this one compute."""
+        """Whether worker processes compute, not this one."""
         return self.executor.has_workers
 
     def cpus_of_worker(self, here: int) -> int:
-        """CPUs of each process that computes.
+        """Return the number of CPUs of each process that computes.
 
         Args:
-            here: CPUs of this machine.
+            here: number of CPUs of this machine.
         """
         if self.executor.name != "local":
             return self.executor.num_cpus
@@ -298,7 +305,7 @@ class Config:
 
     @property
     def takes_gradients(self) -> bool:
-        """Whether any layer's gradient is asked for."""
+        """Whether the gradient of any layer is captured."""
         if selects_stored_layers(self):
             return False
         kinds = [name.partition(":")[2] for name, _ in layer_requests(self)]
@@ -324,14 +331,14 @@ class Config:
             )
 
     def allowed_failures(self, num_rows: int) -> int:
-        """How many of num_rows images may fail before the exit code is 3."""
+        """Return how many of num_rows images may fail before the exit code is 3."""
         if isinstance(self.max_failures, float):
             return int(self.max_failures * num_rows + 1e-9)  # 0.29 of 100 are 29
         return int(self.max_failures)
 
 
 def in_this_process(config: Config) -> Config:
-    """A saved config, to compute as it says here and now, and nothing beside the features."""
+    """Return a saved config that computes features in this process and writes nothing else."""
     return replace(
         config,
         overwrite=False,

@@ -1,4 +1,4 @@
-"""The config as a store keeps it: written without secrets, and read as a stranger's."""
+"""Config as a store keeps it: written without secrets, and read without trust."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 def from_saved(text: str) -> Config:
-    """A Config from what `saved_yaml` gave, as a store keeps it.
+    """Read a config that `saved_yaml` wrote.
 
-    A store may be a stranger's: nothing in it is resolved. What reads the environment stays as the
-    text that it is.
+    A store may come from a stranger, so no interpolation is resolved: a text that would read the
+    environment stays as it is.
 
     Raises:
-        ConfigError: it was saved by another featx, or changed.
+        ConfigError: it was saved by another version of featx, was changed, or names a member of a
+            package that is not installed.
     """
     import yaml
     from omegaconf import OmegaConf
@@ -60,16 +61,16 @@ def _check_members(found: object) -> None:
 
 
 def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
-    """Where the pictures of a store are, by the config that it keeps.
+    """Return the options of the images of a store.
 
     Args:
-        saved: as `from_saved` gave it.
-        asked: of the command now; a data.root given there is taken.
-        what: the store, for messages.
+        saved: config of the store, from `from_saved`.
+        asked: options of the command; its data.root is used if given.
+        what: name of the store, for messages.
 
     Raises:
-        ConfigError: the command names no data.root, and the saved one leads to a URL or reads the
-            environment: a stranger's file could send our secrets away with that.
+        ConfigError: the command gives no data.root, and the saved options contain a URL or read the
+            environment, by which a stranger's file could send secrets to another machine.
     """
     if asked.root is not None:
         if asked.name == saved.data.name:
@@ -81,7 +82,7 @@ def data_of_saved(saved: Config, asked: DataConfig, what: str) -> DataConfig:
         if isinstance(value, str) and ("://" in value or "${" in value):
             raise ConfigError(
                 f"{what} says data.{f.name}={value}. featx opens no URL and reads no environment "
-                "because a file names it: say where the pictures are with data.root=."
+                "because a file names it: say where the images are with data.root=."
             )
     return saved.data
 
@@ -90,19 +91,19 @@ _SECRET = re.compile(r"(^|_)(key|token|secret|password|passwd|credential)s?($|_)
 
 
 _SIGNED = re.compile(r"(\w://[^?]*)\?.*", re.DOTALL)
-"""A URL with a query: one that is signed for a while carries its secret there."""
+"""A URL with a query, in which a signed URL carries its secret."""
 
 
 def is_secret(name: str) -> bool:
-    """Whether what stands under a name, such as token or password, is kept nowhere."""
+    """Return whether the value of an option of this name, such as token, is a secret."""
     return _SECRET.search(name) is not None
 
 
 def saved_yaml(node: DictConfig) -> str:
-    """The configuration as it is kept beside the data.
+    """Return the config as YAML for a store.
 
-    Interpolations are resolved, except those that read the environment; values under names such as
-    token or password are left out, and so is what stands behind the question mark of a URL.
+    Interpolations are resolved, except those that read the environment. Values of options such as
+    token or password are left out, as is the query of a URL.
     """
     from omegaconf import DictConfig, ListConfig, OmegaConf
 

@@ -1,4 +1,4 @@
-"""The options as users meet them: described, and taken from YAML, overrides or Python."""
+"""Configs from composed YAML and overrides, and from the keywords of Python calls."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def known_keys() -> list[str]:
 
 
 def from_omegaconf(node: DictConfig, given: Collection[str] | None = None) -> Config:
-    """A checked Config from a composed OmegaConf node.
+    """Return a checked Config from a composed OmegaConf node.
 
     Args:
-        node: of all options.
-        given: the dotted names of the options that the command or the call gave, which its job has
-            to read; None takes those that differ from their defaults.
+        node: all options, those of all members included.
+        given: dotted names of the options that the command or the call gave. Its job has to read
+            them. None takes those that differ from their defaults.
 
     Raises:
-        ConfigError: for the first key that does not fit.
+        ConfigError: an option is unknown or invalid, or the job does not read it.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -73,7 +73,7 @@ def from_omegaconf(node: DictConfig, given: Collection[str] | None = None) -> Co
 
 
 def _refuse_empty_texts(options: Any, prefix: str) -> None:
-    """`out=` is a mistake: an empty path would be the folder that the command runs in."""
+    """Refuse empty texts such as `out=`: an empty path would be the current folder."""
     for f in fields(options):
         value, name = getattr(options, f.name), prefix + f.name
         if is_dataclass(value):
@@ -122,7 +122,7 @@ def _refuse_added_keys(node: DictConfig, options: Any, prefix: str) -> None:
 
 
 def from_keywords(values: Mapping[str, Any]) -> DictConfig:
-    """The same keys from Python; short forms as on the command line.
+    """Return the composed node of options that Python gives as keywords.
 
     `model="resnet50"`, `data="photos/"` (a folder, or the name of a packaged data set),
     `reduce="avg"` and `executor="local"` are taken as on the command line; each also takes a
@@ -159,7 +159,9 @@ def _is_packaged(name: str) -> bool:
 
 
 def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The values with paths as text; a number is none, for its text is not known any more.
+    """Return the values with paths as text.
+
+    A number is refused as a text, because it may have been written in another way: 2024_01.
 
     Raises:
         ConfigError: a number is given where a text is expected.
@@ -184,10 +186,10 @@ def _with_texts(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
-    """The dotted names of the options that a call gives.
+    """Return the dotted names of the options that a call gives.
 
     Args:
-        values: its keywords, as of `from_keywords`.
+        values: its keywords, as for `from_keywords`.
     """
     names = set()
     for name, value in values.items():
@@ -200,10 +202,13 @@ def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
 
 
 def without_object(values: Mapping[str, Any]) -> tuple[dict[str, Any], object | None]:
-    """The keys without the data set that Python gave as an object, and that object or None.
+    """Separate a data set that Python gave as an object from the options.
 
     `data=dataset` is short for `data={"source": dataset}`, as `data="photos"` is for
-    `data={"name": "folder", "root": "photos"}`; what travels on is `data={"name": "python"}`.
+    `data={"name": "folder", "root": "photos"}`.
+
+    Returns:
+        the options, with `data={"name": "python"}` if there is an object, and the object or None.
     """
     values = dict(values)
     data = values.get("data")

@@ -12,18 +12,18 @@ METRICS = ("cosine", "euclidean")
 
 @dataclass
 class NeighborsConfig:
-    """Nearest neighbours that job=neighbors looks for."""
+    """Nearest neighbours that job=neighbors finds."""
 
     key: str | None = None
-    """Key of one image: only its neighbours are looked for, and printed; null takes every row."""
+    """Key of one image, whose neighbours alone are found and printed; null takes every row."""
     k: int = 10
     """Number of neighbours of each row."""
     metric: str = "cosine"
-    """cosine or euclidean."""
+    """Measure of nearness: cosine or euclidean."""
     recall: float | None = None
-    """Share of the neighbours to find, such as 0.99, in far less time, by an index of faiss (extra
-    faiss, on the CPU), for very many rows. The share is measured and printed. 1 is faiss's exact
-    search; null is featx's own."""
+    """Share of the neighbours to find, such as 0.99, with an index of faiss (extra faiss, on the
+    CPU), which is faster for very many rows. The share is measured and printed. 1 takes the exact
+    search of faiss, null that of featx."""
 
     def __post_init__(self) -> None:
         check_choice("neighbors.metric", self.metric, METRICS)
@@ -42,10 +42,10 @@ class NeighborsConfig:
 
 @dataclass
 class DuplicatesConfig:
-    """Near-duplicates that job=duplicates looks for."""
+    """Near-duplicates that job=duplicates finds."""
 
     threshold: float = 0.98
-    """Cosine that links two rows; linked rows form a group."""
+    """Smallest cosine that links two rows; linked rows form a group."""
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
@@ -59,10 +59,10 @@ class CkaConfig:
     """Layers and rows that job=cka compares."""
 
     other_store: str | None = None
-    """Second store: its layers are compared with those of the first, rows matched by key; null
-    compares the layers of one store."""
+    """Second store, whose layers are compared with those of the first, with rows matched by key;
+    null compares the layers of one store."""
     rows: int = 2000
-    """Largest number of rows to compare over; of more rows, random ones are chosen."""
+    """Largest number of rows to compare; of more rows, random ones are chosen."""
 
     def __post_init__(self) -> None:
         if self.rows < 4:

@@ -1,9 +1,11 @@
 """The options: one dataclass for each group, with its defaults, checks and documentation.
 
 In: options from YAML, the command line or Python. Out: a checked `run_config.Config`, which holds
-one dataclass of each group. A default stands here and nowhere else.
+one dataclass of each group. A default stands at its field and nowhere else; members of families,
+such as sources, have their own options beside them.
 Names for others: those exported here, `run_config.Config`, `schema` (a config from keywords or from
-Hydra), `saved_config` (the config in a store), `layer_requests` and `job_rules`.
+Hydra), `saved_config` (the config in a store), `all_options` (with the options of all members),
+`member_options`, `layer_requests` and `job_rules`.
 """
 
 from __future__ import annotations

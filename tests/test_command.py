@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -117,36 +117,55 @@ MISTAKES = [
     (["fold_batchnorm=maybe"], "fold_batchnorm"),
 ]
 
-SEVERAL = """
+ANSWERING = """
 import contextlib, io, json, sys
 from featx.__main__ import run_command
 
-for overrides in json.loads(sys.argv[1]):
-    sys.argv = ["featx", *overrides]
+for line in sys.stdin:
+    sys.argv = ["featx", *json.loads(line)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run_command()
     print(json.dumps([code, out.getvalue(), err.getvalue(), "torch" in sys.modules]), flush=True)
 """
 
+Answer = tuple[int, str, str, bool]
+
 
 @pytest.fixture(scope="module")
-def answers() -> list[list[object]]:
-    """What the command answers to each mistake: exit code, stdout, stderr, whether torch loaded."""
-    asked = json.dumps([overrides for overrides, _ in MISTAKES])
-    command = [sys.executable, "-c", SEVERAL, asked]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+def answer_to() -> Iterator[Callable[[list[str]], Answer]]:
+    """The command in one child process, which answers one list of arguments after the other.
+
+    An answer is the exit code, stdout, stderr, and whether torch is loaded.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", ANSWERING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+
+        def ask(overrides: list[str]) -> Answer:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            print(json.dumps(overrides), file=child.stdin, flush=True)
+            code, out, err, with_torch = json.loads(child.stdout.readline())
+            return code, out, err, with_torch
+
+        yield ask
+        assert child.stdin is not None
+        child.stdin.close()
+    assert child.returncode == 0
 
 
-@pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda i: " ".join(MISTAKES[i][0]))
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=[" ".join(o) for o, _ in MISTAKES])
 def test_a_mistake_ends_with_one_message_and_code_2_before_torch_loads(
-    answers: list[list[object]], number: int
+    answer_to: Callable[[list[str]], Answer], overrides: list[str], message: str
 ) -> None:
-    code, out, err, with_torch = answers[number]
+    code, out, err, with_torch = answer_to(overrides)
     assert code == 2
-    assert MISTAKES[number][1] in str(err)
-    assert "Traceback" not in str(err)
+    assert message in err
+    assert "Traceback" not in err
     assert out == ""
     assert not with_torch
 

@@ -86,6 +86,13 @@ def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folder of featx's cache, of this test alone."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "featx"
+
+
+@pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """The pictures of the tiny model, in two class folders."""
     from tiny_model import write_pictures
@@ -111,18 +118,18 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[frozenset[str], int]
     return seen
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk or a server that a test lets fail is asked again without waiting."""
+@pytest.fixture
+def without_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to a disk or server that the test lets fail is not retried, and fails at once."""
     monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", ())
     monkeypatch.setattr("featx.storage.s3_client.PATIENCE_S", 0.0)
 
 
-@pytest.fixture(autouse=True)
-def _packed_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def packing_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run within a test starts no child to pack its store: hundreds would take minutes.
 
-    The child has tests of its own (store/test_pack.py), and every test of the command has it.
+    The child has tests of its own (store/test_faults.py), and every test of the command has it.
     """
     from featx.store import pack
 

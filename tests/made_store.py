@@ -300,11 +300,13 @@ def make_labelled(
 ) -> MadeRun:
     """A run whose rows are given, layer by layer, with their labels; keys are 00000.jpg and so on.
 
-    Its header says that the network saw 32 x 32 pixels.
+    There are several parts, but few: each costs some milliseconds. The header says that the network
+    saw 32 x 32 pixels.
     """
     labels = np.array(list(labels), np.int64)
+    part_rows = max(8, 1 << (len(labels) // 8).bit_length())
     shapes = {name: rows.shape[1:] for name, rows in features.items()}
-    run = make_run(len(labels), shapes=shapes, failed=failed)
+    run = make_run(len(labels), part_rows, shapes, failed=failed)
     keys = np.array([b"%05d.jpg" % i for i in range(len(labels))])
     header = replace(run.header, transform="resize 32 bilinear antialias, crop 32x32, mean, std")
     return replace(

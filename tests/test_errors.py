@@ -12,6 +12,8 @@ import pytest
 import featx
 from featx.errors import ConfigError, FeatxError, ObjectStoreError, counted
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 
 def raised() -> FeatxError:
     with pytest.raises(ConfigError) as caught:

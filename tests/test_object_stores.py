@@ -28,14 +28,11 @@ from featx.store.heartbeat import signs_of_life
 from featx.store.verification import check_store
 from featx.torch import FeatureDataset
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures(
+    "in_tmp_path", "packing_in_process", "without_retry_waits", "cache_folder"
+)
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(autouse=True)
-def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from torchvision import models
 
 import featx
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 Features = dict[str, npt.NDArray[Any]]
 EXACT = {"precision": "fp32", "dtype": "float32", "decode": "reference"}
 

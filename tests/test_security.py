@@ -25,6 +25,8 @@ from featx.models.custom import _args_of_values
 from featx.store.manifest import Manifest, load_manifest
 from featx.store.pack import pack
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 
 

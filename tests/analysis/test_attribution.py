@@ -24,6 +24,8 @@ from featx.errors import ConfigError, LayerError, MissingExtraError, ModelError
 from featx.images.preprocess import Preprocess
 from featx.models.base import Backbone
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 SIDE = 24
 
 

@@ -37,8 +37,8 @@ def share_found(store: FeatureStore, found: Neighbours, k: int) -> float:
 
 
 class TestWithFaiss:
-    @pytest.fixture(autouse=True)
-    def _faiss(self) -> None:
+    @pytest.fixture
+    def faiss_installed(self) -> None:
         pytest.importorskip("faiss", reason="no faiss: featx[faiss] has it")
 
     @pytest.mark.parametrize("metric", ["cosine", "euclidean"])

@@ -20,6 +20,8 @@ from featx.analysis.gradients.norms import norms_of
 from featx.errors import ConfigError, LayerError, RunError
 from featx.gradients import Alarm, GradientAlarm, GradientLog, Limits, watch
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 
 def hooks_of(model: nn.Module) -> int:
     """Every hook that a watch could leave: of modules, of parameters, of all optimizers."""
@@ -41,9 +43,13 @@ def hooks_of(model: nn.Module) -> int:
     return sum(len(table) for table in tables)
 
 
+@pytest.fixture
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _no_optimizer_hook_stays() -> Iterator[None]:
-    torch.manual_seed(0)
     yield
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks

@@ -359,11 +359,6 @@ class Run:
         return store.path
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featx.storage.durability.RETRY_WAITS_S", ())
-
-
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -873,6 +868,7 @@ def test_a_foreign_file_is_told(tmp_path: Path) -> None:
         run.folder(tmp_path)
 
 
+@pytest.mark.usefixtures("without_retry_waits")
 def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
     run = Run(21, 8)
     expected = sha256(run.whole(tmp_path / "whole"))

@@ -32,7 +32,7 @@ from featx.errors import (
 )
 from featx.layers.projection import ProjectedReduce, Projection
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 def stored(data: object, **keys: Any) -> featx.FeatureStore:

@@ -25,7 +25,7 @@ extract = partial(extract_and_pack, pack=False)
 """The rows are the same, and packing takes longer than all the rest."""
 
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 def reextract(

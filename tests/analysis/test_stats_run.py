@@ -33,7 +33,7 @@ from featx.pipeline.stop_signals import Interrupted
 from featx.storage.local_folder import exclusive_lock
 from featx.types import image_checksum
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
 

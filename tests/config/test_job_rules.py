@@ -25,7 +25,7 @@ from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 TRUSTED = {name: MODEL[name] for name in ("name", "library", "factory")}
 RUN = {**KEYS, "data": "photos"}

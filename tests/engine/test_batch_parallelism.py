@@ -26,6 +26,8 @@ from featx.engine.batch_parallelism import (
 from featx.engine.compute import Compute
 from featx.models import build_backbone
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 GIB = float(1 << 30)
 
 

@@ -21,6 +21,8 @@ from featx.errors import LayerError, StoreMismatchError
 from featx.models.base import state_sha256
 from featx.models.batchnorm_folding import foldable_pairs, folded
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 NONE = torch.zeros(0, 3, 16, 16)
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 

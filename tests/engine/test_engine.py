@@ -21,6 +21,8 @@ from featx.layers.trace import CapturePoint
 from featx.models import build_backbone
 from featx.models.base import state_sha256
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 
 class Tokens(nn.Module):
     """Patch tokens behind a class token, changed in place after each layer."""

@@ -30,6 +30,8 @@ from featx.layers.selection import select
 from featx.layers.tracer import no_fast_path
 from featx.models.base import state_sha256
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 BF16 = torch.bfloat16
 ATTENTION = "patches.conv attention attention.out_proj"
 

@@ -23,14 +23,14 @@ from featx.export import selection
 from featx.export.parquet import Parquet
 from featx.storage.local_folder import AtomicFolder, exclusive_lock
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "without_retry_waits", "small_blocks")
 
 KINDS = ("npy", "parquet", "safetensors", "zarr", "huggingface")
 SMALL = {"shard_gib": 1000 / 2**30}
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
 
 

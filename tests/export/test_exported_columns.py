@@ -20,6 +20,8 @@ from featx.export import selection
 pytest.importorskip("pyarrow", reason="the extra table is not installed")
 
 pytestmark = [
+    pytest.mark.usefixtures("small_blocks"),
+    pytest.mark.usefixtures("packing_in_process"),
     pytest.mark.usefixtures("in_tmp_path"),
     # webdataset leaves the files of its readers to the garbage collector.
     pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
@@ -48,8 +50,8 @@ TITLES = {
 """What the column `status` is called: tables have a column of that name already."""
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
 
 

@@ -19,15 +19,15 @@ import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
 from featx.export import selection
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "small_blocks")
 
 OF_ANY_STORE = ("npy", "parquet", "safetensors", "zarr", "huggingface")
 SHARDED = ("parquet", "safetensors", "huggingface")
 FAILED = (3, 10, 20)
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rows or so at a time, so that each format writes several blocks."""
     monkeypatch.setattr(selection, "BLOCK_BYTES", 200)
 

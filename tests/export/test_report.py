@@ -21,7 +21,7 @@ import featx
 from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
 from featx.export.report.page import as_json
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 class Elements(HTMLParser):

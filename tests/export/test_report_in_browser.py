@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from tiny_model import extract, run_job, write_picture
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )

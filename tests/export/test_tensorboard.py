@@ -31,7 +31,7 @@ from featx.sources.base import FolderSource
 from featx.store.manifest import load_manifest
 from featx.types import ImageFault, Status
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 COLOURS = {
     "blue": (0, 0, 255),

@@ -18,8 +18,10 @@ from featx.images import decoder_warnings
 from featx.images.decoder_warnings import MAX_REASONS, OTHER, DecoderWarnings
 from featx.images.decoder_warnings import decoder_warnings_redirected as redirected
 
+pytestmark = pytest.mark.usefixtures("packing_in_process", "nothing_logged")
 
-@pytest.fixture(autouse=True)
+
+@pytest.fixture
 def nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_warnings, "_logged", set())
 

@@ -30,6 +30,8 @@ from featx.images.preprocess import Preprocess
 from featx.sources.base import FolderSource
 from featx.types import Batch, ImageFault, Listing, Part, Status
 
+pytestmark = pytest.mark.usefixtures("without_read_waits")
+
 POLICY = ImagePolicy("apply", (255, 255, 255), 10**7)
 SIDE = 16
 
@@ -107,8 +109,8 @@ def expected_row(data: bytes, reference: bool = False) -> torch.Tensor:
     return to_tensor(image) if reference else PREPROCESS.crop_uint8(np.array(image))
 
 
-@pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_read_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries come at once."""
     monkeypatch.setattr(fault_tolerant_decode, "_RETRY_WAITS_S", (0, 0, 0))
 

@@ -20,6 +20,8 @@ from featx.images.decode import ImagePolicy, decode, decode_pixels, heif_version
 from featx.sources.base import FolderSource
 from featx.types import ImageFault, Status
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 BACKGROUND = (10, 20, 30)
 POLICY = ImagePolicy("apply", BACKGROUND, 89_478_485)
 ORIENTATION = 0x0112

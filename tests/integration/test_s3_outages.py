@@ -19,6 +19,7 @@ from featx.storage import s3_client
 from featx.store.verification import check_store
 
 pytestmark = [
+    pytest.mark.usefixtures("packing_in_process"),
     pytest.mark.integration,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("in_tmp_path", "one_thread"),

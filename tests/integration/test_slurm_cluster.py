@@ -16,6 +16,7 @@ from slurm_cluster import SlurmCluster, running_cluster
 from tiny_model import extract, write_pictures
 
 pytestmark = [
+    pytest.mark.usefixtures("packing_in_process"),
     pytest.mark.integration,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("in_tmp_path", "one_thread"),

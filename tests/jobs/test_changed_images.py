@@ -33,12 +33,9 @@ from featx.sources.webdataset import ShardSource
 from featx.store import session as session_module
 from featx.types import NO_IMAGE, UNKNOWN_IMAGE, image_checksum
 
+pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+
 LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ import featx
 from featx.errors import NonFiniteError, RunError, StoreLockedError, StoreMismatchError
 from featx.pipeline.stop_signals import Interrupted
 
+pytestmark = pytest.mark.usefixtures("packing_in_process", "factory_module")
+
 MODELS = '''
 import torch
 from torch import nn
@@ -65,8 +67,8 @@ CUSTOM = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def factory_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "featx_test_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])

@@ -16,7 +16,7 @@ from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
 import featx
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tiny_model import extract, run_job
 from featx.errors import DataError
 from featx.sources.key_forms import box_key, frame_key
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 GROUPS, ROWS = 60, 8
 """Groups of rows that look alike, but whose class cannot be seen: the truth is 0.5."""

@@ -22,12 +22,9 @@ from featx.pipeline.stop_signals import Interrupted
 from featx.store import session as session_module
 from featx.types import Status
 
+pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+
 LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def spoil(photos: Path, rows: Sequence[int]) -> dict[str, bytes]:

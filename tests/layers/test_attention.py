@@ -21,6 +21,8 @@ from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention
 from featx.layers.selection import Selection, select
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 SIDE = 16
 
 

@@ -21,6 +21,8 @@ from featx.engine.engine import Engine
 from featx.errors import LayerError, RunError
 from featx.layers.selection import select
 
+pytestmark = pytest.mark.usefixtures("without_compiler")
+
 
 class Repeated(nn.Module):
     """One in-place ReLU behind two layers, and a layer in between that is written to again."""
@@ -68,8 +70,8 @@ class Pairs(nn.Module):
 COMPILE = torch.compile
 
 
-@pytest.fixture(autouse=True)
-def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def traced(function: Any, dynamic: bool, options: Any) -> Any:
         return COMPILE(function, dynamic=dynamic, backend="aot_eager", fullgraph=True)
 

@@ -24,6 +24,8 @@ from featx.layers.selection import select
 from featx.models import build_backbone
 from featx.models.base import Backbone
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 SIDE = 6
 
 

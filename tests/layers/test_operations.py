@@ -27,6 +27,8 @@ from featx.layers.selection import select
 from featx.layers.trace import CapturePoint
 from featx.layers.tracer import trace
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 
 class Plain(nn.Module):
     """Operations of every spelling in a block, a tuple, and a module named as an operation is."""

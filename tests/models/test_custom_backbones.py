@@ -21,6 +21,8 @@ from featx.images.preprocess import check_reference
 from featx.models import build_backbone
 from featx.models.base import Backbone
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 TINY = """
 import torch
 from torch import nn

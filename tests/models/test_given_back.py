@@ -17,7 +17,7 @@ from featx.errors import RunError
 from featx.models.base import Backbone, state_sha256
 from featx.models.custom import preprocess_of
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 class Net(nn.Module):

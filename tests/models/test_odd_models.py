@@ -21,7 +21,7 @@ from featx.engine.compute import Compute
 from featx.errors import ConfigError, FeatxError, LayerError, ModelError
 from featx.models.base import state_sha256
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 LIVING: list[nn.Module] = []
 

@@ -20,6 +20,8 @@ from featx.models import build_backbone
 from featx.models.base import Backbone
 from featx.models.packaged import rename_keys
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 
 def build(weights: str | None = "default", seed: int = 0) -> Backbone:
     return build_backbone(ModelConfig(weights=weights), seed)

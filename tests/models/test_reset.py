@@ -16,6 +16,8 @@ from featx.models import build_backbone
 from featx.models.base import Backbone, random_id, reset_weights
 from featx.store.manifest import load_manifest
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 
 def build(seed: int = 0, **keys: Any) -> Backbone:
     return build_backbone(ModelConfig(**keys), seed)

@@ -27,7 +27,7 @@ from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, RunError
 from featx.pipeline.executors import worker_spec
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
 
 TESTS = Path(__file__).resolve().parent.parent
 

@@ -19,7 +19,7 @@ from featx.errors import StoreLockedError
 from featx.pipeline.stop_signals import Interrupted
 from featx.store.session import StoreSession
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 MARK = Path("store/.overwriting")
 

@@ -35,7 +35,7 @@ from featx.store import layout
 from featx.store.heartbeat import clear_signs, pid_namespace, signs_of_life
 from featx.store.verification import check_store
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
 
 TESTS = Path(__file__).resolve().parent.parent
 

@@ -32,7 +32,7 @@ from featx.store.session import StoreSession
 AUTO = {"batch_size": "auto", "part_rows": "auto", "precision": "auto", "compile": "auto"}
 
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 
 # What was decided

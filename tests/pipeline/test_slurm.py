@@ -37,7 +37,7 @@ from featx.store.heartbeat import Heartbeat, sign_name, signs_of_life
 from featx.store.verification import check_store
 from featx.types import Part
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread")
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "one_thread", "packing_in_process")
 
 TESTS = Path(__file__).resolve().parent.parent
 LOCAL = {"name": "slurm", "mode": "local", "cpus": 1}

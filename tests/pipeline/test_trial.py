@@ -11,6 +11,8 @@ from tiny_model import extract
 from featx.pipeline.run_summary import trial_rows
 from featx.pipeline.trial import LEAST_SHARE, Shortfall, TrialSpeed
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 IDLE = {"read": 0.0, "decode": 0.0, "wait": 0.0, "model": 0.0, "copy": 0.0, "write": 0.0}
 TRIAL = TrialSpeed(read_s=0.001, decode_s=0.004, model_s=0.1, threads=2, is_on_cpu=True)
 

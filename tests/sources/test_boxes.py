@@ -21,12 +21,9 @@ from featx.sources.boxes import BoxedSource
 from featx.store.reader import FeatureStore
 from featx.types import Status
 
+pytestmark = pytest.mark.usefixtures("packing_in_process", "in_tmp_path")
+
 HEADER = ("path", "x", "y", "width", "height")
-
-
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def write_boxes(lines: list[tuple[object, ...]], header: tuple[str, ...] = HEADER) -> Path:

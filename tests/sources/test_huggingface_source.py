@@ -15,11 +15,13 @@ from featx.sources import open_source
 from featx.sources.huggingface import HuggingFaceOptions
 from featx.types import NO_STATE, ImageFault, Source, Status
 
+pytestmark = pytest.mark.usefixtures("without_progress_bars")
+
 datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
+@pytest.fixture
+def without_progress_bars() -> None:
     datasets.disable_progress_bars()
 
 

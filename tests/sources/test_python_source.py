@@ -22,6 +22,8 @@ from featx.sources import source_of
 from featx.sources.base import FolderSource
 from featx.types import ImageFault, Listing, Source, Status
 
+pytestmark = pytest.mark.usefixtures("packing_in_process")
+
 
 class Given:
     """A map-style data set of what a function gives; other attributes as keywords."""

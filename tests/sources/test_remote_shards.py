@@ -22,13 +22,10 @@ from featx.sources import open_source
 from featx.sources.webdataset import WebDatasetOptions
 from featx.types import Source
 
+pytestmark = pytest.mark.usefixtures("packing_in_process", "cache_folder")
+
 pytest.importorskip("fsspec", reason="the extra remote is not installed")
 pytest.importorskip("aiohttp", reason="the extra remote is not installed")
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 class Handler(http.server.BaseHTTPRequestHandler):

@@ -23,12 +23,7 @@ from featx.config.member_options import make_options
 from featx.errors import StoreMismatchError
 from featx.sources import open_source
 
-pytestmark = pytest.mark.usefixtures("in_tmp_path")
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "cache_folder")
 
 
 def encoded(photos: Path) -> dict[str, bytes]:

@@ -22,11 +22,12 @@ from featx.sources.path_patterns import expand_braces
 from featx.sources.webdataset import ShardSource, WebDatasetOptions
 from featx.types import ImageFault, Listing, Status
 
+pytestmark = pytest.mark.usefixtures("cache")
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "featx" / "shards"
+
+@pytest.fixture
+def cache(cache_folder: Path) -> Path:
+    return cache_folder / "shards"
 
 
 def shards(root: Path | str, **keys: object) -> ShardSource:

@@ -15,6 +15,8 @@ from featx.errors import ObjectStoreError, StorageError
 from featx.storage import s3_client
 from featx.storage.s3_folder import S3Folder
 
+pytestmark = pytest.mark.usefixtures("without_retry_waits")
+
 botocore = pytest.importorskip("botocore.exceptions")
 
 

@@ -23,6 +23,8 @@ from featx.storage.durability import write_all
 from featx.storage.local_folder import AtomicFolder, exclusive_lock
 from featx.storage.reserved_file import ReservedFile
 
+pytestmark = pytest.mark.usefixtures("without_retry_waits")
+
 CONTENT = bytes(range(256)) * 40
 
 

@@ -33,6 +33,8 @@ from featx.store.pack import pack, pack_in_child
 from featx.store.reader import FeatureStore
 from featx.store.session import StoreSession
 
+pytestmark = pytest.mark.usefixtures("without_retry_waits")
+
 TESTS = Path(__file__).resolve().parent.parent
 ENVIRONMENT = with_path(TESTS)
 

@@ -16,6 +16,8 @@ from conftest import with_path
 
 from featx.store import layout
 
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
 
 def hit_rows(path: Path, offset: int) -> set[tuple[int, int]]:
     """The numbers of runs and the rows, of the chunk that has a stored byte at `offset`.
@@ -122,7 +124,7 @@ def problems_of(root: Path, flip: tuple[str, int, int], found: dict[str, Any]) -
     return problems
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the campaign sets in its own process is undone in this one."""
     for name in ("CHUNK_BYTES", "CHUNK_BYTES_COMPRESSED"):

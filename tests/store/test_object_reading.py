@@ -20,7 +20,10 @@ from featx.store.reader import FeatureStore
 from featx.store.status import store_status
 from featx.store.verification import check_store
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of botocore's own
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("without_retry_waits"),
+]  # of botocore's own
 
 
 def check_rows(store: FeatureStore, run: MadeRun) -> None:

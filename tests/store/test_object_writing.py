@@ -29,6 +29,8 @@ from featx.store.repair import set_damage_aside
 from featx.store.session import StoreSession
 from featx.store.verification import check_store
 
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
 RUN = make_run(21, 8, failed=(4, 17)).identified()
 
 
@@ -65,9 +67,11 @@ class Faulty:
         return self._request(operation, **parameters)
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failed writes are retried twice, at once; a server that does not answer is not waited for."""
     monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
+    monkeypatch.setattr(s3_client, "PATIENCE_S", 0.0)
 
 
 def check_store_of(run: MadeRun, root: Path) -> None:

@@ -35,6 +35,8 @@ from featx.store.reader import FeatureStore
 from featx.store.repair import set_damage_aside
 from featx.store.verification import check_store
 
+pytestmark = pytest.mark.usefixtures("small_reserve")
+
 STORE = "runs/store"
 
 
@@ -404,7 +406,7 @@ def quick(*names: str) -> list[Any]:
     return [name if name in names else pytest.param(name, marks=slow) for name in SCENARIOS]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model copies a file for every write into it."""
     monkeypatch.setattr("featx.store.pack.HEADROOM_BYTES", 1 << 16)

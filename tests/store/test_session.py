@@ -30,6 +30,8 @@ from featx.store.manifest import read_manifest
 from featx.store.pack import pack
 from featx.store.reader import FeatureStore
 
+pytestmark = pytest.mark.usefixtures("without_retry_waits")
+
 
 @pytest.fixture
 def run() -> MadeRun:

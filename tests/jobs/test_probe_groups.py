@@ -62,17 +62,30 @@ FRAMES = [frame_key(b"%03d.mp4" % group, place % ROWS) for place, group in enume
 PATIENTS = {"patient": np.array([b"p%03d" % group for group in GROUP_OF])}
 
 
+SPLITS: list[dict[str, Any]] = [
+    {}, {"split": "kfold"}, {"test_share": 0.4, "validation_share": 0.4}
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_rows_that_are_alike_are_told_apart_where_groups_are_unknown(split: dict[str, Any]) -> None:
+    """The error that groups prevent."""
+    run_with().write(Path("leaking"), packed=True)
+    leaking = probe("leaking", **split)
+    assert leaking["accuracy"] > 0.95
+    assert leaking["split"]["groups"] is None
+
+
+# Each split with one kind of groups, and each kind of groups with one split.
 @pytest.mark.parametrize(
-    "split", [{}, {"split": "kfold"}, {"test_share": 0.4, "validation_share": 0.4}]
-)
-@pytest.mark.parametrize(
-    ("keys", "columns", "options", "by"),
+    ("keys", "columns", "options", "by", "split"),
     [
-        (BOXES, {}, {}, "image"),
-        (FRAMES, {}, {}, "video"),
-        (None, PATIENTS, {"group_column": "patient"}, "patient"),
+        (BOXES, {}, {}, "image", SPLITS[0]),
+        (BOXES, {}, {}, "image", SPLITS[1]),
+        (BOXES, {}, {}, "image", SPLITS[2]),
+        (FRAMES, {}, {}, "video", SPLITS[1]),
+        (None, PATIENTS, {"group_column": "patient"}, "patient", SPLITS[2]),
     ],
-    ids=["boxes", "frames", "patients"],
 )
 def test_rows_of_a_group_tell_nothing_of_it(
     keys: list[bytes] | None,
@@ -82,10 +95,6 @@ def test_rows_of_a_group_tell_nothing_of_it(
     split: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    run_with().write(Path("leaking"), packed=True)
-    leaking = probe("leaking", **split)
-    assert leaking["accuracy"] > 0.95
-    assert leaking["split"]["groups"] is None
     run_with(keys, columns).write(Path("store"), packed=True)
     found = probe(shots=[4], **options, **split)
     assert found["accuracy"] < 0.75

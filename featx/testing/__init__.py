@@ -1,0 +1,37 @@
+"""Contract tests: one pytest class per family of plug-ins, which every member passes.
+
+In: a member of a family, given by a fixture of a subclass. Out: tests of everything that featx
+relies on in such a member. `docs/contract-tests.md` shows a subclass for each family.
+Names for others: `SourceContract`, `ModelLibraryContract`, `ReductionContract`, `CodecContract`,
+`ExecutorContract`, `ExportContract`, `JobContract`. The package needs pytest.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Without this, a failed assertion below would not show its values.
+pytest.register_assert_rewrite(
+    *(
+        f"featx.testing.{name}"
+        for name in ("sources", "models", "reductions", "codecs", "executors", "exports", "jobs")
+    )
+)
+
+from featx.testing.codecs import CodecContract  # noqa: E402
+from featx.testing.executors import ExecutorContract  # noqa: E402
+from featx.testing.exports import ExportContract  # noqa: E402
+from featx.testing.jobs import JobContract  # noqa: E402
+from featx.testing.models import ModelLibraryContract  # noqa: E402
+from featx.testing.reductions import ReductionContract  # noqa: E402
+from featx.testing.sources import SourceContract  # noqa: E402
+
+__all__ = [
+    "CodecContract",
+    "ExecutorContract",
+    "ExportContract",
+    "JobContract",
+    "ModelLibraryContract",
+    "ReductionContract",
+    "SourceContract",
+]

@@ -1,0 +1,169 @@
+"""Contract of export formats."""
+
+from __future__ import annotations
+
+import hashlib
+import runpy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import featx
+from featx.config.schema import from_keywords, from_omegaconf, given_keywords
+from featx.errors import StoreMismatchError
+from featx.export.run import run_export
+from featx.testing.tiny_extraction import extract, write_images
+
+
+class ExportContract:
+    """Tests of an export format; a subclass overrides `export_options` and `read_rows`.
+
+    Attributes:
+        layers: layers of the store to export: 'stem' has rows of (8, 4, 4), 'head' of (4,).
+        rtol: relative error of the values, for formats that write decimal text.
+        is_opened_by_code: whether `opening` returns Python code, and not a sentence for people who
+            open the export with another program.
+    """
+
+    layers: tuple[str, ...] = ("stem", "head")
+    rtol = 0.0
+    is_opened_by_code = True
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def export_options(cls) -> Mapping[str, Any]:
+        """Option group `export`, such as {'format': 'npy'}."""
+        raise NotImplementedError("override the fixture `export_options`: it returns the options")
+
+    def exported_rows(self, store: featx.FeatureStore) -> npt.NDArray[np.int64]:
+        """Return the rows of the store that the format holds; all, also those that failed."""
+        return np.arange(len(store))
+
+    def read_rows(self, folder: Path, layer: str) -> npt.NDArray[Any]:
+        """Return (n, ...) values of a layer in an export, read with the format's own library."""
+        raise NotImplementedError("override the method `read_rows`: it returns an array")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def store(cls, tmp_path_factory: pytest.TempPathFactory) -> featx.FeatureStore:
+        """Store of six rows in float32, one of which failed."""
+        folder = tmp_path_factory.mktemp("store")
+        return extract(write_images(folder / "images"), folder / "store", dtype="float32")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def other_store(cls, tmp_path_factory: pytest.TempPathFactory) -> featx.FeatureStore:
+        """Store of the first three of these rows."""
+        folder = tmp_path_factory.mktemp("other")
+        images = write_images(folder / "images")
+        data = {"name": "folder", "root": str(images), "limit": 3}
+        return extract(images, folder / "store", data=data, dtype="float32")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def exported(
+        cls,
+        store: featx.FeatureStore,
+        export_options: Mapping[str, Any],
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> Path:
+        """Folder of a complete export."""
+        return cls._export(store, export_options, tmp_path_factory.mktemp("exported") / "out")
+
+    def test_every_row_comes_back_in_order(self, store: featx.FeatureStore, exported: Path) -> None:
+        """A failed row is NaN and moves no other row."""
+        for layer in self.layers:
+            found = self.read_rows(exported, layer)
+            expected = store[layer][:][self.exported_rows(store)]
+            np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=self.rtol)
+
+    def test_the_same_store_gives_the_same_files(
+        self,
+        store: featx.FeatureStore,
+        export_options: Mapping[str, Any],
+        exported: Path,
+        tmp_path: Path,
+    ) -> None:
+        again = self._export(store, export_options, tmp_path / "out")
+        assert _digests(again) == _digests(exported)
+
+    def test_a_lost_file_is_written_again(
+        self,
+        store: featx.FeatureStore,
+        export_options: Mapping[str, Any],
+        exported: Path,
+        tmp_path: Path,
+    ) -> None:
+        """As after a run that was killed; files that are complete are left as they are."""
+        out = self._export(store, export_options, tmp_path / "out")
+        before = _digests(out)
+        lost = max(before)
+        (out / lost).unlink()
+        assert _digests(self._export(store, export_options, out)) == before
+
+    def test_another_store_is_refused(
+        self,
+        store: featx.FeatureStore,
+        other_store: featx.FeatureStore,
+        export_options: Mapping[str, Any],
+        tmp_path: Path,
+    ) -> None:
+        out = self._export(store, export_options, tmp_path / "out")
+        before = _digests(out)
+        with pytest.raises(StoreMismatchError, match="an export of something else"):
+            self._export(other_store, export_options, out)
+        assert _digests(out) == before
+
+    def test_its_lines_of_code_open_the_export(
+        self,
+        store: featx.FeatureStore,
+        export_options: Mapping[str, Any],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """From any folder, and whatever the name of the export."""
+        out = tmp_path / 'a "quoted" folder'
+        lines = self._summary(store, export_options, out)["opening"]
+        assert lines
+        if not self.is_opened_by_code:
+            return
+        script = tmp_path / "elsewhere" / "opening.py"
+        script.parent.mkdir()
+        script.write_text(lines, encoding="utf-8")
+        monkeypatch.chdir(script.parent)
+        assert runpy.run_path(str(script))
+
+    @classmethod
+    def _export(
+        cls, store: featx.FeatureStore, export_options: Mapping[str, Any], out: Path
+    ) -> Path:
+        """Run job=export and return its folder."""
+        return Path(cls._summary(store, export_options, out)["folder"])
+
+    @classmethod
+    def _summary(
+        cls, store: featx.FeatureStore, export_options: Mapping[str, Any], out: Path
+    ) -> dict[str, Any]:
+        """Run job=export and return its result."""
+        keywords = {
+            "store": str(store.root),
+            "layers": list(cls.layers),
+            "export": dict(export_options),
+            "out": str(out),
+        }
+        node = from_keywords(keywords)
+        node.job.name = "export"
+        return run_export(from_omegaconf(node, given_keywords(keywords)))
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of an export by its path, without the record of the export."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(("_export", "."))
+    }

@@ -1,0 +1,38 @@
+"""Every reduction passes the contract, on maps and on tokens."""
+
+from __future__ import annotations
+
+import pytest
+
+from featx.config import ReduceConfig
+from featx.layers.reductions import Reduction, reduction
+from featx.testing import ReductionContract
+
+MAP, TOKENS = (6, 8, 8), (1 + 16, 6)
+"""Rows of an input of 32 by 32 pixels: 6 channels, and a class token before 4 x 4 patches."""
+
+CASES = {
+    "none": (ReduceConfig("none"), MAP),
+    "flatten": (ReduceConfig("flatten"), MAP),
+    "avg of a map": (ReduceConfig("avg"), MAP),
+    "avg of tokens": (ReduceConfig("avg"), TOKENS),
+    "max of a map": (ReduceConfig("max"), MAP),
+    "max of tokens": (ReduceConfig("max"), TOKENS),
+    "gem of a map": (ReduceConfig("gem", p=3.0), MAP),
+    "gem of tokens": (ReduceConfig("gem", p=3.0), TOKENS),
+    "cls": (ReduceConfig("cls"), TOKENS),
+    "patch_avg": (ReduceConfig("patch_avg"), TOKENS),
+    "grid of a map": (ReduceConfig("grid", size=2), MAP),
+    "grid of tokens": (ReduceConfig("grid", size=2), TOKENS),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+class TestReductions(ReductionContract):
+    @pytest.fixture
+    def row_shape(self, case: str) -> tuple[int, ...]:
+        return CASES[case][1]
+
+    @pytest.fixture
+    def reduction(self, case: str, row_shape: tuple[int, ...]) -> Reduction:
+        return reduction(CASES[case][0], "layer", row_shape, (32, 32), num_prefix_tokens=1)

@@ -1,0 +1,133 @@
+"""Every source passes the contract."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from made_shards import write_tar
+from PIL import Image
+from tiny_model import write_pictures
+
+from featx.config import DataConfig
+from featx.sources import open_source, source_of
+from featx.testing import SourceContract
+from featx.types import Source
+
+pytestmark = pytest.mark.usefixtures("in_tmp_path", "cache_folder")
+
+NUM_IMAGES = 7
+
+
+def encoded_images() -> dict[str, bytes]:
+    """Key -> bytes of images in two class folders, one of which is empty."""
+    root = write_pictures(Path("written"), NUM_IMAGES)
+    (root / "cat" / "000.png").write_bytes(b"")
+    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.png"))}
+
+
+def folder() -> dict[str, Any]:
+    encoded_images()
+    return {"name": "folder", "root": "written"}
+
+
+def boxes() -> dict[str, Any]:
+    names = encoded_images()
+    with Path("boxes.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("path", "x", "y", "width", "height"))
+        writer.writerows((name, x, 0, 20, 30) for name in names for x in (0, 8))
+    return {"name": "folder", "root": "written", "boxes": "boxes.csv"}
+
+
+def webdataset() -> dict[str, Any]:
+    items = list(encoded_images().items())
+    write_tar(Path("shards/0.tar"), dict(items[:3]))
+    write_tar(Path("shards/1.tar.gz"), dict(items[3:]))
+    return {"name": "webdataset", "root": "shards"}
+
+
+def table() -> dict[str, Any]:
+    rows = [(key, key[:3], i, i / 2) for i, key in enumerate(encoded_images())]
+    with Path("table.csv").open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("path", "label", "age", "weight"), *rows])
+    columns = ["age", "weight"]
+    return {"name": "table", "root": "table.csv", "image_root": "written", "columns": columns}
+
+
+def parquet() -> dict[str, Any]:
+    pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
+    from pyarrow import parquet
+
+    images = encoded_images()
+    cells = [{"bytes": data, "path": key} for key, data in images.items()]
+    columns = {"image": cells, "label": [key[:3] for key in images]}
+    parquet.write_table(pa.table(columns), "table.parquet", row_group_size=3)
+    return {"name": "table", "root": "table.parquet"}
+
+
+def hdf5() -> dict[str, Any]:
+    images = [data for data in encoded_images().values() if data]
+    with h5py.File("images.h5", "w") as file:
+        file["images"] = np.stack([np.asarray(Image.open(io.BytesIO(data))) for data in images])
+        file["labels"] = ["cat", "dog"] * (len(images) // 2)
+    return {"name": "hdf5", "root": "images.h5", "dataset": "images", "labels": "labels"}
+
+
+def huggingface() -> dict[str, Any]:
+    datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
+    images = [data for data in encoded_images().values() if data]
+    kinds = datasets.Features({"image": datasets.Image()})
+    rows = {"image": [{"bytes": data, "path": None} for data in images]}
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(rows, features=kinds).save_to_disk("saved")
+    return {"name": "huggingface", "root": "saved"}
+
+
+def sample() -> dict[str, Any]:
+    return {"name": "sample", "limit": 5}
+
+
+def textiles() -> dict[str, Any]:
+    if importlib.util.find_spec("conformal_clip_data") is None:
+        pytest.skip("the package conformal_clip_data is not installed")
+    return {"name": "textiles"}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [folder, boxes, webdataset, table, parquet, hdf5, huggingface, sample, textiles],
+    ids=lambda make: make.__name__,
+)
+class TestSourcesOfOptions(SourceContract):
+    @pytest.fixture
+    def source(self, data: Callable[[], dict[str, Any]]) -> Source:
+        self.config = DataConfig(**data())
+        return open_source(self.config)
+
+    def copy_for_worker(self, source: Source) -> Source:
+        return open_source(self.config)
+
+
+class Squares:
+    """Map-style data set of a user, whose items are images and labels."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, row: int) -> tuple[Image.Image, int]:
+        squares = np.random.default_rng(row).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        return Image.fromarray(squares.repeat(8, 0).repeat(8, 1)), row % 2
+
+
+class TestMapStyleDataSet(SourceContract):
+    @pytest.fixture
+    def source(self) -> Source:
+        return source_of(Squares())

@@ -17,7 +17,7 @@ BROKEN = "dog/3.png"
 """Image that cannot be decoded."""
 
 
-class TwoStageConvNet(nn.Module):
+class SmallConvNet(nn.Module):
     """Two convolutions and a linear layer for images of 32 by 32 pixels, with random weights."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class TwoStageConvNet(nn.Module):
         return logits
 
 
-FACTORY = f"{TwoStageConvNet.__module__}:{TwoStageConvNet.__name__}"
+FACTORY = f"{SmallConvNet.__module__}:{SmallConvNet.__name__}"
 
 MODEL_ARGUMENTS = (
     "model=custom",
@@ -59,7 +59,7 @@ def options(images: Path, out: Path, **more: Any) -> dict[str, Any]:
     """
     return {
         "model": {
-            "name": "two_stage_conv_net",
+            "name": "small_conv_net",
             "library": "custom",
             "factory": FACTORY,
             "weights": None,

@@ -18,7 +18,7 @@ CONFIGS = {
     "custom": ModelConfig(
         name="tiny",
         library="custom",
-        factory="featx.testing.tiny_extraction:TwoStageConvNet",
+        factory="featx.testing.tiny_extraction:SmallConvNet",
         weights=None,
         transform=TransformConfig(resize=32, crop=32),
     ),

@@ -83,35 +83,6 @@ def noise(batch_size: int = 4, side: int = 8, seed: int = 3) -> torch.Tensor:
     return torch.randn(batch_size, 3, side, side, generator=torch.Generator().manual_seed(seed))
 
 
-class Residual(nn.Module):
-    """conv -> bn -> in-place relu -> conv -> += identity -> in-place relu -> fc."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-        self.bn = nn.BatchNorm2d(3)
-        self.relu = nn.ReLU(inplace=True)
-        self.pool = nn.AdaptiveAvgPool2d(2)
-        self.fc = nn.Linear(12, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.relu(self.bn(self.conv1(x)))
-        out = self.conv2(out)
-        out += x
-        return self.fc(self.pool(self.relu(out)).flatten(1))
-
-
-class Clamped(nn.Module):
-    """An in-place ReLU6 behind values that noise keeps in [0, 6] and pictures do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.clamp = nn.ReLU(), nn.ReLU6(inplace=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.clamp(self.layer(x))
-
-
 def of_speed(monkeypatch: pytest.MonkeyPatch, seconds_per_image: float) -> None:
     monkeypatch.setattr(
         "featx.engine.engine.Engine.seconds_per_image", lambda *_, **__: seconds_per_image

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
-from torch import nn
 
 import featx
 from featx.config.saved_config import saved_yaml
@@ -19,7 +16,7 @@ from featx.config.schema import from_keywords, from_omegaconf
 MODEL = {
     "name": "tiny",
     "library": "custom",
-    "factory": "tiny_model:Tiny",
+    "factory": "zoo:TwoStageConvNet",
     "weights": None,
     "transform": {"resize": 32, "crop": 32},
 }
@@ -37,7 +34,7 @@ KEYS = {
 
 COMMAND = (
     "model=custom",
-    "model.factory=tiny_model:Tiny",
+    "model.factory=zoo:TwoStageConvNet",
     "model.weights=null",
     "model.transform.resize=32",
     "model.transform.crop=32",
@@ -49,45 +46,6 @@ COMMAND = (
     "out=store",
 )
 """The same for the command; PYTHONPATH has to name this folder."""
-
-
-class Tiny(nn.Module):
-    """conv: (8, 4, 4), deep: (6, 4, 4), pool: (6, 1, 1) of a picture of 32 by 32 pixels.
-
-    Args:
-        poison: `pool` is NaN where the mean of `deep` is above this.
-        scale: of the weights of `conv`.
-        pause_s: how long every forward waits.
-        hang: a forward goes on, for 30 s at the most, while this file exists.
-    """
-
-    args_without_effect = ("pause_s", "hang")
-
-    def __init__(
-        self,
-        poison: float | None = None,
-        scale: float = 1.0,
-        pause_s: float = 0.0,
-        hang: str = "",
-    ) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 8, stride=8)
-        self.deep = nn.Conv2d(8, 6, 3, padding=1)
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.head = nn.Linear(6, 4)
-        self.conv.weight.data *= scale
-        self.poison, self.pause_s, self.hang = poison, pause_s, hang
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.pause_s)
-        begun = time.monotonic()
-        while self.hang and Path(self.hang).exists() and time.monotonic() - begun < 30:
-            time.sleep(0.05)
-        x = self.deep(self.conv(x))
-        if self.poison is not None:
-            bright = (x.flatten(1).mean(1) > self.poison)[:, None, None, None]
-            x = torch.where(bright, float("nan"), x)
-        return self.head(self.pool(x).flatten(1))
 
 
 def write_picture(path: Path, seed: int) -> None:

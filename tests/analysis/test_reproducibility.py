@@ -287,7 +287,7 @@ def test_another_model_is_refused_by_name(
 ) -> None:
     """A factory that makes other weights now: twice as large, of which no cosine would tell."""
     extract(photos)
-    monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    monkeypatch.setattr("zoo.TwoStageConvNet.__init__.__defaults__", (None, 2.0, 0.0, ""))
     with pytest.raises(StoreMismatchError, match=r"cannot be compared.*\n +weights_sha256: the"):
         reextract(capsys)
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from made_store import dataset_digests
-from tiny_engine import FP32, Residual, backbone_of, bound, noise
+from tiny_engine import FP32, backbone_of, bound, noise
+from zoo import ResidualConvNet
 
 import featx
 from featx.config import ModelConfig
@@ -119,7 +120,7 @@ class Kept(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "layer", "same"), [(Residual, "fc", True), (Kept, "last", False)]
+    ("module", "layer", "same"), [(ResidualConvNet, "fc", True), (Kept, "last", False)]
 )
 def test_replicas_are_tried_beside_each_other(module: Any, layer: str, same: bool) -> None:
     backbone = backbone_of(module())

@@ -15,6 +15,7 @@ from tiny_engine import backbone_of, bound
 from tiny_model import KEYS, extract
 from torch import nn
 from torch.nn.utils import prune
+from zoo import ConvBatchNorm, with_statistics
 
 from featx.engine.compute import Compute
 from featx.errors import LayerError, StoreMismatchError
@@ -27,39 +28,10 @@ NONE = torch.zeros(0, 3, 16, 16)
 X = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 
 
-def with_statistics(module: nn.Module) -> nn.Module:
-    """Running statistics, weights and biases that are not those of a new BatchNorm."""
-    generator = torch.Generator().manual_seed(1)
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d):
-            for values in (*part.buffers(), *part.parameters()):
-                values = values if values.is_floating_point() else torch.empty(0)
-                values.data.copy_(0.5 + torch.rand(values.shape, generator=generator))
-    return module.eval().requires_grad_(False)
-
-
-class Block(nn.Module):
-    """conv -> bn, and what reads the convolution's output beside it, if anything does."""
-
-    def __init__(self, read_twice: bool = False, called_twice: bool = False) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1, bias=False)
-        self.bn = nn.BatchNorm2d(3)
-        self.relu = nn.ReLU(inplace=True)
-        self.read_twice, self.called_twice = read_twice, called_twice
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.conv(x)
-        z = self.relu(self.bn(y))
-        if self.read_twice:
-            z = z + y
-        return self.relu(self.bn(self.conv(z))) if self.called_twice else z
-
-
 @pytest.mark.parametrize(
     "module",
     [
-        Block(),
+        ConvBatchNorm(),
         nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.BatchNorm2d(8, affine=False)),
         nn.Sequential(nn.Conv2d(3, 6, 3, groups=3), BatchNormAct2d(6, act_layer=nn.SiLU)),
         nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)),
@@ -84,7 +56,7 @@ def test_the_same_values_and_the_module_comes_back(module: nn.Module) -> None:
 
 
 def test_it_comes_back_after_an_exception() -> None:
-    module = with_statistics(Block())
+    module = with_statistics(ConvBatchNorm())
     before = state_sha256(module)
     with pytest.raises(KeyError), folded(foldable_pairs(module, X, kept=())):
         raise KeyError
@@ -93,16 +65,16 @@ def test_it_comes_back_after_an_exception() -> None:
 
 @pytest.mark.parametrize("kept", ["conv", "bn"])
 def test_what_somebody_looks_at_stays(kept: str) -> None:
-    assert foldable_pairs(with_statistics(Block()), X, kept=[kept]) == []
+    assert foldable_pairs(with_statistics(ConvBatchNorm()), X, kept=[kept]) == []
 
 
 def test_calls_of_several_maps_are_not_folded() -> None:
-    assert foldable_pairs(with_statistics(Block(called_twice=True)), X, kept=()) == []
+    assert foldable_pairs(with_statistics(ConvBatchNorm(called_twice=True)), X, kept=()) == []
 
 
 @pytest.mark.parametrize("before", [False, True])
 def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
-    class Reads(Block):
+    class Reads(ConvBatchNorm):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.conv(x)
             mean = y.mean() if before else 0
@@ -110,20 +82,20 @@ def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
             return z + (mean if before else y.mean())
 
     assert foldable_pairs(with_statistics(Reads()), X, kept=()) == []
-    module = with_statistics(nn.Sequential(Block(read_twice=True), nn.Flatten()))
+    module = with_statistics(nn.Sequential(ConvBatchNorm(read_twice=True), nn.Flatten()))
     assert foldable_pairs(module, X, kept=()) == []
 
 
 def test_weights_that_are_made_anew_in_each_pass_are_not_folded() -> None:
-    module = with_statistics(Block())
+    module = with_statistics(ConvBatchNorm())
     nn.utils.parametrizations.weight_norm(module.conv)
     assert foldable_pairs(module, X, kept=()) == []
-    old = with_statistics(Block())
+    old = with_statistics(ConvBatchNorm())
     old.conv.__class__ = type("ScaledStdConv2d", (nn.Conv2d,), {})
     assert foldable_pairs(old, X, kept=()) == []
 
 
-HOOKED: dict[str, Callable[[Block], object]] = {
+HOOKED: dict[str, Callable[[ConvBatchNorm], object]] = {
     "prune": lambda block: prune.l1_unstructured(block.conv, "weight", 0.3),
     "prune the norm": lambda block: prune.l1_unstructured(block.bn, "weight", 0.3),
     "old weight_norm": lambda block: nn.utils.weight_norm(block.conv),
@@ -139,7 +111,7 @@ class Hooked(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.block = with_statistics(Block())
+        self.block = with_statistics(ConvBatchNorm())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # the old weight_norm
             HOOKED[name](self.block)
@@ -192,7 +164,7 @@ def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos:
 
 
 def test_pairs_beside_a_hooked_convolution_are_folded() -> None:
-    module = with_statistics(nn.Sequential(Block(), Block()))
+    module = with_statistics(nn.Sequential(ConvBatchNorm(), ConvBatchNorm()))
     prune.l1_unstructured(module[0].conv, "weight", 0.3)
     expected = module(X.clone())
     pairs = foldable_pairs(module, X, kept=())
@@ -202,7 +174,7 @@ def test_pairs_beside_a_hooked_convolution_are_folded() -> None:
 
 
 def test_an_exception_in_the_midst_of_folding_leaves_the_module() -> None:
-    module = with_statistics(nn.Sequential(Block(), Block()))
+    module = with_statistics(nn.Sequential(ConvBatchNorm(), ConvBatchNorm()))
     pairs = foldable_pairs(module, X, kept=())
     before = facts(module)
     module[1].bn.running_mean = torch.zeros(7)  # of another size: its weights cannot be fused
@@ -220,14 +192,14 @@ def test_batch_statistics_are_not_folded() -> None:
 
 @pytest.mark.parametrize(("read_twice", "folds"), [(False, True), (True, False)])
 def test_an_output_that_is_read_twice_shows_in_the_values(read_twice: bool, folds: bool) -> None:
-    module = with_statistics(nn.Sequential(Block(read_twice), nn.MaxPool2d(2)))
+    module = with_statistics(nn.Sequential(ConvBatchNorm(read_twice), nn.MaxPool2d(2)))
     with bound(backbone_of(module, side=16), "1") as engine:
         assert engine.formats(NONE).fold_batchnorm == folds
 
 
 def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
     """Two neighbours of float16 lie further apart than folding moves a value."""
-    module = with_statistics(nn.Sequential(Block(), nn.Conv2d(3, 64, 1)))
+    module = with_statistics(nn.Sequential(ConvBatchNorm(), nn.Conv2d(3, 64, 1)))
     with bound(backbone_of(module, side=64), "1", dtype="float16") as engine:
         x = engine._noise(3)
         values = []
@@ -239,7 +211,7 @@ def test_rounding_to_float16_does_not_keep_a_model_from_being_folded() -> None:
 
 
 def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
-    module = nn.Sequential(Block(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
+    module = nn.Sequential(ConvBatchNorm(), nn.Flatten(), nn.Linear(3 * 16 * 16, 4))
     with bound(backbone_of(with_statistics(module), side=16), "0.relu:grad_output") as engine:
         assert not engine.formats(NONE).fold_batchnorm
 
@@ -254,7 +226,7 @@ def test_gradients_are_taken_of_the_model_as_it_stands() -> None:
     ],
 )
 def test_the_engine_folds_in_every_way_of_computing(compiled: bool, channels_last: bool) -> None:
-    module = with_statistics(Block())
+    module = with_statistics(ConvBatchNorm())
     before = state_sha256(module)
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8)
     with bound(backbone_of(module, side=16), "relu") as engine:
@@ -274,7 +246,7 @@ OWN = {
 }
 
 
-class Classifier(Block):
+class Classifier(ConvBatchNorm):
     """With statistics of its own."""
 
     def __init__(self) -> None:
@@ -301,7 +273,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = with_statistics(Block(read_twice=True))
+        self.first = with_statistics(ConvBatchNorm(read_twice=True))
         self.last = nn.MaxPool2d(2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

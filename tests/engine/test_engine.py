@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, hooked, noise
+from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise
 from torch import nn
+from zoo import ClampedNet, ResidualConvNet
 
 import featx
 from featx.base.devices import choose_device, exact_cuda
@@ -62,7 +63,7 @@ RESIDUAL_LAYERS = ("conv1", "bn", "conv2", "relu@1", "relu@2", "pool", "fc")
 @pytest.mark.parametrize("reduce", ["none", "flatten"])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_overwritten_tensors_are_kept_bit_for_bit(reduce: str, channels_last: bool) -> None:
-    module, x = Residual(), noise()
+    module, x = ResidualConvNet(), noise()
     with bound(backbone_of(module), *[(name, reduce) for name in RESIDUAL_LAYERS]) as engine:
         engine.configure_compute(Compute("fp32", False, channels_last, 4))
         engine.run(noise(seed=4))
@@ -89,7 +90,7 @@ def test_overwritten_tokens_are_kept_bit_for_bit(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["avg", "max", "gem", "grid"])
 def test_overwritten_maps_are_reduced_as_the_layer_gave_them(reduce: str) -> None:
-    module, x = Residual(), noise()
+    module, x = ResidualConvNet(), noise()
     with bound(backbone_of(module), ("conv2", reduce)) as engine:
         got = engine.run(x)["conv2"]
     y = hooked(module, "conv2", x)
@@ -126,7 +127,7 @@ def test_resnets_last_batchnorm_is_no_block_output() -> None:
 
 
 def test_an_overwriting_that_only_pictures_show_is_found() -> None:
-    module = Clamped()
+    module = ClampedNet()
     x = 100 * noise().abs()
     with bound(backbone_of(module), "layer", "clamp") as engine:
         engine.run(noise())
@@ -149,7 +150,7 @@ def test_an_overwriting_in_channels_last_only_is_found() -> None:
 def test_inference_tensors_are_copied() -> None:
     """A model under torch.inference_mode keeps no count of writes."""
 
-    class Inference(Clamped):
+    class Inference(ClampedNet):
         @torch.inference_mode()
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
@@ -177,7 +178,7 @@ def test_a_model_that_writes_to_its_input_does_not_change_the_callers_images() -
 
 
 def test_features_of_one_batch_outlive_the_next() -> None:
-    with bound(backbone_of(Residual()), "conv1", "bn", "fc") as engine:
+    with bound(backbone_of(ResidualConvNet()), "conv1", "bn", "fc") as engine:
         first = engine.run(noise(seed=1))
         kept = {name: value.clone() for name, value in first.items()}
         engine.run(noise(seed=2))
@@ -187,7 +188,7 @@ def test_features_of_one_batch_outlive_the_next() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_shapes_and_dtypes(dtype: str) -> None:
     layers = ("conv1", ("conv2", "avg"), ("relu@2", "flatten"), ("pool", "grid"), "fc", "embedding")
-    with bound(backbone_of(Residual()), *layers, dtype=dtype) as engine:
+    with bound(backbone_of(ResidualConvNet()), *layers, dtype=dtype) as engine:
         values = engine.run(noise())
         specs = {spec.name: spec for spec in engine.specs(engine.chosen)}  # type: ignore[attr-defined]
     shapes = {name: tuple(value.shape[1:]) for name, value in values.items()}
@@ -209,7 +210,7 @@ def test_shapes_and_dtypes(dtype: str) -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_a_row_does_not_depend_on_the_padding_or_on_failed_neighbours(channels_last: bool) -> None:
-    with bound(backbone_of(Residual()), "conv2", "fc") as engine:
+    with bound(backbone_of(ResidualConvNet()), "conv2", "fc") as engine:
         engine.configure_compute(Compute("fp32", False, channels_last, 4))
         x = noise()
         full = engine.run(x)
@@ -224,7 +225,7 @@ def test_other_batch_sizes_give_the_same_rows() -> None:
     x = noise(8)
     rows = {}
     for size in (1, 2, 8):
-        with bound(backbone_of(Residual()), "conv2", "fc") as engine:
+        with bound(backbone_of(ResidualConvNet()), "conv2", "fc") as engine:
             engine.configure_compute(Compute("fp32", False, True, size))
             parts = [engine.run(x[i : i + size]) for i in range(0, 8, size)]
         rows[size] = {k: torch.cat([p[k] for p in parts]).flatten(1) for k in parts[0]}
@@ -236,7 +237,7 @@ def test_other_batch_sizes_give_the_same_rows() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precisions_run_on_the_cpu(precision: str) -> None:
-    with bound(backbone_of(Residual()), "bn", "conv2", "fc") as engine:
+    with bound(backbone_of(ResidualConvNet()), "bn", "conv2", "fc") as engine:
         exact = engine.run(noise())
         engine.configure_compute(Compute(precision, False, True, 4))
         half = engine.run(noise())
@@ -249,7 +250,7 @@ def test_half_precisions_run_on_the_cpu(precision: str) -> None:
 
 def test_overwritten_tensors_in_half_precision_stored_as_they_are() -> None:
     """fp16 stored as float16 needs no cast, and so no copy comes about by chance."""
-    module = Residual()
+    module = ResidualConvNet()
     with bound(backbone_of(module), "conv2", dtype="float16") as engine:
         engine.configure_compute(Compute("fp16", False, False, 4))
         got = engine.run(noise())["conv2"]
@@ -274,7 +275,7 @@ def test_a_view_inside_keeps_the_model_out_of_channels_last() -> None:
         engine.configure_compute(FP32)
         got = engine.run(noise())["fc"]
     assert torch.equal(got, hooked(module, "fc", noise()))
-    with bound(backbone_of(Residual()), "fc") as engine:
+    with bound(backbone_of(ResidualConvNet()), "fc") as engine:
         assert engine.formats(noise()).channels_last
     with bound(backbone_of(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))), "1") as engine:
         assert not engine.formats(noise()).channels_last
@@ -341,7 +342,7 @@ def test_the_pass_stops_after_the_last_executed_layer() -> None:
 
 def test_the_model_is_frozen_and_left_as_it_was() -> None:
     """No parameter or buffer changes, no hook stays, whatever happens inside the block."""
-    module = Residual().train()
+    module = ResidualConvNet().train()
     backbone = backbone_of(module)
     assert not any(m.training for m in module.modules())
     assert not any(p.requires_grad for p in module.parameters())
@@ -444,7 +445,7 @@ def test_a_shape_that_changes_between_batches_is_an_error() -> None:
 def test_a_reduction_that_does_not_fit_is_told_before_any_image() -> None:
     with (
         pytest.raises(ReduceError, match="avg does not fit fc"),
-        bound(backbone_of(Residual()), ("fc", "avg")),
+        bound(backbone_of(ResidualConvNet()), ("fc", "avg")),
     ):
         pass
 
@@ -499,7 +500,9 @@ def test_taps_are_told_apart_by_call_and_element() -> None:
 
 @pytest.mark.slow  # the C++ compiler takes half a minute
 def test_compiled_values_are_the_eager_ones() -> None:
-    with bound(backbone_of(Residual()), "bn", "conv2", ("relu@2", "flatten"), "fc") as engine:
+    with bound(
+        backbone_of(ResidualConvNet()), "bn", "conv2", ("relu@2", "flatten"), "fc"
+    ) as engine:
         eager = engine.run(noise())
         engine.configure_compute(Compute("fp32", True, False, 4))
         compiled = engine.run(noise())
@@ -511,7 +514,7 @@ def test_compiled_values_are_the_eager_ones() -> None:
 @pytest.mark.slow
 def test_an_overwriting_that_only_pictures_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
-    with bound(backbone_of(Clamped()), "layer", "clamp") as engine:
+    with bound(backbone_of(ClampedNet()), "layer", "clamp") as engine:
         engine.configure_compute(Compute("fp32", True, False, 4))
         values = engine.run(x)
     assert torch.equal(values["layer"], x)

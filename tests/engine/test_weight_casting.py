@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_batchnorm_folding import Block, with_statistics
 from tiny_engine import backbone_of, bound, noise
 from tiny_model import MODEL, extract
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import ConvBatchNorm, with_statistics
 
 from featx.config import ReduceConfig
 from featx.config.schema import from_keywords, from_omegaconf
@@ -231,7 +231,7 @@ def test_folded_and_in_channels_last(
     precision: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The folded weights are those that are cast, in their memory format."""
-    module = with_statistics(nn.Sequential(Block(), nn.Conv2d(3, 8, 3)))
+    module = with_statistics(nn.Sequential(ConvBatchNorm(), nn.Conv2d(3, 8, 3)))
     x = noise(side=16)
     found: list[torch.Tensor] = []
     for casts in (True, False):

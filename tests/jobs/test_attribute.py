@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_model import COMMAND, KEYS, Tiny, run_job, write_picture
+from tiny_model import COMMAND, KEYS, run_job, write_picture
+from zoo import TwoStageConvNet
 
 import featx
 from featx.errors import ConfigError, LayerError, StoreMismatchError
@@ -35,7 +36,7 @@ def run(data: Path, out: str = "store", **keys: Any) -> int:
 def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray, int, float]:
     """Grad-CAM of `deep`, the class and its probability, from the picture of a row."""
     torch.manual_seed(0)
-    net = Tiny().eval()
+    net = TwoStageConvNet().eval()
     assert store.attrs["weights_sha256"] == state_sha256(net)
     with Image.open(data / str(store.keys[row])) as image:
         pixels = np.asarray(image.convert("RGB").resize((32, 32), Image.Resampling.BILINEAR))

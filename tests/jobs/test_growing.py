@@ -341,7 +341,7 @@ def test_a_model_that_has_changed_adds_nothing(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extract(photos, model={**MODEL, "weights": "default"})
-    monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    monkeypatch.setattr("zoo.TwoStageConvNet.__init__.__defaults__", (None, 2.0, 0.0, ""))
     for keys in ({"layers": ["pool"]}, {"layers": ["conv", "pool"]}):
         with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
             extract(photos, model={**MODEL, "weights": "default"}, **keys)

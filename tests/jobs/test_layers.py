@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import MODEL, Tiny, write_picture
+from tiny_model import MODEL, write_picture
 from torch import nn
+from zoo import TwoStageConvNet
 
 from featx.base.console import print_result
 from featx.cli.layer_table import layer_rows, layer_table
@@ -268,8 +269,8 @@ def test_watch_prints_up_to_the_layer_that_fails(
 def test_nothing_is_left_in_the_users_model(
     layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = Tiny().train()
-    monkeypatch.setattr("tiny_model.Tiny", lambda: own)
+    own = TwoStageConvNet().train()
+    monkeypatch.setattr("tiny_model.TwoStageConvNet", lambda: own)
     before = {name: value.clone() for name, value in own.state_dict().items()}
     for show in ("all", "watch"):
         layers(show, model={**MODEL, "weights": "default"})

@@ -77,18 +77,18 @@ def test_the_same_pictures_get_what_the_stores_rows_get(
 def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos: Path) -> None:
     files = [photos / key for key in probed.keys[[5, 2, 5]]]
     found = featx.predict(
-        "store/probe/pool.safetensors", files, device="cpu", model_factory="tiny_model:Tiny"
+        "store/probe/pool.safetensors", files, device="cpu", model_factory="zoo:TwoStageConvNet"
     )
     scores = expected(probed, "pool")[[5, 2, 5]]
     assert found.scores == pytest.approx(scores, abs=1e-5)
     assert [row.key for row in found] == [str(file) for file in files]
     assert found.classes == ("cat", "dog")
     whole = featx.predict(
-        "store/probe/pool.safetensors", photos, device="cpu", model_factory="tiny_model:Tiny"
+        "store/probe/pool.safetensors", photos, device="cpu", model_factory="zoo:TwoStageConvNet"
     )
     assert len(whole) == len(probed)
     with pytest.raises(DataError, match="images is empty"):
-        featx.predict("store/probe/pool.safetensors", [], model_factory="tiny_model:Tiny")
+        featx.predict("store/probe/pool.safetensors", [], model_factory="zoo:TwoStageConvNet")
 
 
 def test_a_picture_that_fails_is_a_row_with_its_reason(
@@ -112,7 +112,7 @@ def test_a_picture_that_fails_is_a_row_with_its_reason(
 def test_code_that_a_file_names_is_not_imported(probed: featx.FeatureStore, photos: Path) -> None:
     with pytest.raises(ConfigError, match="featx imports no code because a file names it"):
         featx.predict("store/probe/pool.safetensors", photos)
-    with pytest.raises(ConfigError, match=r"add model=custom model\.factory=tiny_model:Tiny"):
+    with pytest.raises(ConfigError, match=r"add model=custom model\.factory=zoo:TwoStageConvNet"):
         predict_job(model="efficientnet_lite0", data=str(photos))
 
 
@@ -123,10 +123,10 @@ def test_another_model_is_refused(probed: featx.FeatureStore, photos: Path) -> N
     assert data.count(sha) == 1
     path.write_bytes(data.replace(sha, b"0" * 64))
     with pytest.raises(StoreMismatchError, match="weights_sha256: the head has '0000"):
-        featx.predict(path, photos, model_factory="tiny_model:Tiny")
+        featx.predict(path, photos, model_factory="zoo:TwoStageConvNet")
     path.write_bytes(data[:-20])
     with pytest.raises(StoreError, match="cannot be read as a head"):
-        featx.predict(path, photos, model_factory="tiny_model:Tiny")
+        featx.predict(path, photos, model_factory="zoo:TwoStageConvNet")
     path.unlink()
     with pytest.raises(StoreError, match="there is no head at"):
         featx.predict(path, photos)

@@ -116,7 +116,7 @@ def test_the_command_prints_json_alone_also_with_repair(
     refused = featx(*command)
     assert refused.returncode == 2
     assert "featx imports no code because a file names it" in refused.stderr
-    done = featx(*command, "model=custom", "model.factory=tiny_model:Tiny")
+    done = featx(*command, "model=custom", "model.factory=zoo:TwoStageConvNet")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["complete"] is True
@@ -338,7 +338,7 @@ def test_repair_with_other_weights_is_refused(
 ) -> None:
     extract(photos, model={**MODEL, "weights": "default"}, seed=3)
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
-    monkeypatch.setattr("tiny_model.Tiny.__init__.__defaults__", (None, 2.0, 0.0, ""))
+    monkeypatch.setattr("zoo.TwoStageConvNet.__init__.__defaults__", (None, 2.0, 0.0, ""))
     with pytest.raises(StoreMismatchError, match="weights_sha256: the store has"):
         look(capsys, verify={"repair": True})
 

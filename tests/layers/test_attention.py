@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 import torchvision
 from tiny_engine import CPU, FP32, backbone_of, noise
 from tiny_model import KEYS, extract, run_job
 from torch import nn
+from zoo import PatchTransformer, vision_transformer
 
 import featx
 from featx.config import ReduceConfig
@@ -26,37 +26,9 @@ pytestmark = pytest.mark.usefixtures("packing_in_process")
 SIDE = 16
 
 
-def tiny_vit(**options: Any) -> nn.Module:
-    """timm's, with 17 tokens, 2 heads and fused attention."""
-    torch.manual_seed(0)
-    model = timm.models.VisionTransformer(
-        img_size=SIDE, patch_size=4, embed_dim=8, depth=2, num_heads=2, num_classes=3, **options
-    )
-    for block in model.blocks:
-        block.attn.qkv.weight.data *= 50  # attention far from uniform
-    return model.eval()
-
-
 def torchvision_vit() -> nn.Module:
     torch.manual_seed(0)
     return torchvision.models.VisionTransformer(SIDE, 4, 2, 2, 8, 16, num_classes=3).eval()
-
-
-class Encoder(nn.Module):
-    """nn.TransformerEncoderLayer over patches, sequence first or batch first."""
-
-    def __init__(self, batch_first: bool = True) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.batch_first = batch_first
-        self.patch = nn.Conv2d(3, 8, 4, 4)
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=batch_first)
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.patch(x).flatten(2).transpose(1, 2)
-        x = self.layer(x if self.batch_first else x.transpose(0, 1))
-        return self.fc(x.mean(1 if self.batch_first else 0))
 
 
 MHA = "encoder.layers.encoder_layer_{}.self_attention"
@@ -86,7 +58,7 @@ def by_hand(attn: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_timms_weights_are_those_by_hand_and_the_model_is_as_it_was() -> None:
-    model, x = tiny_vit(), noise(4, SIDE)
+    model, x = vision_transformer(), noise(4, SIDE)
     name = "blocks.1.attn:attention"
     values, plain = run(model, x, [name, "blocks.1.norm1", "blocks.1"])
     with torch.no_grad():
@@ -101,7 +73,9 @@ def test_timms_weights_are_those_by_hand_and_the_model_is_as_it_was() -> None:
     torch.testing.assert_close(values["blocks.1"], without["blocks.1"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [torchvision_vit, Encoder, lambda: Encoder(batch_first=False)])
+@pytest.mark.parametrize(
+    "make", [torchvision_vit, PatchTransformer, lambda: PatchTransformer(batch_first=False)]
+)
 def test_multihead_weights_are_pytorchs_own(make: Any) -> None:
     model, x = make(), noise(4, SIDE)
     names = [name for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)]
@@ -176,7 +150,7 @@ def test_masks_and_several_calls() -> None:
         features["a:attention"]
 
 
-@pytest.mark.parametrize("make", [tiny_vit, torchvision_vit, Encoder])
+@pytest.mark.parametrize("make", [vision_transformer, torchvision_vit, PatchTransformer])
 def test_capture_gives_weights_and_changes_nothing(make: Any) -> None:
     model, x = make(), noise(2, SIDE)
     found = next(
@@ -200,7 +174,7 @@ def test_capture_gives_weights_and_changes_nothing(make: Any) -> None:
 
 def test_what_the_fused_kernel_hides_has_names_too() -> None:
     """The softmax of one block: its kernel is off, that of the other stays on."""
-    model, x = tiny_vit(), noise(4, SIDE)
+    model, x = vision_transformer(), noise(4, SIDE)
     asked = ["blocks.0.attn.softmax", "blocks.0.attn.matmul", "blocks.0.attn:attention"]
     values, plain = run(model, x, asked)
     assert plain == ["blocks.0.attn"]
@@ -217,7 +191,7 @@ def test_what_the_fused_kernel_hides_has_names_too() -> None:
 
 
 def test_gradients_at_the_weights() -> None:
-    model, x = tiny_vit(), noise(2, SIDE)
+    model, x = vision_transformer(), noise(2, SIDE)
     name = "blocks.1.attn.softmax"
     with featx.capture(model, [name, f"{name}:grad_output", "blocks.1.attn.qkv"]) as features:
         model(x)[:, 0].sum().backward()
@@ -230,7 +204,7 @@ def test_gradients_at_the_weights() -> None:
 
 
 def test_globs_and_presets_take_every_attention_module() -> None:
-    model = tiny_vit()
+    model = vision_transformer()
     every = [f"blocks.{i}.attn:attention" for i in (0, 1)]
     for request in ("blocks.*.attn:attention", "all:attention", "leaves:attention"):
         assert [point.name for point, _ in choose(model, request).chosen] == every
@@ -257,7 +231,7 @@ def test_globs_and_presets_take_every_attention_module() -> None:
 )
 def test_what_shows_no_weights_is_refused(request_: str, message: str) -> None:
     with pytest.raises(LayerError, match=message):
-        choose(tiny_vit(), request_, "blocks.1.attn:attention")
+        choose(vision_transformer(), request_, "blocks.1.attn:attention")
 
 
 def test_functional_attention_is_named_by_its_softmax() -> None:
@@ -298,7 +272,7 @@ def test_weights_that_do_not_add_up_are_refused() -> None:
 
 def tiny_model() -> nn.Module:
     """For model=custom."""
-    return tiny_vit()
+    return vision_transformer()
 
 
 def test_weights_go_into_the_store_and_the_run_says_so(

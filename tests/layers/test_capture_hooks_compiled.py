@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_attention import Encoder, tiny_vit
-from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, hooked, noise
+from tiny_engine import CPU, FP32, backbone_of, hooked, noise
 from torch import nn
+from zoo import ClampedNet, PatchTransformer, ResidualConvNet, vision_transformer
 
 import featx
 from featx.config import ReduceConfig
@@ -94,11 +94,23 @@ def test_every_engine_of_a_process_is_compiled() -> None:
 
 
 CASES = {
-    "in_place": (Residual, 8, ["conv1", "bn", "relu@1", "conv2", "relu@2", "fc", "fc:input"]),
+    "in_place": (
+        ResidualConvNet,
+        8,
+        ["conv1", "bn", "relu@1", "conv2", "relu@2", "fc", "fc:input"],
+    ),
     "repeated": (Repeated, 8, ["conv", "relu@1", "norm", "relu@2", "relu@2:input", "fc"]),
     "elements": (Pairs, 8, ["two@1[1].twice", "two@2[0]"]),
-    "multihead": (Encoder, 16, ["layer.self_attn:attention", "layer.self_attn[0]", "layer"]),
-    "timm": (tiny_vit, 16, ["blocks.0.attn:attention", "blocks.0.attn", "blocks.1", "norm"]),
+    "multihead": (
+        PatchTransformer,
+        16,
+        ["layer.self_attn:attention", "layer.self_attn[0]", "layer"],
+    ),
+    "timm": (
+        vision_transformer,
+        16,
+        ["blocks.0.attn:attention", "blocks.0.attn", "blocks.1", "norm"],
+    ),
 }
 
 
@@ -133,7 +145,7 @@ def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
 
 def test_a_write_that_only_pictures_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
-    with Engine(backbone_of(Clamped()), CPU, "float32") as engine:
+    with Engine(backbone_of(ClampedNet()), CPU, "float32") as engine:
         requests = [("layer", ReduceConfig()), ("clamp", ReduceConfig())]
         engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
         engine.configure_compute(Compute("fp32", True, False, 4))
@@ -165,7 +177,7 @@ def test_taps_in_another_order_are_an_error_when_compiled() -> None:
 @pytest.mark.parametrize("layer", ["_orig_mod.conv2", "_orig_mod.relu@2"])
 def test_hooks_on_a_model_that_was_compiled_before(layer: str) -> None:
     """pytorch#117758: they may not fire, which is told; what they give is the layer's own."""
-    module, x = Residual().eval(), noise()
+    module, x = ResidualConvNet().eval(), noise()
     model = COMPILE(module, backend="eager")
     with torch.no_grad():
         model(x)

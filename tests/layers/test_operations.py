@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, hooked, noise, overwritten
+from tiny_engine import CPU, FP32, backbone_of, bound, hooked, noise, overwritten
 from tiny_model import KEYS, extract, run_job
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+from zoo import ClampedNet, ResidualConvNet
 
 import featx
 from featx.config import ReduceConfig
@@ -187,7 +188,7 @@ OPERATIONS = ("add", "flatten")
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) -> None:
-    module, x = Residual(), noise()
+    module, x = ResidualConvNet(), noise()
     with bound(backbone_of(module), "add", "conv2", "flatten") as engine:
         engine.configure_compute(Compute("fp32", False, channels_last, 4))
         engine.run(noise(seed=4))
@@ -203,11 +204,11 @@ def test_an_operation_is_kept_although_a_relu_writes_to_it(channels_last: bool) 
 
 def test_overwritten_covers_operations() -> None:
     points = [CapturePoint(name, "", operation=name) for name in OPERATIONS]
-    assert overwritten(Residual().eval(), points, noise()) == {"add"}
+    assert overwritten(ResidualConvNet().eval(), points, noise()) == {"add"}
 
 
 def test_an_overwriting_that_only_pictures_show_is_found() -> None:
-    class Late(Clamped):
+    class Late(ClampedNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.clamp(self.layer(x) * 1)
 
@@ -317,7 +318,7 @@ def test_what_featx_does_with_a_layer_is_no_operation_of_the_model() -> None:
 
 
 def test_gradients_at_operations_are_autograds() -> None:
-    module, x = Residual(), noise()
+    module, x = ResidualConvNet(), noise()
     backbone = backbone_of(module)
     with Engine(backbone, CPU, "float32", target=2) as engine:
         asked = [("add:grad_output", ReduceConfig()), ("flatten:grad_output", ReduceConfig())]

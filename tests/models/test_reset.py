@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import MODEL, Tiny, extract
+from tiny_model import MODEL, extract
 from torch import nn
+from zoo import TwoStageConvNet
 
 from featx.config import ModelConfig
 from featx.errors import ConfigError, ModelError, StoreMismatchError
@@ -158,7 +159,7 @@ def test_it_is_part_of_the_stores_identity(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file = made_up(Tiny(), tmp_path / "w.pth")
+    file = made_up(TwoStageConvNet(), tmp_path / "w.pth")
     trained = {**MODEL, "weights": file}
     reset = {**trained, "init": "reset"}
     first = extract(photos, model=trained)

@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 import torch
 from made_store import dataset_digests
-from tiny_engine import CPU, FP32, Clamped, Residual, backbone_of, bound, noise
+from tiny_engine import CPU, FP32, backbone_of, bound, noise
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import ClampedNet, ResidualConvNet
 
 from featx.base.machine import num_cpus
 from featx.config import ModelConfig, ReduceConfig
@@ -160,7 +161,7 @@ def test_memory_that_is_gone_in_the_middle_of_a_run_is_said(ahead: bool) -> None
 
 @pytest.mark.slow
 def test_a_compiled_pass_is_not_compiled_again_in_another_thread() -> None:
-    with bound(backbone_of(Residual()), "fc") as engine:
+    with bound(backbone_of(ResidualConvNet()), "fc") as engine:
         engine.run(noise())  # as a run does, which times the eager model first
         engine.configure_compute(Compute("fp32", True, False, 4))
         expected = digests_of(engine, noise())
@@ -199,9 +200,9 @@ def run_beside(engine: Engine, inputs: list[torch.Tensor], count: int = 3) -> li
 @pytest.mark.parametrize(
     ("module", "layers"),
     [
-        (Residual, ["conv1", "bn", "relu@2", "pool", "fc"]),
-        (Residual, ["relu@1"]),  # the pass is ended early, by the replica's own hooks alone
-        (Clamped, ["layer"]),  # copied where it is written to, which each replica finds out
+        (ResidualConvNet, ["conv1", "bn", "relu@2", "pool", "fc"]),
+        (ResidualConvNet, ["relu@1"]),  # the pass is ended early, by the replica's own hooks alone
+        (ClampedNet, ["layer"]),  # copied where it is written to, which each replica finds out
     ],
 )
 def test_replicas_compute_what_the_engine_computes(
@@ -227,7 +228,7 @@ def test_replicas_cast_no_weights() -> None:
     So passes leave no weight for it to cast, also while another replica is held inside its own.
     """
     inside, leave = threading.Event(), threading.Event()
-    backbone = backbone_of(Residual())
+    backbone = backbone_of(ResidualConvNet())
     backbone.reentrant = True
     casts: list[list[torch.dtype]] = []
 
@@ -266,7 +267,7 @@ def test_replicas_cast_no_weights() -> None:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_thread_may_go_from_one_replica_to_another(order: tuple[int, int]) -> None:
     """The hooks of the first see nothing of the second's pass, and do not end it."""
-    backbone = backbone_of(Residual())
+    backbone = backbone_of(ResidualConvNet())
     backbone.reentrant = True
     with bound(backbone, "conv1") as engine:
         expected = digests_of(engine, noise())
@@ -277,7 +278,7 @@ def test_a_thread_may_go_from_one_replica_to_another(order: tuple[int, int]) -> 
 
 
 def test_what_replicas_are_not_for() -> None:
-    backbone = backbone_of(Residual())
+    backbone = backbone_of(ResidualConvNet())
     with bound(backbone, "fc") as engine:
         assert not engine.replicable  # a user's own module may keep things
     backbone.reentrant = True

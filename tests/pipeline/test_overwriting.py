@@ -100,10 +100,10 @@ def test_a_model_whose_file_was_edited_is_begun_anew(
     """The weights are the same; only the file says that rows would be of another model."""
     monkeypatch.syspath_prepend(tmp_path)
     module = tmp_path / "edited_model.py"
-    module.write_text("from tiny_model import Tiny\n")
-    model = {**MODEL, "factory": "edited_model:Tiny"}
+    module.write_text("from zoo import TwoStageConvNet\n")
+    model = {**MODEL, "factory": "edited_model:TwoStageConvNet"}
     stopped_after(2, monkeypatch, photos, model=model, overwrite=True)
-    module.write_text("from tiny_model import Tiny  # edited\n")
+    module.write_text("from zoo import TwoStageConvNet  # edited\n")
     del computed[:]
     extract(photos, model=model, overwrite=True)
     assert len(computed) == 6

@@ -19,7 +19,8 @@ import pytest
 from made_store import dataset_digests, make_spec, temporary_files
 from processes import outcome, running, wait_until
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, Tiny, extract, write_pictures
+from tiny_model import COMMAND, KEYS, MODEL, extract, write_pictures
+from zoo import TwoStageConvNet
 
 import featx
 from featx.config.schema import from_keywords, from_omegaconf
@@ -90,7 +91,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class Other(Tiny):
+class Other(TwoStageConvNet):
     """The same weights under another name."""
 
 

@@ -380,9 +380,9 @@ def test_a_lost_file_of_weights_is_named(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import torch
-    from tiny_model import Tiny
+    from zoo import TwoStageConvNet
 
-    torch.save(Tiny().state_dict(), tmp_path / "weights.pth")
+    torch.save(TwoStageConvNet().state_dict(), tmp_path / "weights.pth")
     extract(photos, model={**MODEL, "weights": str(tmp_path / "weights.pth")})
     assert look(capsys, verify={"reextract_rows": 5})[0] == 0
     (tmp_path / "weights.pth").unlink()

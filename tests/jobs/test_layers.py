@@ -270,7 +270,7 @@ def test_nothing_is_left_in_the_users_model(
     layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = TwoStageConvNet().train()
-    monkeypatch.setattr("tiny_model.TwoStageConvNet", lambda: own)
+    monkeypatch.setattr("zoo.TwoStageConvNet", lambda: own)
     before = {name: value.clone() for name, value in own.state_dict().items()}
     for show in ("all", "watch"):
         layers(show, model={**MODEL, "weights": "default"})

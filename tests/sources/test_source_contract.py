@@ -17,7 +17,7 @@ from PIL import Image
 from tiny_model import write_pictures
 
 from featx.config import DataConfig
-from featx.sources import open_source, source_of
+from featx.sources import SOURCES, open_source, source_of
 from featx.testing import SourceContract
 from featx.types import Source
 
@@ -109,7 +109,13 @@ def textiles() -> dict[str, Any]:
 class TestSourcesOfOptions(SourceContract):
     @pytest.fixture
     def source(self, data: Callable[[], dict[str, Any]]) -> Source:
-        self.config = DataConfig(**data())
+        options = data()
+        kind = SOURCES.get(options["name"]).options
+        self.config = (
+            DataConfig(**options)
+            if kind is None
+            else kind(**{key: value for key, value in options.items() if key != "name"})
+        )
         return open_source(self.config)
 
     def copy_for_worker(self, source: Source) -> Source:

@@ -10,7 +10,7 @@ from featx.store import codecs
 from featx.testing import CodecContract
 
 
-@pytest.mark.parametrize("codec", ["none", "lzf", "gzip", "zstd", "blosc2"])
+@pytest.mark.parametrize("codec", codecs.CODECS.names())
 class TestCodecs(CodecContract):
     @pytest.fixture
     def filters(self, codec: str) -> dict[str, Any]:

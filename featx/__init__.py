@@ -58,6 +58,7 @@ declare_families(
     {
         "codec": "featx.store.codecs:CODECS",
         "data": "featx.sources.registry:SOURCES",
+        "executor": "featx.pipeline.executors:EXECUTORS",
         "export.format": "featx.export.base:FORMATS",
     }
 )

@@ -23,7 +23,11 @@ def test_the_import_contract_lists_every_member() -> None:
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     contracts = tomllib.loads(text)["tool"]["importlinter"]["contracts"]
     independent = [c["modules"] for c in contracts if c["type"] == "independence"]
-    for option, package in (("data", "featx.sources"), ("export.format", "featx.export")):
+    for option, package in (
+        ("data", "featx.sources"),
+        ("executor", "featx.pipeline.executors"),
+        ("export.format", "featx.export"),
+    ):
         expected = {f"{package}.{member.name}" for member in family(option)}
         assert expected in [set(modules) for modules in independent]
 

@@ -20,7 +20,7 @@ from featx.config.attribute import (
 )
 from featx.config.checks import MAY_BE_EMPTY, NAMES, check_choice
 from featx.config.data import OBJECT_SOURCE, DataConfig
-from featx.config.executor import EXECUTORS, ExecutorConfig
+from featx.config.executor import ExecutorConfig
 from featx.config.export import ExportConfig
 from featx.config.job import (
     JOBS,
@@ -49,7 +49,6 @@ __all__ = [
     "BASELINES",
     "BY_CAPTUM",
     "CAPTURES",
-    "EXECUTORS",
     "GRADIENTS",
     "INTERPOLATIONS",
     "JOBS",

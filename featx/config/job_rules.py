@@ -259,7 +259,7 @@ def check_places(config: Config) -> None:
     for key in ("out", "store"):
         if (place := getattr(config, key)) is not None and is_url(place):
             parse_path(place)
-    folder = config.executor.folder
+    folder = config.executor.shared_folder
     if folder is not None and is_url(folder):
         raise ConfigError(
             f"executor.folder={folder}: submitit, which tells the tasks what to do, needs a folder "

@@ -296,7 +296,7 @@ class Config:
                         f"{key} sees the batches of one process only; leave executor and its "
                         "options out with it."
                     )
-        gpus = self.executor.devices
+        gpus = self.executor.gpu_indices
         if gpus is not None and self.device not in ("auto", "cuda"):
             raise ConfigError(
                 f"executor.devices={gpus} are GPUs, and device={self.device} asks for something "

@@ -159,7 +159,7 @@ def build_run_context(
 
     executor = config.executor
     local_workers = executor.workers if executor.name == "local" else None
-    devices = choose_devices(config.device, config.executor.devices, local_workers)
+    devices = choose_devices(config.device, config.executor.gpu_indices, local_workers)
     check_device(config.decode, source, devices[0])
     if devices[0].type == "cpu":
         keep_freed_memory()  # before any thread allocates

@@ -425,7 +425,7 @@ def test_the_folder_of_tasks_has_to_be_one(photos: Path, cluster: Any) -> None:
     [
         (
             {"name": "slurm", "devices": [0, 1]},
-            "executor.devices has an effect with executor=local only, now slurm",
+            r"executor.devices has an effect with executor=local only \(now executor=slurm\)",
         ),
         ({"name": "slurm", "cpus": 0}, r"executor.cpus=0: expected more than 0"),
         ({"name": "slurm", "mode": "cloud"}, "executor.mode=cloud: expected one of slurm, local"),

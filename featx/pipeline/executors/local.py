@@ -17,15 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import IO
+from typing import IO, Any
 
 from featx import errors
 from featx.base.child_process import module_command, module_environment
 from featx.base.console import log_message
 from featx.base.machine import num_cpus
 from featx.base.supervisor import CRASHES, MAX_CRASHES
+from featx.config import ExecutorConfig
 from featx.config.run_config import Config
-from featx.errors import FeatxError, InternalError, RunError
+from featx.errors import ConfigError, FeatxError, InternalError, RunError
 from featx.images.crash_journal import was_decoding
 from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.local_worker import STOP
@@ -49,6 +50,36 @@ COMMAND = tuple(module_command("featx.pipeline.executors.local_worker"))
 
 -P keeps the current folder off sys.path until the worker receives the path of the driver.
 """
+
+
+@dataclass
+class LocalOptions(ExecutorConfig):
+    """Options of executor=local."""
+
+    name: str = "local"
+    devices: Any = None
+    """GPUs of this machine, one worker each: [0,1] is cuda:0 and cuda:1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.devices is None:
+            return
+        is_list = isinstance(self.devices, list | tuple) and len(self.devices) > 0
+        if not is_list or not all(type(n) is int and n >= 0 for n in self.devices):
+            raise ConfigError(
+                f"executor.devices={self.devices}: expected a list of GPUs, such as [0,1]. For a "
+                "number of workers give executor.workers=2."
+            )
+        if self.workers is not None:
+            raise ConfigError(
+                f"executor.devices={self.devices} means {len(self.devices)} workers; leave "
+                "executor.workers out."
+            )
+
+    @property
+    def gpu_indices(self) -> list[int] | None:
+        """The option `devices`."""
+        return None if self.devices is None else list(self.devices)
 
 
 def check(config: Config) -> None:
@@ -80,6 +111,7 @@ EXECUTORS.register(
     Executor(
         name="local",
         help="The process of the command, or worker processes of this machine.",
+        options=LocalOptions,
         check=check,
         run=run,
     )

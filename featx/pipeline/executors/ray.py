@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from featx.config import ExecutorConfig
 from featx.config.run_config import Config
-from featx.errors import ConfigError, InternalError, MissingExtraError, RunError
+from featx.errors import ConfigError, FeatxError, InternalError, MissingExtraError, RunError
 from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
@@ -47,7 +48,7 @@ def check(config: Config) -> None:
         ConfigError: no cluster answers at executor.address.
     """
     _ray()
-    host, _, port = (config.executor.address or "").removeprefix("ray://").rpartition(":")
+    host, _, port = (_options(config).address or "").removeprefix("ray://").rpartition(":")
     if host and port.isdigit():  # Ray itself would retry for many minutes
         try:
             socket.create_connection((host, int(port)), CONNECT_S).close()
@@ -74,11 +75,44 @@ def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
         return ActorPool(ray, spec, context, session).run()
 
 
+@dataclass
+class RayOptions(ExecutorConfig):
+    """Options of executor=ray."""
+
+    name: str = "ray"
+    cpus: int | None = None
+    """Number of CPUs of each actor, 1 when not given; on a CPU also the number of threads that
+    compute."""
+    gpus: float | None = None
+    """Number of GPUs of each actor if a GPU computes, 1 when not given; 0.5 puts two actors on each
+    GPU."""
+    address: str | None = None
+    """Address of the Ray cluster, such as auto or ray://head:10001; null starts one on this
+    machine."""
+
+    @property
+    def num_cpus(self) -> int:
+        """Number of CPUs of each actor."""
+        return self.cpus or 1
+
+
+def _options(config: Config) -> RayOptions:
+    """Return the options of this executor.
+
+    Raises:
+        FeatxError: the config has those of another executor.
+    """
+    if not isinstance(config.executor, RayOptions):
+        raise FeatxError(f"executor=ray was given the options {config.executor}.")
+    return config.executor
+
+
 EXECUTORS.register(
     Executor(
         name="ray",
         help="Actors of a Ray cluster, or of a Ray that is started on this machine.",
         extra="ray",
+        options=RayOptions,
         check=check,
         run=run,
     )
@@ -154,7 +188,7 @@ class ActorPool(Scheduler[_ActorHandle]):
     """
 
     def __init__(self, ray: Any, spec: WorkerSpec, context: RunContext, session: Session) -> None:
-        options = context.config.executor
+        options = _options(context.config)
         parts = session.missing()
         device = context.engine.device.type
         gpus = options.gpus or 1.0 if device == "cuda" else 0.0
@@ -252,7 +286,7 @@ def _cluster(config: Config) -> Iterator[Any]:
     ray = _ray()
     is_ours = not ray.is_initialized()
     if is_ours:
-        address = config.executor.address
+        address = _options(config).address
         try:
             ray.init(
                 address=address or "local",
@@ -273,7 +307,7 @@ def _no_cluster(config: Config, error: Exception) -> ConfigError:
     """Error for an address at which no cluster answers."""
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return ConfigError(
-        f"executor.address={config.executor.address}: no Ray cluster answers there ({reason}). "
+        f"executor.address={_options(config).address}: no Ray cluster answers there ({reason}). "
         "Leave it out to start one on this machine."
     )
 

@@ -11,12 +11,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx.config.executor import DEFAULT_TIME_LIMIT_MIN
+from featx.config import ExecutorConfig, check_choice
 from featx.config.run_config import Config
-from featx.errors import ConfigError, RunError, counted
+from featx.errors import ConfigError, FeatxError, RunError, counted
 from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.part_worker import rows_text
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
@@ -59,6 +60,70 @@ _ENDLESS = 10**9
 """How often submitit may queue a task again after its time limit; `Task` has its own limit."""
 
 
+DEFAULT_TIME_LIMIT_MIN = 240
+"""Default of the option `time_limit_min` in minutes."""
+
+
+@dataclass
+class SlurmOptions(ExecutorConfig):
+    """Options of executor=slurm."""
+
+    name: str = "slurm"
+    cpus: int | None = None
+    """Number of CPUs of each task, 4 when not given; on a CPU also the number of threads that
+    compute."""
+    gres: str | None = None
+    """Generic resources of each task as Slurm writes them, such as gpu:1; null asks for none."""
+    partition: str | None = None
+    """Partition of the cluster; null takes its default."""
+    account: str | None = None
+    """Account that is charged; null takes your default one."""
+    memory_gib: float | None = None
+    """Memory of each task in GiB; null takes the cluster's default."""
+    time_limit_min: int | None = None
+    """Minutes that a task may run before its remaining parts are submitted again, 240 when not
+    given. Several parts have to fit into this time, so part_rows=auto takes it into account."""
+    folder: str | None = None
+    """Folder that all machines see, for the descriptions and logs of tasks; null takes OUT/jobs.
+    It has to be given if out is in an object store."""
+    mode: str | None = None
+    """slurm (when not given), or local, which runs the tasks as processes of this machine to try
+    the set-up."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode is not None:
+            check_choice("executor.mode", self.mode, ("slurm", "local"))
+
+    @property
+    def num_cpus(self) -> int:
+        """Number of CPUs of each task."""
+        return self.cpus or 4
+
+    @property
+    def shared_folder(self) -> str | None:
+        """The option `folder`."""
+        return self.folder
+
+    @property
+    def task_seconds(self) -> float | None:
+        """Time limit of a task in seconds; None with mode=local."""
+        if self.mode == "local":
+            return None
+        return 60.0 * (self.time_limit_min or DEFAULT_TIME_LIMIT_MIN)
+
+
+def _options(config: Config) -> SlurmOptions:
+    """Return the options of this executor.
+
+    Raises:
+        FeatxError: the config has those of another executor.
+    """
+    if not isinstance(config.executor, SlurmOptions):
+        raise FeatxError(f"executor=slurm was given the options {config.executor}.")
+    return config.executor
+
+
 def check(config: Config) -> None:
     """Check that submitit, Slurm, its controller and the partition are available.
 
@@ -68,14 +133,14 @@ def check(config: Config) -> None:
         RunError: the controller does not answer.
     """
     submitit_module()
-    if config.executor.mode == "local":
+    if _options(config).mode == "local":
         return
     if shutil.which("srun") is None:
         raise ConfigError(
             "executor=slurm: there is no Slurm on this machine (srun is not found). Start the "
             "command on a machine of the cluster; executor.mode=local runs the same path here."
         )
-    check_partition(config.executor.partition)
+    check_partition(_options(config).partition)
 
 
 def run(context: RunContext, session: Session, spec: WorkerSpec) -> RunOutcome:
@@ -105,6 +170,7 @@ EXECUTORS.register(
         name="slurm",
         help="Tasks of a Slurm job array, each over neighbouring parts.",
         extra="slurm",
+        options=SlurmOptions,
         check=check,
         run=run,
     )
@@ -127,7 +193,7 @@ class JobArray(Scheduler[Any]):
     def __init__(
         self, spec: WorkerSpec, context: RunContext, session: Session, folder: Path
     ) -> None:
-        options = context.config.executor
+        options = _options(context.config)
         parts = session.missing()
         num_tasks = max(1, min(options.workers or _NUM_TASKS, len(parts)))
         super().__init__(spec, session, parts, num_tasks)
@@ -375,7 +441,7 @@ def _folder_of_tasks(config: Config, session: Session) -> Path:
     Raises:
         ConfigError: the folder of executor.folder cannot be created.
     """
-    given = config.executor.folder
+    given = _options(config).folder
     if given is None:
         return session.root / layout.JOBS
     folder = Path(given).expanduser().absolute()
@@ -392,7 +458,7 @@ def _folder_of_tasks(config: Config, session: Session) -> Path:
 
 def _executor(config: Config, folder: Path) -> Any:
     """Executor of submitit with the resources that the config requests."""
-    options = config.executor
+    options = _options(config)
     mode = options.mode or "slurm"
     more = {"slurm_max_num_timeout": _ENDLESS} if mode == "slurm" else {}
     executor = submitit_module().AutoExecutor(folder=folder, cluster=mode, **more)

@@ -61,9 +61,12 @@ class LocalOptions(ExecutorConfig):
     """GPUs of this machine, one worker each: [0,1] is cuda:0 and cuda:1."""
 
     def __post_init__(self) -> None:
+        if self.devices is not None:
+            self._check_devices()
         super().__post_init__()
-        if self.devices is None:
-            return
+
+    def _check_devices(self) -> None:
+        """Check that `devices` is a list of GPUs and the only number of workers."""
         is_list = isinstance(self.devices, list | tuple) and len(self.devices) > 0
         if not is_list or not all(type(n) is int and n >= 0 for n in self.devices):
             raise ConfigError(

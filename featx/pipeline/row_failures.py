@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from featx.base.console import log_message
@@ -87,7 +87,7 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
         )
 
 
-def failures_text(failures: list[Failure]) -> str:
+def failures_text(failures: Sequence[Failure]) -> str:
     """Number of failed images by reason, most frequent first, with one example each."""
     counts = Counter(failure.status for failure in failures)
     lines = [f"{counted(len(failures), 'image')} failed:"]

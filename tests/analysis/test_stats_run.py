@@ -304,7 +304,9 @@ def test_a_store_and_statistics_in_one_folder_do_not_touch_each_other(photos: Pa
     take(photos, layers=["deep"], overwrite=True)
     assert {path: path.read_bytes() for path in store} == store
     ours = {path: path.read_bytes() for path in files("store") - set(store)}
-    assert {path.name for path in ours} == {"stats.h5", "stats-failures.csv"}
+    # States of images are kept once their files are some seconds old, as on a busy machine.
+    names = {path.name for path in ours} - {"stats-images.h5"}
+    assert names == {"stats.h5", "stats-failures.csv"}
     extract(photos, layers=["pool"], overwrite=True, pack=False)
     assert {path: path.read_bytes() for path in ours} == ours
     assert run_job("verify", out="store") == 0

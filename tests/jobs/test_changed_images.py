@@ -25,7 +25,7 @@ from tiny_model import COMMAND, extract, run_job, write_picture
 from featx import FeatureStore
 from featx import open as open_store
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
-from featx.pipeline import extraction, image_changes
+from featx.pipeline import image_changes, row_updates
 from featx.pipeline.stop_signals import Interrupted
 from featx.sources.base import EXTENSIONS
 from featx.sources.pixel_encoding import encode_array
@@ -255,14 +255,14 @@ def test_layers_from_another_image_are_refused_at_the_end(
     """An image that changes after it was looked at and before it is read."""
     extract(photos, layers=["conv"])
     with monkeypatch.context() as patch:
-        changes = extraction.image_changes
+        changes = row_updates.image_changes
 
         def changed_later(*args: Any, **keys: Any) -> Any:
             found = changes(*args, **keys)
             write_picture(sorted_photos(photos)[1], 1000)
             return found
 
-        patch.setattr(extraction, "image_changes", changed_later)
+        patch.setattr(row_updates, "image_changes", changed_later)
         with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/006\.png"):
             extract(photos, layers=["conv", "deep"])
     with pytest.raises(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, Stat
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
 from featx.analysis.statistics.target import StatsTarget
-from featx.base.console import announce, log_message
+from featx.base.console import log_message
 from featx.base.text import size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline.executors import check_executor, in_process, run_distributed
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.image_changes import (
     ImagesOfRun,
@@ -31,20 +30,22 @@ from featx.pipeline.image_changes import (
     gone_images_text,
     mended_images_text,
 )
-from featx.pipeline.overwriting import OverwriteMark, resume_or_overwrite
-from featx.pipeline.row_failures import failures_text
-from featx.pipeline.run_context import RunContext, build_run_context
+from featx.pipeline.overwriting import OverwriteMark
+from featx.pipeline.run_context import RunContext
+from featx.pipeline.run_driver import RunOutput, drive_run
 from featx.pipeline.run_metrics import peak_memory_mib
+from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_run
+from featx.pipeline.run_target import RunTarget
 from featx.storage.local_folder import TEMPORARY, AtomicFolder, exclusive_lock
 from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
 from featx.store.image_states import keep_image_states
 from featx.store.layout import LOCK, STATS_OVERWRITING, TRACE, WORKERS, Grid
 from featx.types import Failure, Source
 
-_ANEW = (
-    "computes anew the files of parts that hold them, and the whole where it is finished: a sum "
-    "does not lose one row"
+_REFRESH_TEXT = (
+    "computes the parts with them again, or everything if the statistics are finished: one row "
+    "cannot be taken out of a sum"
 )
 """Effect of refresh=true, for messages."""
 
@@ -68,59 +69,99 @@ def run_stats(config: Config, config_yaml: str, source: Source | None = None) ->
     path = Path(config.out).expanduser() / STATS_OVERWRITING
     mark = OverwriteMark(path, config, source is None)
 
-    def run(config: Config) -> dict[str, Any]:
-        """Run with one config."""
-        return _run(config, config_yaml, mark, source)
+    def output(config: Config) -> StatsOutput:
+        return StatsOutput(config, source)
 
-    return resume_or_overwrite(config, mark, run)
+    return drive_run(config, config_yaml, FEATURES, mark, output)
 
 
-def _run(
-    config: Config, config_yaml: str, mark: OverwriteMark, source: Source | None
-) -> dict[str, Any]:
-    """Run as `run_stats` does; overwrite=true deletes existing statistics."""
-    out = Path(config.out).expanduser()
-    check_executor(config)
-    reference = None if config.stats.reference is None else Statistics(config.stats.reference)
-    with contextlib.ExitStack() as stack:
-        target = StatsTarget(config, source)
-        context = stack.enter_context(build_run_context(config, config_yaml, FEATURES, target))
-        if reference is not None:
-            _check_reference(reference, target, context)
-        disk = AtomicFolder(out)
-        disk.make_folder(out)
-        lock = stack.enter_context(exclusive_lock(out / LOCK))
-        # With the lock held and no other writer alive, the remaining heartbeat files are of dead
-        # processes.
-        refuse_other_writers(out)
-        clear_signs(disk)
-        _clear(disk, config.overwrite)
-        if config.overwrite:
-            # Written between the deletion and the first part: after a kill, the same command
-            # resumes instead of deleting the new parts.
-            mark.write(disk)
-        parts = MomentsOfParts(tree_of(context, target.layers, disk))
-        parts.survey()
-        _refuse_changed_images(context, parts)
-        grid = Grid(len(context.listing), context.part_rows)
-        session = StatsSession(parts, grid, lock)
-        announce(_begin_text(context, target, session, parts.path))
-        outcome = _computed(context, target, session, config_yaml)
-        figures = outcome.figures
-        # The merge of the last parts counts as writing.
-        merging = time.perf_counter()
-        parts.finish()
-        written = figures.seconds["write"]
-        if written is not None:
-            figures.seconds["write"] = written + time.perf_counter() - merging
+class StatsOutput(RunOutput[StatsSession]):
+    """Statistics in the folder `out`, which may also contain a store.
+
+    Args:
+        config: checked config with job=stats.
+        source: data set object from Python, or None to open that of the config.
+    """
+
+    _target: StatsTarget
+
+    def __init__(self, config: Config, source: Source | None = None) -> None:
+        super().__init__(config)
+        self._source = source
+        self._out = Path(config.out).expanduser()
+        self._reference: Statistics | None = None
+
+    def check(self) -> None:
+        """Open the statistics of stats.reference."""
+        if self.config.stats.reference is not None:
+            self._reference = Statistics(self.config.stats.reference)
+
+    def open_target(self) -> RunTarget:
+        """Read the settings of existing statistics."""
+        self._target = StatsTarget(self.config, self._source)
+        return self._target
+
+    def check_context(self, context: RunContext) -> None:
+        """Check that a distance to stats.reference can be computed."""
+        if self._reference is not None:
+            _check_reference(self._reference, self._target, context)
+
+    @contextlib.contextmanager
+    def open_session(self, context: RunContext) -> Iterator[StatsSession]:
+        """Lock the folder, delete leftovers, and find complete parts."""
+        disk = AtomicFolder(self._out)
+        disk.make_folder(self._out)
+        with exclusive_lock(self._out / LOCK) as lock:
+            # With the lock held and no other writer alive, the remaining heartbeat files are of
+            # dead processes.
+            refuse_other_writers(self._out)
+            clear_signs(disk)
+            _clear(disk, self.config.overwrite)
+            parts = MomentsOfParts(tree_of(context, self._target.layers, disk))
+            parts.survey()
+            yield StatsSession(parts, Grid(len(context.listing), context.part_rows), lock)
+
+    def described(self, context: RunContext, session: StatsSession) -> list[tuple[str, str]]:
+        """Return the rows of the table before a run."""
+        return _describe(context, self._target, session)
+
+    def update_rows(self, context: RunContext, session: StatsSession) -> None:
+        """Compare the images; with refresh=true, discard the parts with changed ones."""
+        _check_images(context, session.parts)
         session.write_failures()
-        mark.remove(disk)
-    if parts.failures:
-        log_message(failures_text(parts.failures))
-    return _summary(Statistics(parts.path), reference, parts.failures, outcome)
+
+    def sink(
+        self,
+        context: RunContext,
+        session: StatsSession,
+        heartbeat: Heartbeat,
+        observer: RunObserver,
+    ) -> StatsSink:
+        """Return the sink that sums the rows of parts."""
+        target = self._target
+        return StatsSink(context, target.layers, target.axes, session.commit, heartbeat)
+
+    def part_task(self, context: RunContext, session: StatsSession) -> StatsPartTask:
+        """Return the part task of workers, and write the listing for them."""
+        if session.missing():
+            session.write_listing(context.listing)
+        target = self._target
+        return StatsPartTask(target.dtype, target.settings, tuple(target.layers), target.axes)
+
+    def complete(self, session: StatsSession, outcome: RunOutcome) -> None:
+        """Merge the parts; the merge counts as writing."""
+        started_at = time.perf_counter()
+        session.parts.finish()
+        seconds = outcome.figures.seconds
+        if (written := seconds["write"]) is not None:
+            seconds["write"] = written + time.perf_counter() - started_at
+
+    def summary(self, session: StatsSession, outcome: RunOutcome) -> dict[str, Any]:
+        """Return the summary of the finished file."""
+        return _summary(Statistics(session.parts.path), self._reference, session.failures, outcome)
 
 
-def _refuse_changed_images(context: RunContext, parts: MomentsOfParts) -> None:
+def _check_images(context: RunContext, parts: MomentsOfParts) -> None:
     """Compare the images with those of the existing statistics.
 
     With refresh=true, files that contain changed images are deleted and computed again.
@@ -141,25 +182,11 @@ def _refuse_changed_images(context: RunContext, parts: MomentsOfParts) -> None:
         parts.discard(rows)
     failed = {failure.row for failure in parts.failures}
     if not config.refresh and (changed := [row for row in rows if row not in failed]):
-        raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _ANEW))
+        raise StoreMismatchError(changed_images_text(parts.path, keys, changed, _REFRESH_TEXT))
     if not config.refresh and rows:
         log_message(f"{mended_images_text(keys, rows)}\n")
     if changes.states is not None:
         keep_image_states(parts.disk, states_file, changes.states)
-
-
-def _computed(
-    context: RunContext, target: StatsTarget, session: StatsSession, config_yaml: str
-) -> RunOutcome:
-    """Compute the missing parts, in this process or in those that the config requests."""
-    if not context.config.is_spread:
-        with Heartbeat(session.disk, str(context.engine.device)) as heartbeat:
-            sink = StatsSink(context, target.layers, target.axes, session.commit, heartbeat)
-            return in_process.run(context, session, sink)
-    part_task = StatsPartTask(target.dtype, target.settings, tuple(target.layers), target.axes)
-    if session.missing():
-        session.write_listing(context.listing)
-    return run_distributed(context, session, part_task, config_yaml)
 
 
 def _clear(disk: AtomicFolder, overwrite: bool) -> None:
@@ -204,14 +231,14 @@ def _check_reference(reference: Statistics, target: StatsTarget, context: RunCon
             )
 
 
-def _begin_text(
-    context: RunContext, target: StatsTarget, session: StatsSession, path: Path
+def _describe(
+    context: RunContext, target: StatsTarget, session: StatsSession
 ) -> list[tuple[str, str]]:
-    """Return the lines of text that describe the run before it starts."""
+    """Return the rows of the table before a run."""
     lines = []
     for layer in target.layers:
         numbers = layer.dim**2 if layer.kind == "full" else layer.dim
-        each = "" if layer.positions is None else f", {layer.positions} rows a picture"
+        each = "" if layer.positions is None else f", {layer.positions} rows per image"
         lines.append(
             f"{layer.spec.name}  {layer.spec.shape}  {layer.dim} features{each}, {layer.kind}, "
             f"{size_text(8 * numbers)}"
@@ -221,8 +248,8 @@ def _begin_text(
         for name, text in describe_run(context)
     ]
     done, total = session.rows_done, session.rows_asked
-    state = f"{done} of {total} rows are there already" if done else "begun"
-    return [*rows, ("statistics", f"{path}, {state}")]
+    state = f"{done} of {total} rows are there already" if done else "new"
+    return [*rows, ("statistics", f"{session.parts.path}, {state}")]
 
 
 def _summary(

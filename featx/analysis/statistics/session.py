@@ -229,6 +229,7 @@ class StatsSession:
         root: folder of the statistics.
         disk: the same folder, for atomic writes.
         lock: as given.
+        parts: as given.
         rows_asked: number of rows of the run.
     """
 
@@ -237,7 +238,7 @@ class StatsSession:
         self.disk = parts.disk
         self.lock = lock
         self.rows_asked = grid.num_rows
-        self._parts = parts
+        self.parts = parts
         self._grid = [grid.part(index) for index in range(len(grid))]
         self.write_failures()
 
@@ -247,13 +248,18 @@ class StatsSession:
         return self.rows_asked - sum(len(part) for part in self.missing())
 
     @property
+    def failures(self) -> list[Failure]:
+        """Images that were left out of complete parts, in order of rows."""
+        return self.parts.failures
+
+    @property
     def rows_failed(self) -> int:
         """Number of images that were left out."""
-        return len(self._parts.failures)
+        return len(self.failures)
 
     def missing(self) -> list[Part]:
         """Return the parts that are not complete, in order."""
-        return self._parts.missing(self._grid)
+        return self.parts.missing(self._grid)
 
     def commit(
         self,
@@ -263,25 +269,25 @@ class StatsSession:
         checksums: npt.NDArray[np.uint64] | None = None,
     ) -> Sequence[Failure]:
         """Commit one part and return its failures."""
-        there = self._parts.commit(part, failures, moments, checksums)
+        there = self.parts.commit(part, failures, moments, checksums)
         if there:
             self.write_failures()
         return there
 
     def committed(self, part: Part, failures: Sequence[Failure]) -> None:
         """Record a part that a worker has committed, and its failures."""
-        self._parts.committed(part, failures)
+        self.parts.committed(part, failures)
         if failures:
             self.write_failures()
 
     def arrived(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Sequence[Failure]]]:
         """Yield those of some parts that other processes have committed, with their failures."""
-        return self._parts.arrived(parts)
+        return self.parts.arrived(parts)
 
     def write_failures(self) -> None:
         """Write the list of failures next to the statistics, apart from that of a store."""
-        self.disk.replace(self.root / FAILURES_CSV, failures_csv(self._parts.failures))
+        self.disk.replace(self.root / FAILURES_CSV, failures_csv(self.parts.failures))
 
     def write_listing(self, listing: Listing) -> None:
         """Write the listing for workers; it is deleted with the parts."""
-        self.disk.replace(self._parts.folder / LISTING, listing_file(listing))
+        self.disk.replace(self.parts.folder / LISTING, listing_file(listing))

@@ -183,7 +183,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
     return replace(
         in_this_process(before),
         job=replace(before.job, name="extract", json=False, show="shapes"),
-        data=_pictures(config.data, before.data),
+        data=_data_options(config.data, before.data),
         device=config.device,
         layers={spec.name: request_of(spec, before)},
         capture="output",  # the name of the dataset includes the capture
@@ -196,7 +196,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
     )
 
 
-def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
+def _data_options(now: DataConfig, before: DataConfig) -> DataConfig:
     """Return the options of the group `data` for the new images, read as those of the store.
 
     Raises:
@@ -207,7 +207,7 @@ def _pictures(now: DataConfig, before: DataConfig) -> DataConfig:
         given = getattr(now, key)
         if given not in (value, getattr(DataConfig(), key)):
             raise ConfigError(
-                f"data.{key}={given}: the store's pictures were read with {value}, and new ones "
+                f"data.{key}={given}: the images of the store were read with {value}, and new ones "
                 "are read in the same way."
             )
     return replace(now, **policy)
@@ -417,7 +417,7 @@ def head_of_store(store: Path, layer: str | None) -> Path:
             f"{folder} has no probe.json: python -m featx job=probe store={store} makes it."
         ) from error
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise StoreError(f"{path} cannot be read: {error}. job=probe makes it anew.") from error
+        raise StoreError(f"{path} cannot be read: {error}. job=probe writes it again.") from error
     if head is None:
         raise StoreError(
             f"{path} has no head of {layer}; it has {', '.join(known) or 'none'}. Heads are made "

@@ -96,9 +96,9 @@ class FeatureSink:
         """Detach the part whose last batch was taken; return a function that commits it."""
         assert self._builder is not None, "no batch of a part was taken"
         builder, self._builder = self._builder, None
-        return functools.partial(self._made_durable, builder)
+        return functools.partial(self._commit_part, builder)
 
-    def _made_durable(self, builder: PartBuilder) -> Sequence[Failure]:
+    def _commit_part(self, builder: PartBuilder) -> Sequence[Failure]:
         """Commit a part; return the failures of the part that the store holds then."""
         there = self._commit(builder)
         self._heartbeat.committed(builder.part)
@@ -124,7 +124,10 @@ class StorePartTask:
     def check(self, root: Path, fingerprint: Mapping[str, Any]) -> None:
         """Raise RunError if the manifest of the store has changed since the run was started."""
         if read_manifest(root) != Manifest.from_json(self.manifest, root):
-            raise RunError(f"{root} was begun anew or went on otherwise since this was ordered.")
+            raise RunError(
+                f"the manifest of {root} has changed since this run was started: another run has "
+                "overwritten or extended the store. Run the same command again."
+            )
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
         """Read the listing from the store; None if no file holds so many rows."""

@@ -79,7 +79,7 @@ class Passes:
         except OutOfMemoryError as error:
             raise RunError(
                 f"out of memory on {engine.device} in the middle of the run; there was enough when "
-                "it began. Nothing committed is lost: give the same command again when other "
+                "it began. Nothing committed is lost; run the same command again when other "
                 "programs have left the device, or with a smaller batch_size into a new out."
             ) from error
 

@@ -74,7 +74,7 @@ class ImageChanges:
         num_rows: number of computed rows whose images were checked, by state or by bytes.
         num_read: number of these rows whose bytes were compared.
         num_unknown: number of computed rows without a checksum of their image.
-        states: (N,) IMAGE_STATE to store for the next comparison, or None if the data set tells no
+        states: (N,) IMAGE_STATE to store for the next comparison, or None if the data set knows no
             states.
     """
 
@@ -107,7 +107,7 @@ def image_changes(
         root: folder of the store.
         manifest: manifest of the store.
         present: (N,) bool, which keys the data set contains; None for all.
-        read_all: compare the bytes of all images if the data set tells no states; otherwise such
+        read_all: compare the bytes of all images if the data set knows no states; otherwise such
             images are not compared.
 
     Raises:
@@ -220,7 +220,7 @@ def mended_images_text(keys: npt.NDArray[np.bytes_], rows: Sequence[int]) -> str
     named = named_keys(keys[list(rows)].tolist(), len(rows))
     return (
         f"{counted(len(rows), 'failed image has changed', 'failed images have changed')} since: "
-        f"refresh=true computes anew what they failed for ({named})"
+        f"refresh=true computes their rows again ({named})"
     )
 
 
@@ -277,8 +277,8 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         return np.empty(0, dtype=np.uint64)
     which = np.arange(len(keys))
     if isinstance(source, RegionSource):
-        pictures = [source.picture(key) for key in keys.tolist()]
-        _, firsts, which = np.unique(pictures, return_index=True, return_inverse=True)
+        image_keys = [source.picture(key) for key in keys.tolist()]
+        _, firsts, which = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]
     log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")
 

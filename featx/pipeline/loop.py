@@ -109,7 +109,7 @@ def run_parts(
     missing = parts.missing()
     loader = context.loader(engine.compute.batch_size)
     progress = Progress(parts.rows_asked, done_before) if progress is None else progress
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
     # end or are abandoned first, then the trace is written, then the pending commit is awaited. The
     # signal handlers stay in place until then, and the loader closes last.
@@ -132,10 +132,10 @@ def run_parts(
             if batch.start + batch.count == part.stop:
                 commits.begin(sink.finish_part())
                 if observer is not None and observer.wants_parts:
-                    commits.finish()  # an observer is only told of parts that are committed
+                    commits.finish()  # an observer is notified of committed parts only
                     seconds = _seconds(loader, passes, batches.waited, commits.seconds)
                     observer.part_committed(part, seconds)
-                done, took = done_before + num_computed, time.perf_counter() - begun
+                done, took = done_before + num_computed, time.perf_counter() - started_at
                 left_s = (parts.rows_asked - done) * took / num_computed
                 refuse_failures(context.config, parts.rows_failed, done, parts.rows_asked, left_s)
             progress.step(batch.count, len(failures), batches.last_wait)
@@ -144,7 +144,7 @@ def run_parts(
         commits.finish()
         if stop:
             raise Interrupted(stop[0])
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started_at
     rows = parts.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **sink.seconds}
     if not rows:
@@ -191,12 +191,12 @@ class _Awaited:
         from featx.pipeline.profiler_trace import span
 
         while True:
-            begun, idle = time.perf_counter(), self._idle_share()
+            started_at, idle = time.perf_counter(), self._idle_share()
             with span("wait for images"):
                 following = next(self._batches, None)
             # Engines may run out of work while the loader is awaited: average before and after.
             idle = (idle + self._idle_share()) / 2
-            self.last_wait = idle * (time.perf_counter() - begun)
+            self.last_wait = idle * (time.perf_counter() - started_at)
             self.waited += self.last_wait
             if following is None:
                 return
@@ -245,12 +245,12 @@ class _Commits:
         """Commit a part in the thread, and measure the seconds."""
         from featx.pipeline.profiler_trace import span
 
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         try:
             with span("commit a part"):
                 commit()
         finally:
-            self.seconds += time.perf_counter() - begun
+            self.seconds += time.perf_counter() - started_at
 
 
 def _timeline(

@@ -73,15 +73,17 @@ def resume_or_overwrite(config: Config, mark: OverwriteMark, run: Callable[[Conf
     """
     if mark.is_of_this_command:
         log_message(
-            f"{mark.path.parent} was begun by this command with overwrite=true and is not "
-            "finished: it is resumed. To start anew once more, delete the folder."
+            f"{mark.path.parent} was started by this command with overwrite=true and is not "
+            "finished: it is resumed. To start from the first row again, delete the folder."
         )
         try:
             return run(replace(config, overwrite=False))
         # Images or libraries have changed since, so a resume is impossible. Other errors, such as a
         # disk that cannot be read now, are passed on: computed parts may still be there.
         except (StoreMismatchError, DamagedManifestError) as error:
-            log_message(f"{error}\nIt cannot be resumed; overwrite=true starts it anew.")
+            log_message(
+                f"{error}\nIt cannot be resumed; overwrite=true starts it again from the first row."
+            )
     return run(config)
 
 

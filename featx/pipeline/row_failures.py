@@ -62,7 +62,7 @@ def _non_finite(context: RunContext, engine: Engine, batch: Batch, row: int, lay
         wider = "" if wide else "store larger values: dtype=float32; to "
         raise NonFiniteError(
             f"layer {layer}, row {row} ({os.fsdecode(key)}): {reason}. Nothing committed is lost. "
-            f"To {wider}compute more exactly: precision=fp32; to go on and mark such rows: "
+            f"To {wider}compute more exactly: precision=fp32; to mark such rows and continue: "
             "nonfinite=record. Each needs overwrite=true or a new out."
         )
     return Failure(row, key, Status.NON_FINITE, "NonFiniteError", f"layer {layer}: {reason}")
@@ -83,7 +83,7 @@ def refuse_failures(config: Config, failed: int, done: int, rows: int, left_s: f
             f"{failed} of the first {counted(done, 'image')} failed, more than max_failures="
             f"{config.max_failures} allows of {rows} in all, and about "
             f"{left_s / 60:.0f} minutes of work are left. What is done is kept; failures.csv names "
-            "the images. To go on, give the same command with a larger max_failures."
+            "the images. To resume, run the same command with a larger max_failures."
         )
 
 

@@ -204,8 +204,8 @@ def _stored_listing(root: Path, stored: Manifest, found: Listing) -> Listing | N
         raise StoreMismatchError(
             f"{root / layout.LISTING} is damaged, no other file of the store has a whole copy, and "
             f"the data set now has another listing ({listing_identity(found)}) than the store was "
-            f"begun with ({identity}). Put the data set back as it was then, choose out=DIR for a "
-            "new store, or overwrite=true to delete this one."
+            f"started with ({identity}). Put the data set back as it was then, choose out=DIR for "
+            "a new store, or overwrite=true to delete this one."
         )
     return None
 

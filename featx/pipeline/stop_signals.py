@@ -51,7 +51,7 @@ def stop_signals() -> Iterator[list[int]]:
             cut_short(signum, frame)
         stop.append(signum)
         signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-        log_message("\nstopping; the same command goes on from the last whole part")
+        log_message("\nstopping; run the same command again to resume after the last complete part")
 
     def cut_short(signum: int, frame: object) -> None:
         if stop:

@@ -333,7 +333,7 @@ def test_a_batch_that_takes_long_is_cut_short(
         process.send_signal(signum)
         found, printed, took = outcome(process)
     assert (found, "Traceback" in printed) == (code, False), printed
-    assert "stopping; the same command goes on" in printed
+    assert "stopping; run the same command again" in printed
     assert GRACE_S - 1 < took < 10
     assert num_parts() == kept < 6
     assert_goes_on_to_the_same(photos)

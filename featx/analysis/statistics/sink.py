@@ -100,7 +100,7 @@ class StatsSink:
         # The values may come from another CUDA stream: their memory must not be reused before the
         # sums of this stream are complete.
         used_here(values)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         failed = [failure.row for failure in failures]
         for name, moments in self._moments.items():
             rows = values[name][: batch.count]
@@ -108,7 +108,7 @@ class StatsSink:
             rows = rows if axis is None else positions_last(rows, axis)
             moments.add(batch.start, rows, failed)
         synchronise(self._context.engine.device)
-        self.seconds["statistics"] += time.perf_counter() - begun
+        self.seconds["statistics"] += time.perf_counter() - started_at
         self._failures += failures
         if batch.checksums is not None:
             first = batch.start - part.start
@@ -126,9 +126,9 @@ class StatsSink:
         synchronise(self._context.engine.device)  # another thread, with its own stream, commits
         part, failures, checksums = self._part, self._failures, self._checksums
         self._part, self._moments, self._failures = None, {}, []
-        return functools.partial(self._made_durable, part, failures, found, checksums)
+        return functools.partial(self._commit_part, part, failures, found, checksums)
 
-    def _made_durable(
+    def _commit_part(
         self,
         part: Part,
         failures: list[Failure],
@@ -172,9 +172,12 @@ class StatsPartTask:
         Raises:
             RunError: it does.
         """
-        begun = statistics_begun(root)
-        if begun is not None and differences(begun.settings, fingerprint):
-            raise RunError(f"other statistics were begun in {root} since this was ordered.")
+        stored = statistics_begun(root)
+        if stored is not None and differences(stored.settings, fingerprint):
+            raise RunError(
+                f"the statistics in {root} have other settings than this run: another run has "
+                "overwritten them. Run the same command again."
+            )
 
     def listing(self, root: Path, num_rows: int, identity: str) -> Listing | None:
         """Read the listing that the driver has written for its workers.

@@ -93,15 +93,15 @@ def check_partition(partition: str | None) -> None:
             )
 
 
-def no_controller(said: str) -> FeatxError:
-    """Error for a cluster that cannot be asked, from what its command printed on stderr."""
-    if is_no_controller(said):
+def no_controller(output: str) -> FeatxError:
+    """Error for a cluster that cannot be asked, from what its command printed."""
+    if is_no_controller(output):
         return RunError(
-            f"the controller of Slurm does not answer ({last_line(said)}). Nothing was submitted; "
-            "give the same command again when `sinfo` shows the cluster."
+            f"the controller of Slurm does not answer ({last_line(output)}). Nothing was "
+            "submitted; run the same command again when `sinfo` shows the cluster."
         )
     return ConfigError(
-        f"executor=slurm: Slurm does not work on this machine ({last_line(said)}). Start the "
+        f"executor=slurm: Slurm does not work on this machine ({last_line(output)}). Start the "
         "command where `sinfo` shows the cluster; executor.mode=local runs the same path here."
     )
 
@@ -199,8 +199,8 @@ class SlurmQueue:
             return
         if self._is_due("silent", self._clock()):
             self._report(
-                f"the controller of Slurm does not answer ({last_line(error)}); tasks that run go "
-                "on, and it is asked again"
+                f"the controller of Slurm does not answer ({last_line(error)}); running tasks "
+                "continue, and it is asked again"
             )
 
     def _of_accounting(self, ids: list[str]) -> dict[str, TaskState]:

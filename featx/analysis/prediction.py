@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ class Predictions:
     classes: tuple[str, ...]
     figures: RunMetrics
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)
 
     def __len__(self) -> int:

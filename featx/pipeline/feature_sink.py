@@ -41,7 +41,7 @@ class Rows:
         checksums: (n,) checksums of the encoded images, or None if the batch has none.
     """
 
-    features: dict[str, Any]
+    features: dict[str, npt.NDArray[Any]]
     failures: list[Failure]
     underflow_rows: Counter[str]
     checksums: npt.NDArray[np.uint64] | None = None

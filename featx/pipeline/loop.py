@@ -103,11 +103,10 @@ def run_parts(
     """
     from featx.pipeline.profiler_trace import span  # imports torch
 
-    engine = context.engine
     num_computed = 0
     done_before = parts.rows_done
     missing = parts.missing()
-    loader = context.loader(engine.compute.batch_size)
+    loader = context.loader(context.engine.compute.batch_size)
     progress = Progress(parts.rows_asked, done_before) if progress is None else progress
     started_at = time.perf_counter()
     # The order decides how the run ends: contexts close from the last to the first. Running passes
@@ -147,13 +146,34 @@ def run_parts(
     took = time.perf_counter() - started_at
     rows = parts.rows_done - done_before
     seconds = {**_seconds(loader, passes, batches.waited, commits.seconds), **sink.seconds}
+    return _metrics(context, loader, seconds, took, rows, num_computed)
+
+
+def _metrics(
+    context: RunContext,
+    loader: Loader,
+    seconds: Mapping[str, float],
+    took: float,
+    rows: int,
+    num_computed: int,
+) -> RunMetrics:
+    """Measurements of a finished run, compared with its trial.
+
+    Args:
+        context: run context.
+        loader: loader of the run.
+        seconds: stage -> busy seconds.
+        took: seconds from the first batch to the last commit.
+        rows: number of rows that were committed.
+        num_computed: number of rows that were computed.
+    """
     if not rows:
         return RunMetrics(
             {**seconds}, None, loader.times.bytes, None, decoder_warnings=loader.warnings
         )
+    engine, trial = context.engine, context.trial
     precision = context.config.precision
     sentence = bottleneck(seconds, took, num_cpus(), engine.device.type, precision)
-    trial = context.trial
     num_batches = num_computed / engine.compute.batch_size / context.at_once.replicas
     found = trial.compare(seconds, rows, took, num_batches)
     return RunMetrics(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from featx.base.console import log_message
 from featx.config.run_config import Config
@@ -14,6 +14,8 @@ from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Failure, Status
 
 if TYPE_CHECKING:
+    import torch
+
     from featx.engine.engine import Engine
 
 EARLY_STOP_S = 60.0
@@ -21,7 +23,7 @@ EARLY_STOP_S = 60.0
 
 
 def failures_of(
-    context: RunContext, engine: Engine, batch: Batch, values: Mapping[str, Any]
+    context: RunContext, engine: Engine, batch: Batch, values: Mapping[str, torch.Tensor]
 ) -> list[Failure]:
     """Collect the failed rows of a batch: unreadable images and non-finite features.
 

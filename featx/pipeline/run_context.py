@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -95,7 +95,7 @@ class RunContext:
             },
         )
 
-    def labels_of(self, batch: Batch) -> Any:
+    def labels_of(self, batch: Batch) -> torch.Tensor | None:
         """Class indices of a batch for gradients of `target=label` or `target=loss`.
 
         Args:

@@ -29,9 +29,11 @@ from featx.store.listing import read_listing
 from featx.types import UNKNOWN_IMAGE, Batch, Failure, Listing, Part
 
 if TYPE_CHECKING:
+    import torch
+
     from featx.engine.engine import Engine
 
-Values = tuple[Mapping[str, Any], list[Failure]]
+Values = tuple[Mapping[str, "torch.Tensor"], list[Failure]]
 """Values of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""
 
 Commit = Callable[

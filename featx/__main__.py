@@ -1,8 +1,7 @@
-"""The command: compose the config once, run the job, turn errors into exit codes."""
+"""Command `python -m featx`: composes the config, runs the job, turns errors into exit codes."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import shlex
@@ -37,6 +36,7 @@ def run_command() -> int:
     from featx.cli import hydra_config
     from featx.cli.overrides import read_command_line
     from featx.errors import FeatxError
+    from featx.jobs import JOBS
 
     debug = os.environ.get("FEATX_DEBUG") == "1"
     # Hydra prints errors and exits by itself unless it is told to raise them.
@@ -55,7 +55,7 @@ def run_command() -> int:
         if line.wants_version:
             print_result(f"featx {__version__}")
             return 0
-        hydra_config.register(line.config_dirs)
+        hydra_config.register(JOBS, line.config_dirs)
         sys.argv = [typed[0], *line.arguments]
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
             one_job
@@ -79,27 +79,26 @@ def run_command() -> int:
 
 
 def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
-    """One job of the command; in a multirun, one that fails does not take the others with it."""
+    """Run one job and return its exit code; in a multirun, an error does not end the others."""
     from omegaconf.errors import OmegaConfBaseException
 
+    from featx import jobs
     from featx.base.console import log_as_json, log_message
     from featx.cli import hydra_config
     from featx.config import saved_config, schema
-    from featx.config.job_rules import given_by_value, unread
     from featx.errors import FeatxError, StorageError
 
     try:
-        checked = schema.from_omegaconf(node, line.given)
+        checked = schema.from_omegaconf(node)
+        jobs.check(checked, line.given)
         if checked.log.json:
             log_as_json()
-        of_files = given_by_value(checked) - line.given if line.config_dirs else ()
-        if unused := unread(checked, of_files):
+        of_files = schema.given_by_value(checked) - line.given if line.config_dirs else ()
+        if unused := jobs.unread(checked, of_files):
             log_message(
                 f"job={checked.job.name} does not use {', '.join(unused)} of the config file"
             )
-        job = importlib.import_module(f"featx.jobs.{checked.job.name}")
-        code: int = job.run(checked, saved_config.saved_yaml(node))
-        return code
+        return jobs.run(checked, saved_config.saved_yaml(node))
     except OmegaConfBaseException as error:
         if debug:
             raise
@@ -115,18 +114,18 @@ def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
 
 
 def _resume_command(arguments: Sequence[str]) -> str:
-    """The command that resumes a run that failed on its way.
+    """Return the command that resumes a failed run.
 
     Args:
-        arguments: of the command that began it. `overwrite` is left out: it would delete the parts
-            that are committed.
+        arguments: arguments of the failed command. `overwrite` is left out, because it would delete
+            the committed parts.
     """
     kept = [text for text in arguments if text.partition("=")[0].lstrip("+") != "overwrite"]
     return shlex.join(["python", "-m", "featx", *kept])
 
 
 def _leave(signum: int, frame: object) -> None:
-    """While nothing but imports goes on."""
+    """Exit at once; the handler of signals while only modules are imported."""
     os._exit(128 + signum)
 
 

@@ -24,6 +24,7 @@ from conftest import make_picture
 from tiny_model import write_pictures
 
 from featx import __main__ as command
+from featx import jobs
 from featx.base.paths import shipped
 from featx.cli import hydra_config as featx_compose
 from featx.config.all_options import described_options
@@ -75,7 +76,7 @@ def snippets_of(page: Path) -> list[str]:
 def test_every_command_is_one(page: Path) -> None:
     from hydra import compose, initialize_config_dir
 
-    featx_compose.register()
+    featx_compose.register(jobs.JOBS)
     lines = commands_of(page)
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
         for line in lines:
@@ -83,6 +84,7 @@ def test_every_command_is_one(page: Path) -> None:
                 continue
             overrides = [re.sub(r"^(model=\w+),.*", r"\1", word) for word in overrides_of(line)]
             config = from_omegaconf(compose("config", overrides))
+            jobs.check(config)
             assert config.job.name == next(
                 (word[4:] for word in overrides if word.startswith("job=")), "extract"
             )

@@ -20,6 +20,7 @@ from object_server import RequestLog, num_parts, place, rows_of, upload
 from tiny_model import COMMAND, KEYS, extract, run_job, write_picture, write_pictures
 
 import featx as package
+from featx import jobs
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError, ObjectStoreError, RunError, StoreError
 from featx.storage import durability, s3_client
@@ -231,7 +232,7 @@ def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) ->
 )
 def test_what_needs_a_disk_is_refused(given: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        from_omegaconf(from_keywords({"out": "s3://bucket/run", **given}))
+        jobs.check(from_omegaconf(from_keywords({"out": "s3://bucket/run", **given})))
 
 
 def test_rows_are_added_on_a_disk_only(pictures: Path, out: str) -> None:
@@ -246,7 +247,7 @@ def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
         node = from_keywords({"out": "s3://bucket/run"})
         node.job.name = job
         with pytest.raises(ConfigError, match=f"job={job} writes to a disk only"):
-            from_omegaconf(node)
+            jobs.check(from_omegaconf(node))
 
 
 def test_the_command_says_what_is_wrong(featx: Command, pictures: Path, bucket: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 import featx
+from featx import jobs
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf
 
@@ -82,7 +82,6 @@ def run_job(job: str, *, json: bool = False, **keys: Any) -> int:
         keys = {"model": {key: MODEL[key] for key in ("name", "library", "factory")}, **keys}
     node = from_keywords(keys)
     node.job.name, node.job.json = job, json
-    code: int = importlib.import_module(f"featx.jobs.{job}").run(
-        from_omegaconf(node), saved_yaml(node)
-    )
-    return code
+    config = from_omegaconf(node)
+    jobs.check(config)
+    return jobs.run(config, saved_yaml(node))

@@ -92,7 +92,10 @@ class Registry(Generic[MemberT]):
         return tuple(member.name for member in self)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names()
+        """Return whether a member has this name; imports no other member."""
+        if isinstance(name, str) and name not in self._members:
+            self._import_one(name)
+        return name in self._members
 
     def __iter__(self) -> Iterator[MemberT]:
         """Iterate over all members in the order of their names; imports all of them."""

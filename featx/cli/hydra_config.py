@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from featx.base.families import family
+from featx.base.registry import Member, Registry
 from featx.cli.overrides import is_path
 from featx.config.all_options import described_options, member_groups
 from featx.config.option_types import Kind, option_types
@@ -59,6 +60,37 @@ class AnyModel(ConfigSource):
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         return []
+
+
+class Jobs(ConfigSource):
+    """Config source with the registered jobs; `job=status` imports no other job."""
+
+    registry: ClassVar[Registry[Any]]
+
+    @staticmethod
+    def scheme() -> str:
+        return "jobs"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        name = config_path.removesuffix(".yaml").removeprefix("job/")
+        node = OmegaConf.create({"name": self.registry.get(name).name})
+        return ConfigResult(
+            provider=self.provider, path=config_path, config=node, header={"package": None}
+        )
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.rstrip("/") == "job"
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").partition("/")
+        return group == "job" and name in self.registry
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        is_job = self.is_group(config_path) and results_filter is not ObjectType.GROUP
+        return [*self.registry.names()] if is_job else []
 
 
 class ConfigFiles(FileConfigSource):
@@ -162,21 +194,26 @@ def _name_choices(tree: yaml.MappingNode) -> None:
 
 
 class _SearchPath(SearchPathPlugin):
-    """Search path of Hydra after conf/: the folders of the user, then any model name."""
+    """Where Hydra looks for configs after conf/: the user's folders, jobs, and model names."""
 
     folders: ClassVar[Sequence[Path]] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in self.folders:
             search_path.append("command-line", f"{ConfigFiles.scheme()}://{folder}")
+        search_path.append("featx", f"{Jobs.scheme()}://")
         search_path.append("featx", f"{AnyModel.scheme()}://")
 
 
-def register(config_dirs: Sequence[Path] = ()) -> None:
+def register(
+    jobs: Registry[Any], config_dirs: Sequence[Path] = (), wants_help: bool = False
+) -> None:
     """Register the schema, the members of families and the search path with Hydra.
 
     Args:
+        jobs: jobs of the command.
         config_dirs: folders of the user's own configs.
+        wants_help: whether the help text is needed; it imports all jobs, and a run needs one.
     """
     store = ConfigStore.instance()
     store.store(name="schema", node=config_schema())
@@ -184,14 +221,18 @@ def register(config_dirs: Sequence[Path] = ()) -> None:
         if group.selector == "name":
             for member in family(group.option):
                 store.store(group=group.group, name=member.name, node={"name": member.name})
-    store.store(group="hydra/help", name="featx", node=_help())
+    texts = {"app_name": "featx", "header": "", "footer": ""}
+    template = _help(jobs) if wants_help else ""
+    store.store(group="hydra/help", name="featx", node={**texts, "template": template})
+    Jobs.registry = jobs
     _SearchPath.folders = tuple(config_dirs)
-    for plugin in (AnyModel, ConfigFiles, _SearchPath):
+    for plugin in (AnyModel, Jobs, ConfigFiles, _SearchPath):
         Plugins.instance().register(plugin)
 
 
-def _help() -> dict[str, str]:
-    """Return the text of `--help` as a config of Hydra's group hydra/help."""
+def _help(jobs: Iterable[Member]) -> str:
+    """Return the text of `--help`, a template of hydra/help."""
+    table = "\n".join(f"  job={job.name:<12}{job.help}" for job in jobs)
     rows = described_options()
     width = max(len(f"{key}={default}") for key, default, _ in rows)
     lines = []
@@ -200,18 +241,18 @@ def _help() -> dict[str, str]:
         lines.append(f"  {f'{key}={default}':<{width}}  {first}")
         lines += [" " * (width + 4) + line for line in more]
     keys = "\n".join(lines)
-    template = (
+    return (
         "featx: features of pretrained vision backbones, on disk.\n\n"
         "  python -m featx model=resnet50 layers=[layer4]\n"
         "  python -m featx data=folder data.root=photos model=resnet18 reduce=avg layers=stages\n"
         "  python -m featx job=layers model=vit_b_16\n"
         "  python -m featx -m model=resnet18,mobilenet_v2\n\n"
+        f"Jobs:\n{table}\n\n"
         f"Options and their defaults:\n{keys}\n\n"
         "--cfg job shows the configuration, --hydra-help what else Hydra can do.\n"
         "Exit codes: 0 done, 1 the run failed (the same command resumes it), 2 a wrong command,\n"
         "config or store, 3 done with more failures than max_failures, 130 and 143 stopped.\n"
     )
-    return {"app_name": "featx", "header": "", "footer": "", "template": template}
 
 
 def explain(error: Exception) -> ConfigError:

@@ -5,7 +5,7 @@ one dataclass of each group. A default stands at its field and nowhere else; mem
 such as sources, have their own options beside them.
 Names for others: those exported here, `run_config.Config`, `schema` (a config from keywords or from
 Hydra), `saved_config` (the config in a store), `all_options` (with the options of all members),
-`member_options`, `layer_requests` and `job_rules`.
+`member_options` and `layer_requests`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from featx.config.data import OBJECT_SOURCE, DataConfig
 from featx.config.executor import ExecutorConfig
 from featx.config.export import ExportConfig
 from featx.config.job import (
-    JOBS,
     VIEWS_OF_LAYERS,
     BenchConfig,
     JobConfig,
@@ -51,7 +50,6 @@ __all__ = [
     "CAPTURES",
     "GRADIENTS",
     "INTERPOLATIONS",
-    "JOBS",
     "LIBRARIES",
     "MAX_PICTURES",
     "MAY_BE_EMPTY",

@@ -1,4 +1,4 @@
-"""The key `job`, and those of jobs with few."""
+"""Options of the group `job`, and of jobs and logs with few options."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ from dataclasses import dataclass
 from featx.config.checks import check_choice
 from featx.errors import ConfigError
 
-JOBS = (
-    "extract",
-    "plan",
-    "layers",
-    "stats",
-    "attribute",
-    "probe",
-    "predict",
-    "neighbors",
-    "duplicates",
-    "cka",
-    "export",
-    "report",
-    "verify",
-    "status",
-    "pack",
-    "bench",
-)
 VIEWS_OF_LAYERS = ("shapes", "cost", "values", "all", "watch")
 
 
@@ -33,16 +15,14 @@ class JobConfig:
     """What the command does."""
 
     name: str = "extract"
-    """Taken from the key `job` itself."""
+    """Name of the job, from the option `job` itself."""
     json: bool = False
-    """Print the job's result as JSON (layers, plan, stats, probe, predict, neighbors, duplicates,
-    cka, export, report, verify, status, bench)."""
+    """Print the result of the job as JSON."""
     show: str = "shapes"
-    """What job=layers tells of each layer: shapes, cost (parameters, MFLOPs, ms, memory), values
-    (on one picture), all of these in one wide table, or watch: every call while a pass goes on."""
+    """Columns of job=layers: shapes, cost (parameters, MFLOPs, ms, memory), values (on one image),
+    all of these in one wide table, or watch: every call during a forward pass."""
 
     def __post_init__(self) -> None:
-        check_choice("job", self.name, JOBS)
         check_choice("job.show", self.show, VIEWS_OF_LAYERS)
         if self.json and self.show != "shapes":
             raise ConfigError(
@@ -52,24 +32,24 @@ class JobConfig:
 
 @dataclass
 class LogConfig:
-    """How the command tells of a run while it goes on."""
+    """Log messages of the command."""
 
     json: bool = False
-    """One JSON object a line on stderr, in place of the text and the bar for people."""
+    """Write one JSON object per line to stderr instead of text and a progress bar."""
 
 
 @dataclass
 class StatsConfig:
-    """What job=stats keeps of each layer."""
+    """Statistics that job=stats computes."""
 
     observation: str = "image"
-    """image: one observation for each image, its whole tensor; position: one observation of C
-    features for each position of a map, or each token."""
+    """image: one observation per image, its whole tensor; position: one observation of C features
+    per position of a feature map, or per token."""
     covariance: str = "full"
-    """full keeps the D x D scatter matrix (D up to 16384), diagonal only the variances."""
+    """full computes the D x D scatter matrix (D up to 16384), diagonal only the variances."""
     reference: str | None = None
     """Another stats.h5, or its folder. The Fréchet distance to it is printed for every layer that
-    both have."""
+    both contain."""
 
     def __post_init__(self) -> None:
         check_choice("stats.observation", self.observation, ("image", "position"))
@@ -80,12 +60,12 @@ class StatsConfig:
 
 @dataclass
 class VerifyConfig:
-    """How job=verify looks at a store."""
+    """Checks of job=verify besides the checksums."""
 
     reextract_rows: int = 0
     """Number of random rows that are extracted from their images again and compared."""
     repair: bool = False
-    """Quarantine what is damaged and extract those rows again."""
+    """Quarantine damaged files and extract their rows again."""
 
     def __post_init__(self) -> None:
         if self.reextract_rows < 0:
@@ -96,12 +76,12 @@ class VerifyConfig:
 
 @dataclass
 class BenchConfig:
-    """What job=bench measures."""
+    """Size of the measurements of job=bench."""
 
     num_images: int = 512
-    """Number of images of each run: photographs made for it, or the first ones of data=folder."""
+    """Number of images per run: generated photographs, or the first ones of data=folder."""
     runs: int = 3
-    """Number of rounds; in each, every contender runs once, in turn."""
+    """Number of rounds; in each round every contender runs once, in turn."""
 
     def __post_init__(self) -> None:
         for key in ("num_images", "runs"):

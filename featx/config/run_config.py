@@ -36,12 +36,6 @@ from featx.config import (
     VerifyConfig,
     check_choice,
 )
-from featx.config.job_rules import (
-    check_combinations,
-    check_places,
-    default_of,
-    selects_stored_layers,
-)
 from featx.config.layer_requests import layer_requests
 from featx.errors import ConfigError, StoreError
 from featx.storage.s3_path import is_url, parse_path
@@ -88,13 +82,7 @@ class Config:
     """All options of one run, under the names that the command uses."""
 
     job: JobConfig = field(default_factory=JobConfig)
-    """extract, plan (what it would take; writes nothing), layers (what can be captured), stats
-    (mean and covariance of layers, without storing features), attribute (heat maps: why the model
-    said so), probe (what the features of a store can tell of the labels), predict (a probe on new
-    images), neighbors (nearest neighbours of rows), duplicates (near-duplicates), cka (layer
-    similarity), export (a store in other formats), report (a store as one HTML page), verify or
-    pack (a store that is there), status (how far a run is, from any machine), bench (how fast it is
-    here)."""
+    """What the command does; the table of jobs lists them."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model: any name of torchvision or timm, efficientnet_lite0 (packaged, works offline), or
     custom."""
@@ -177,9 +165,8 @@ class Config:
     """Seed of random weights, of the rows that verify.reextract_rows, cka.rows and report.rows
     choose, and of a probe's splits; a whole number from 0 to 4294967295."""
     store: str | None = None
-    """Store that job=verify, status, pack, probe, predict, neighbors, duplicates, cka, export and
-    report read: its folder or features.h5, on a disk or as s3://bucket/folder. null takes `out` for
-    verify, status, pack and probe; the others need a value."""
+    """Folder or features.h5 of the store that a job reads, on a disk or as s3://bucket/folder. null
+    takes `out`, for jobs that do not write to a folder of their own; the others need a value."""
     stats: StatsConfig = field(default_factory=StatsConfig)
     """Statistics that job=stats computes of each layer, and a reference to compare them with."""
     verify: VerifyConfig = field(default_factory=VerifyConfig)
@@ -218,7 +205,7 @@ class Config:
         if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
             raise ConfigError(f"device={self.device}: expected auto, cpu, cuda, cuda:N or mps.")
         self._check_workers()
-        check_places(self)
+        self._check_urls()
         _check_max_failures(self.max_failures)
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"seed={self.seed}: expected a whole number from 0 to {MAX_SEED}.")
@@ -233,10 +220,14 @@ class Config:
                     f"batch_size={self.batch_size} is larger than part_rows={self.part_rows}; "
                     "a batch never crosses a part, so raise part_rows or lower batch_size."
                 )
-        check_combinations(self)
-        if not selects_stored_layers(self):
-            layer_requests(self)
-        self._check_target()
+        self._check_repairs()
+        layer_requests(self)
+        index = isinstance(self.target, int) and not isinstance(self.target, bool)
+        if self.target not in SCALARS and not (index and self.target >= 0):
+            raise ConfigError(
+                f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
+                "class."
+            )
 
     def place_of_store(self) -> Path:
         """Return the store that a job reads: `store`, or `out` if that is null.
@@ -254,7 +245,7 @@ class Config:
 
     @property
     def _has_default_out(self) -> bool:
-        return self.out in (default_of(self, "out"), f"runs/{self.data.name}/{self.model.name}")
+        return self.out in (Config.out, f"runs/{self.data.name}/{self.model.name}")
 
     def out_beside(self, root: Path, name: str) -> Path:
         """Return `out` of a job that reads a store, by default a folder in that of the store.
@@ -303,32 +294,34 @@ class Config:
                 f"else. Leave device out, or give a number: executor.workers={len(gpus)}."
             )
 
+    def _check_urls(self) -> None:
+        """Check the paths that may, or must not, lie in an object store."""
+        for key in ("out", "store"):
+            if (place := getattr(self, key)) is not None and is_url(place):
+                parse_path(place)
+        folder = self.executor.shared_folder
+        if folder is not None and is_url(folder):
+            raise ConfigError(
+                f"executor.folder={folder}: submitit, which tells the tasks what to do, needs a "
+                "folder on a disk that all machines see."
+            )
+
+    def _check_repairs(self) -> None:
+        """Check the options that change an existing store and exclude each other."""
+        if self.retry_failed and self.overwrite:
+            raise ConfigError(
+                "retry_failed=true mends a store and overwrite=true deletes it; give one."
+            )
+        if self.refresh and self.overwrite:
+            raise ConfigError("refresh=true mends a store and overwrite=true deletes it; give one.")
+        if self.grow and self.overwrite:
+            raise ConfigError("grow=true adds to a store and overwrite=true deletes it; give one.")
+
     @property
     def takes_gradients(self) -> bool:
-        """Whether the gradient of any layer is captured."""
-        if selects_stored_layers(self):
-            return False
+        """Whether the gradient of any layer is requested."""
         kinds = [name.partition(":")[2] for name, _ in layer_requests(self)]
         return any(kind in GRADIENTS for kind in kinds)
-
-    def _check_target(self) -> None:
-        index = isinstance(self.target, int) and not isinstance(self.target, bool)
-        if self.target not in SCALARS and not (index and self.target >= 0):
-            raise ConfigError(
-                f"target={self.target}: expected one of {', '.join(SCALARS)}, or the index of a "
-                "class."
-            )
-        if self.takes_gradients or self.job.name == "attribute":
-            if self.compile is True:
-                raise ConfigError(
-                    "compile=true does not go with gradients: a compiled pass hides where they "
-                    "pass. Use compile=false."
-                )
-        elif self.target != "predicted":
-            raise ConfigError(
-                f"target={self.target} has an effect with capture=grad_output or grad_input and "
-                "with job=attribute only."
-            )
 
     def allowed_failures(self, num_rows: int) -> int:
         """Return how many of num_rows images may fail before the exit code is 3."""

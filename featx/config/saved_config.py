@@ -48,7 +48,7 @@ def from_saved(text: str) -> Config:
         raise ConfigError(
             f"the config that the store keeps cannot be read: {str(error).splitlines()[0]}"
         ) from error
-    return from_omegaconf(node, given=())  # type: ignore[arg-type]  # a structured node merges to a DictConfig
+    return from_omegaconf(node)  # type: ignore[arg-type]  # a structured node merges to a DictConfig
 
 
 def _check_members(found: object) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from featx.base.families import family
 from featx.config import OBJECT_SOURCE, DataConfig
 from featx.config.all_options import all_options, config_class, group_class, member_groups
-from featx.config.job_rules import check_given, given_by_value
 from featx.config.member_options import (
     MemberGroup,
+    default_of_field,
     options_class,
     refuse_options_of_others,
 )
@@ -42,16 +42,14 @@ def known_keys() -> list[str]:
     return [*names, "model.name"]
 
 
-def from_omegaconf(node: DictConfig, given: Collection[str] | None = None) -> Config:
-    """Return a checked Config from a composed OmegaConf node.
+def from_omegaconf(node: DictConfig) -> Config:
+    """Return the Config of a composed OmegaConf node; its job does not check it yet.
 
     Args:
         node: all options, those of all members included.
-        given: dotted names of the options that the command or the call gave. Its job has to read
-            them. None takes those that differ from their defaults.
 
     Raises:
-        ConfigError: an option is unknown or invalid, or the job does not read it.
+        ConfigError: an option is unknown or invalid.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -68,7 +66,6 @@ def from_omegaconf(node: DictConfig, given: Collection[str] | None = None) -> Co
         raise ConfigError(str(error).splitlines()[0]) from error
     config = Config(**{f.name: getattr(values, f.name) for f in fields(Config)})
     _refuse_empty_texts(config, "")
-    check_given(config, given_by_value(config) if given is None else given)
     return config
 
 
@@ -198,6 +195,27 @@ def given_keywords(values: Mapping[str, Any]) -> frozenset[str]:
             names |= {f"{name}.{key}" for key in value}
         else:
             names.add(name)
+    return frozenset(names)
+
+
+def given_by_value(config: Config) -> frozenset[str]:
+    """Return the dotted names of the options that differ from their defaults."""
+    names: set[str] = set()
+    defaults = Config()
+    for f in fields(config):
+        value, default = getattr(config, f.name), getattr(defaults, f.name)
+        if f.name == "out" and value == f"runs/{config.data.name}/{config.model.name}":
+            continue
+        if is_dataclass(value):
+            different = {
+                inner.name
+                for inner in fields(value)
+                if getattr(value, inner.name)
+                != getattr(default, inner.name, default_of_field(inner))  # of a member only
+            } - {"library"}  # which the name of a packaged model brings along
+            names |= {f"{f.name}.{name}" for name in different}
+        elif value != default:
+            names.add(f.name)
     return frozenset(names)
 
 

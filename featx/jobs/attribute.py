@@ -1,4 +1,4 @@
-"""job=attribute: heat maps of why the model said so, in a store and as pictures."""
+"""job=attribute: heat maps that explain the model's output, in a store and as PNG files."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from PIL import Image
 from featx.analysis.attribution.contact_sheets import Tile, contact_sheet, feature_map_grid
 from featx.analysis.engine_specs import ATTRIBUTIONS
 from featx.base.console import log_message, print_result
-from featx.config import METHODS, OF_A_LAYER
+from featx.config import METHODS, OF_A_LAYER, AttributeConfig
 from featx.config.run_config import Config
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
 from featx.pipeline.extraction import run_extraction, store_exit_code
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
@@ -27,24 +28,23 @@ from featx.store.session import StoreSession
 if TYPE_CHECKING:
     from featx.images.loader import Loader
 
-
 MAX_SHEETS = 50
-"""Of a data set with more classes the first ones are drawn."""
+"""Largest number of classes for which contact sheets are drawn."""
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Attribute, draw, say what happened, and return the exit code."""
+    """Compute heat maps, draw contact sheets and print a summary; returns the exit code."""
     summary = run_extraction(config, config_yaml, ATTRIBUTIONS, observe=ContactSheets)
     print_result(describe_end(summary, config.out, _using(config, summary)))
     return store_exit_code(config, summary)
 
 
 def _using(config: Config, summary: dict[str, Any]) -> str:
-    """Lines that open a heat map, what it explains, and the sheets."""
+    """Return lines of code that open a heat map and its score, and the path of the sheets."""
     method = next(name for name in METHODS if name in summary["layers"])
     lines = [
         f'store["{method}"][0]      # the heat map of the image store.keys[0], NaN where it failed',
-        'store["score"][0]      # the number that it explains; names of all datasets: list(store)',
+        'store["score"][0]      # the scalar that it explains; names of all datasets: list(store)',
     ]
     if config.attribute.per_class:
         lines.append(f"# the sheets: {parse_path(config.out) / layout.PICTURES}/*.png")
@@ -52,11 +52,11 @@ def _using(config: Config, summary: dict[str, Any]) -> str:
 
 
 class ContactSheets(RunObserver):
-    """Draws the sheets when the store is complete.
+    """Observer that draws the contact sheets when the store is complete.
 
     Args:
-        context: the run.
-        session: its store, held.
+        context: context of the run.
+        session: write session of its store.
     """
 
     def __init__(self, context: RunContext, session: StoreSession) -> None:
@@ -64,12 +64,12 @@ class ContactSheets(RunObserver):
         self._session = session
 
     def run_finished(self) -> None:
-        """Draw the sheets."""
+        """Draw the contact sheets."""
         _draw(self._context, self._session)
 
 
 def _draw(context: RunContext, session: StoreSession) -> None:
-    """The sheets of a store that is whole, one a class, and feature maps where asked for."""
+    """Draw one contact sheet per class of a complete store, and feature maps if requested."""
     config = context.config
     if not config.attribute.per_class:
         return
@@ -85,7 +85,7 @@ def _draw(context: RunContext, session: StoreSession) -> None:
             tiles = _tiles(context, store, loader, methods, rows)
             if not tiles:
                 continue
-            title = name or "pictures without a label"
+            title = name or "images without a label"
             sheet = contact_sheet(title, _subtitle(context, store), methods, tiles)
             made.append((f"{_file_name(name)}.png", sheet))
             if config.attribute.feature_map_layer is not None:
@@ -101,7 +101,7 @@ def _draw(context: RunContext, session: StoreSession) -> None:
 
 
 def _group(store: FeatureStore, label: int, most: int) -> tuple[str, list[int]]:
-    """The name of a class and its first ok rows; no name for what has no label."""
+    """Return the name of a class, or "" for rows without a label, and its first ok rows."""
     rows = np.flatnonzero(store.ok & (store.labels == label))[:most]
     return store.classes[label] if label >= 0 else "", rows.tolist()
 
@@ -113,25 +113,25 @@ def _tiles(
     methods: list[str],
     rows: list[int],
 ) -> list[Tile]:
-    """The rows with the crops that the network saw; a picture that went since is left out."""
+    """Return the rows with the crops that the model saw, without images that are gone now."""
     tiles = []
     for row in rows:
         images = loader.load([row])
         if len(images):
             maps = [np.asarray(store[method][row], np.float32) for method in methods]
             key = os.fsencode(str(store.keys[row])).decode("utf-8", "replace")
-            tiles.append(Tile(_shown(context, images), maps, (key, _said(context, store, row))))
+            tiles.append(Tile(_pixels(context, images), maps, (key, _caption(context, store, row))))
     return tiles
 
 
-def _shown(context: RunContext, images: Any) -> Any:
-    """(1, 3, H, W) of a loader -> (H, W, 3) uint8."""
+def _pixels(context: RunContext, images: Any) -> Any:
+    """Convert the (1, 3, H, W) of a loader to (H, W, 3) uint8."""
     x = context.engine.backbone.preprocess.as_uint8(images[0])
     return x.permute(1, 2, 0).contiguous().numpy()
 
 
-def _said(context: RunContext, store: FeatureStore, row: int) -> str:
-    """What was explained in a row, and how sure the model was."""
+def _caption(context: RunContext, store: FeatureStore, row: int) -> str:
+    """Describe what a heat map explains, with the probability or the loss."""
     target = context.config.target
     score = float(store["score"][row])
     if "target" not in store:
@@ -141,12 +141,12 @@ def _said(context: RunContext, store: FeatureStore, row: int) -> str:
     if target in ("label", "loss") and not names:
         names = store.classes
     name = names[number] if number < len(names) else f"class {number}"
-    said = f"{name}  {float(store['probability'][row]):.2f}"
-    return f"loss {score:.3g} of {said}" if target == "loss" else said
+    caption = f"{name}  {float(store['probability'][row]):.2f}"
+    return f"loss {score:.3g} of {caption}" if target == "loss" else caption
 
 
 def _subtitle(context: RunContext, store: FeatureStore) -> str:
-    """What was explained, of which model and layer."""
+    """Describe what the maps of a sheet explain, and of which model and layer."""
     target = context.config.target
     explained = {
         "predicted": "predicted class, probability",
@@ -160,7 +160,7 @@ def _subtitle(context: RunContext, store: FeatureStore) -> str:
 def _feature_maps(
     context: RunContext, loader: Loader, name: str, row: int, tile: Tile
 ) -> tuple[str, Image.Image]:
-    """(file name, grid) of the layer that attribute.feature_map_layer names, for one row."""
+    """Return file name and grid of the feature maps of attribute.feature_map_layer for a row."""
     layer = context.config.attribute.feature_map_layer
     from featx.analysis.attribution.attributor import Attributor  # which imports torch
 
@@ -173,4 +173,21 @@ def _feature_maps(
 
 
 def _file_name(name: str) -> str:
+    """Return a class or layer name without characters that a file name must not contain."""
     return re.sub(r"[^\w.-]+", "_", name)[:80].lstrip(".") or "all"
+
+
+JOBS.register(
+    Job(
+        "attribute",
+        "Compute heat maps that explain the model's output, and draw them.",
+        AttributeConfig,
+        run=run,
+        input=Input.IMAGES,
+        reads=(*RUN_OPTIONS, "executor", "retry_failed", "refresh", "profile"),
+        ignores=("layers", "capture", "reduce"),
+        why="attribute.method and attribute.layer say what is computed",
+        makes_store=True,
+        takes_gradients=True,
+    )
+)

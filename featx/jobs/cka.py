@@ -1,21 +1,24 @@
-"""job=cka: layer similarity, by linear CKA and RSA."""
+"""job=cka: layer similarity by linear CKA and RSA."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.similarity.job_files import open_input, result_folder
-from featx.analysis.similarity.representation_similarity import LayerSimilarity, layer_similarity
-from featx.base.console import print_result
 from featx.base.progress import CountProgress
 from featx.base.text import facts, table
+from featx.config import CkaConfig
 from featx.config.run_config import Config
+from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.similarity_files import open_input, result_folder
 from featx.store.layer_selection import matching_layers
 from featx.store.reader import FeatureStore
+
+if TYPE_CHECKING:
+    from featx.analysis.similarity import LayerSimilarity
 
 _TITLES = {"cka": "linear CKA", "cka_debiased": "linear CKA, debiased", "rsa": "RSA"}
 
@@ -26,14 +29,9 @@ def run(config: Config, config_yaml: str) -> int:
     Returns:
         The exit code 0.
     """
-    store = open_input(config)
-    summary, text = _similarity(store, config)
-    print_result(json.dumps(summary, indent=2) if config.job.json else text)
-    return 0
+    from featx.analysis.similarity import layer_similarity  # which imports torch
 
-
-def _similarity(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    asked = config.cka
+    store, asked = open_input(config), config.cka
     other = None if asked.other_store is None else FeatureStore(asked.other_store, verify="rows")
     disk = result_folder(store, config)
     with CountProgress("layers") as progress:
@@ -61,11 +59,25 @@ def _similarity(store: FeatureStore, config: Config) -> tuple[dict[str, Any], st
     rows = [("rows", f"{found.num_rows}, {sampled}"), ("file", str(path))]
     if other is not None:
         rows = [("down", str(store.root)), ("across", str(other.root)), *rows]
-    return summary, "\n\n".join([facts(rows), *_tables(found)])
+    print_summary(config, summary, "\n\n".join([facts(rows), *_tables(found)]))
+    return 0
+
+
+JOBS.register(
+    Job(
+        "cka",
+        "Compare the layers of one or two stores by linear CKA and RSA.",
+        CkaConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "out", "layers", "device", "seed"),
+        why="it reads an existing store; `layers` selects its layers",
+    )
+)
 
 
 def _tables(found: LayerSimilarity) -> list[str]:
-    """A table a measure."""
+    """Format one table per measure."""
     shown = []
     for name, values in found.measures.items():
         cells = [
@@ -77,5 +89,5 @@ def _tables(found: LayerSimilarity) -> list[str]:
 
 
 def _as_json(values: npt.NDArray[np.float64]) -> list[list[float | None]]:
-    """NaN, which JSON does not have, as null."""
+    """Convert a matrix to lists, with None for NaN, which JSON does not have."""
     return [[None if np.isnan(value) else value for value in row] for row in values.tolist()]

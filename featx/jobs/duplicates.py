@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.similarity.duplicates import cosines_to_first, duplicate_groups
-from featx.analysis.similarity.job_files import class_name, open_input, result_folder, write_csv
-from featx.base.console import print_result
 from featx.base.progress import CountProgress
 from featx.base.text import facts
+from featx.config import DuplicatesConfig
 from featx.config.run_config import Config
 from featx.errors import counted
+from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
 from featx.store.layer_selection import only_layer
 from featx.store.reader import FeatureStore
 
@@ -26,13 +25,9 @@ def run(config: Config, config_yaml: str) -> int:
     Returns:
         The exit code 0.
     """
+    from featx.analysis.similarity import duplicate_groups  # which imports torch
+
     store = open_input(config)
-    summary, text = _duplicates(store, config)
-    print_result(json.dumps(summary, indent=2) if config.job.json else text)
-    return 0
-
-
-def _duplicates(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
     layer, threshold = only_layer(store, config.layers), config.duplicates.threshold
     disk = result_folder(store, config)
     with CountProgress("rows") as progress:
@@ -70,14 +65,31 @@ def _duplicates(store: FeatureStore, config: Config) -> tuple[dict[str, Any], st
         f"{len(group)} rows: {', '.join(store.keys[group[:3]])}{', ...' if len(group) > 3 else ''}"
         for group in largest
     ]
-    return summary, "\n".join([facts(rows), *([""] if lines else []), *lines])
+    print_summary(config, summary, "\n".join([facts(rows), *([""] if lines else []), *lines]))
+    return 0
 
 
 def _members(
     store: FeatureStore, layer: str, groups: list[npt.NDArray[np.int64]]
 ) -> Iterable[tuple[Any, ...]]:
+    """Yield the lines of duplicates.csv, one per row of a group."""
+    from featx.analysis.similarity.duplicates import cosines_to_first
+
     for number, group in enumerate(groups):
         cosines = cosines_to_first(store, layer, group)
         for row, cosine in zip(group.tolist(), cosines.tolist(), strict=True):
             key, kind = store.keys[row], class_name(store, row) or ""
             yield number, len(group), row, key, kind, f"{cosine:.6f}"
+
+
+JOBS.register(
+    Job(
+        "duplicates",
+        "Find groups of near-duplicates in a store.",
+        DuplicatesConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "out", "layers", "device"),
+        why="it reads an existing store; `layers` selects its layers",
+    )
+)

@@ -1,19 +1,19 @@
-"""job=export: a store in another format, with its rows, their order and their keys."""
+"""job=export: a store in another format, with the same rows, order and keys."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import print_result
+from featx.config import ExportConfig
 from featx.config.run_config import Config
-from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.export.run import describe_export, run_export
+from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary
 
 
 def export_store(**keys: Any) -> Path:
-    """Run job=export from Python: the same keys as the command's, the same files.
+    """Run job=export from Python, with the options of the command and the same files.
 
         featx.export_store(store="runs/p", export={"format": "parquet"}, out="exports/p")
 
@@ -24,15 +24,33 @@ def export_store(**keys: Any) -> Path:
         The folder of the export.
 
     Raises:
-        FeatxError: whatever the command would report with exit code 1 or 2.
+        FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    node = from_keywords(keys)
-    node.job.name = "export"
-    return Path(run_export(from_omegaconf(node, given_keywords(keys)))["folder"])
+    config, _ = config_of_call("export", keys)
+    return Path(run_export(config)["folder"])
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """The command's job: write the export and say how it is opened; returns the exit code."""
+    """Write the export and print how to open it; returns the exit code 0."""
     summary = run_export(config)
-    print_result(json.dumps(summary, indent=2) if config.job.json else describe_export(summary))
+    print_summary(config, summary, describe_export(summary))
     return 0
+
+
+def _reads_with(config: Config) -> Collection[str]:
+    """Return the options that say where the images are, if they are copied into the export."""
+    return ("data.name", "data.root") if config.export.format == "webdataset" else ()
+
+
+JOBS.register(
+    Job(
+        "export",
+        "Write a store in another format, such as Parquet or Zarr.",
+        ExportConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "out", "layers", "overwrite"),
+        why="it reads an existing store; `layers` selects its layers",
+        reads_with=_reads_with,
+    )
+)

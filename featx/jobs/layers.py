@@ -1,4 +1,4 @@
-"""job=layers: every layer and operation that can be captured, in execution order, measured."""
+"""job=layers: all layers and operations that can be captured, in execution order, measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from featx.base.console import log_message, print_result
 from featx.base.text import facts
-from featx.cli.layer_table import WIDTH, layer_rows, layer_table, remarks
 from featx.config import DataConfig
 from featx.config.layer_requests import captures
 from featx.config.run_config import Config
 from featx.errors import DataError, MissingExtraError, ModelError
 from featx.images.crash_journal import CrashList
+from featx.jobs.base import JOBS, Input, Job
 from featx.layers.trace import Trace
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.run_target import list_images
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from featx.engine.engine import Engine
     from featx.models.base import Backbone
 
-_TRIED_PICTURES = 16
+_TRIED_IMAGES = 16
+"""Number of images that are tried until one can be read."""
+
 _MEASURED = {
     "shapes": ("values",),
     "cost": ("values", "times", "memory"),
@@ -39,16 +41,18 @@ _MEASURED = {
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Print a table, JSON, or every call of a pass while it goes on; returns the exit code."""
+    """Print a table, JSON, or every call during a forward pass; returns the exit code 0."""
     resolve_library(config.model)
-    source, listing, config, missing = _pictures(config)
+    source, listing, config, missing = _images(config)
+    # These import torch, which is not needed to report that the data set cannot be read.
     from featx.base.devices import choose_device
+    from featx.cli.layer_table import WIDTH, layer_rows, layer_table, remarks
     from featx.engine.compute import Compute
     from featx.engine.engine import Engine
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
-    image, key = _first_picture(config, source, listing, backbone)
+    image, key = _first_image(config, source, listing, backbone)
     precision = "fp32" if config.precision == "auto" else config.precision
     batch_size = 1 if config.batch_size == "auto" else int(config.batch_size)
     images = image.expand(batch_size, -1, -1, -1)
@@ -84,11 +88,11 @@ def run(config: Config, config_yaml: str) -> int:
     return 0
 
 
-def _pictures(config: Config) -> tuple[Source, Listing, Config, str]:
-    """The data set, or the sample that travels with featx where none was asked for and none is.
+def _images(config: Config) -> tuple[Source, Listing, Config, str]:
+    """List the data set, or the sample of featx if the default data set is not installed.
 
     Returns:
-        its source, its listing, the config for it, and what is to be said of it.
+        Source, listing, config with this data set, and a remark for the output.
     """
     try:
         return *list_images(config), config, ""
@@ -99,60 +103,83 @@ def _pictures(config: Config) -> tuple[Source, Listing, Config, str]:
         return *list_images(sample), sample, f" (data={config.data.name} is not installed)"
 
 
-def _first_picture(
+def _first_image(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
-    """The first picture that can be read, (1, 3, H, W) as the loader gives it, and its key."""
+    """Return the first readable image, (1, 3, H, W) as the loader gives it, and its key."""
     from featx.images.decode_settings import DecodeSettings
     from featx.images.loader import Loader
 
     decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, CrashList(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:
         loader.decode_crash_list()
-        for row in range(min(_TRIED_PICTURES, len(listing))):
+        for row in range(min(_TRIED_IMAGES, len(listing))):
             images = loader.load([row])
             if len(images):
                 return images, os.fsdecode(bytes(listing.keys[row]))
     raise DataError(
-        f"none of the first {min(_TRIED_PICTURES, len(listing))} pictures of "
-        f"{_where(config)} can be read, and job=layers looks at one. "
-        "data=sample takes a picture that comes with featx."
+        f"none of the first {min(_TRIED_IMAGES, len(listing))} images of "
+        f"{_where(config)} can be read, and job=layers needs one. "
+        "data=sample takes an image that comes with featx."
     )
 
 
 def _where(config: Config) -> str:
+    """Return the path of the data set, or its kind."""
     return config.data.root or f"data={config.data.name}"
 
 
-def _heading(config: Config, engine: Engine, picture: str) -> str:
+def _heading(config: Config, engine: Engine, image: str) -> str:
+    """Describe model, image and computation."""
     backbone, compute = engine.backbone, engine.compute
     height, width = backbone.preprocess.crop
     auto = " (precision=auto stays fp32 here)" if config.precision == "auto" else ""
     rows = [
         ("model", f"{backbone.name}, weights {backbone.weights}"),
-        ("picture", f"{picture}, as {compute.batch_size}x3x{height}x{width}"),
+        ("image", f"{image}, as {compute.batch_size}x3x{height}x{width}"),
         ("computed", f"{compute.precision}{auto} on {engine.device}, in eval mode"),
     ]
     return facts(rows)
 
 
 def _trace(engine: Engine) -> Trace:
+    """Trace one forward pass on noise.
+
+    Raises:
+        ModelError: the pass failed.
+    """
     try:
         return engine.trace()
     except Exception as error:
         message = " ".join(str(error).split())
         raise ModelError(
-            f"a pass of {engine.backbone.name} failed: {type(error).__name__}: {message}. "
+            f"a forward pass of {engine.backbone.name} failed: {type(error).__name__}: {message}. "
             "job.show=watch prints every call up to the one that fails."
         ) from error
 
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
+    """Print every call during one forward pass."""
     from featx.layers.forward_log import log_forward
 
     print_result(
-        "shapes hold the batch; ms are of this one cold pass, a layer's with what is inside it"
+        "shapes include the batch; ms are of this first pass, and include those of inner layers"
     )
     print_result()
     with engine.as_computed(images) as (module, x):
         log_forward(module, x, print_result)
+
+
+JOBS.register(
+    Job(
+        "layers",
+        "List the layers that can be captured, with shapes, cost and values.",
+        run=run,
+        input=Input.IMAGES,
+        reads=(
+            *("job.json", "job.show", "model", "data", "capture", "precision", "dtype"),
+            *("batch_size", "device", "decode", "seed"),
+        ),
+        why="it lists all layers, and stores nothing",
+    )
+)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.analysis.similarity.faiss_index import RowIndex
-from featx.analysis.similarity.job_files import class_name, open_input, result_folder, write_csv
-from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
-from featx.base.console import log_message, print_result
+from featx.base.console import log_message
 from featx.base.progress import CountProgress
 from featx.base.text import facts, table
+from featx.config import NeighborsConfig
 from featx.config.run_config import Config
+from featx.jobs.base import JOBS, Input, Job, print_summary
+from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
 from featx.store.layer_selection import only_layer
 from featx.store.reader import FeatureStore
+
+if TYPE_CHECKING:
+    from featx.analysis.similarity import Neighbours, RowIndex
 
 CSV_PAIRS = 1_000_000
 """Largest number of pairs that are also written to neighbors.csv."""
@@ -28,18 +30,22 @@ def run(config: Config, config_yaml: str) -> int:
     Returns:
         The exit code 0.
     """
-    store = open_input(config)
-    find = _of_all if config.neighbors.key is None else _of_one
-    summary, text = find(store, config)
-    print_result(json.dumps(summary, indent=2) if config.job.json else text)
+    store, key = open_input(config), config.neighbors.key
+    found = _neighbors_of_all(store, config) if key is None else _neighbors_of(key, store, config)
+    print_summary(config, *found)
     return 0
 
 
-def _of_one(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
-    layer, asked = only_layer(store, config.layers), config.neighbors
-    assert asked.key is not None, "one row was asked for"
-    metric = asked.metric
-    found = nearest_rows(store, layer, asked.k, metric, asked.key, config.device)
+def _neighbors_of(key: str, store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+    """Find the neighbours of one row.
+
+    Returns:
+        Result in JSON types, and as text.
+    """
+    from featx.analysis.similarity import nearest_rows  # which imports torch
+
+    layer, metric = only_layer(store, config.layers), config.neighbors.metric
+    found = nearest_rows(store, layer, config.neighbors.k, metric, key, config.device)
     rows = found.neighbours[0].tolist()
     nearest = [
         {
@@ -51,19 +57,26 @@ def _of_one(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
         for row, score in zip(rows, found.scores[0], strict=True)
     ]
     row = int(found.rows[0])
-    summary = {"key": asked.key, "row": row, "class": class_name(store, row), "layer": layer}
+    summary = {"key": key, "row": row, "class": class_name(store, row), "layer": layer}
     cells = [
         (one["key"], one["class"] or "-", str(one["row"]), f"{one[metric]:.4f}") for one in nearest
     ]
-    text = facts([("image", f"{asked.key}  {class_name(store, row) or ''}"), ("layer", layer)])
+    text = facts([("image", f"{key}  {class_name(store, row) or ''}"), ("layer", layer)])
     shown = table(("nearest", "class", "row", metric), cells, left=2)
     return {**summary, "nearest": nearest}, f"{text}\n\n{shown}"
 
 
-def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+def _neighbors_of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
+    """Find the neighbours of every row and write them to files.
+
+    Returns:
+        Result in JSON types, and as text.
+    """
+    from featx.analysis.similarity import nearest_rows  # which imports torch
+
     layer, asked = only_layer(store, config.layers), config.neighbors
     disk = result_folder(store, config)
-    index = None if asked.recall is None else _index(store, layer, config)
+    index = None if asked.recall is None else _index(asked.recall, store, layer, config)
     with CountProgress("rows") as progress:
         progress.begin(int(store.ok.sum()))
         if index is None:
@@ -115,21 +128,23 @@ def _of_all(store: FeatureStore, config: Config) -> tuple[dict[str, Any], str]:
     return summary, facts([*rows, ("files", "\n".join(map(str, files)))])
 
 
-def _index(store: FeatureStore, layer: str, config: Config) -> RowIndex:
-    """Build an index, and log a message if it saves no time."""
-    asked = config.neighbors
-    assert asked.recall is not None, "it was asked for"
-    index = RowIndex(store, layer, asked.recall, asked.k, asked.metric, config.seed, config.device)
-    if asked.recall < 1 and 4 * index.looked_at > index.lists:
+def _index(recall: float, store: FeatureStore, layer: str, config: Config) -> RowIndex:
+    """Build an index with the given recall, and log a message if it saves no time."""
+    from featx.analysis.similarity import RowIndex  # which imports torch
+
+    k, metric = config.neighbors.k, config.neighbors.metric
+    index = RowIndex(store, layer, recall, k, metric, config.seed, config.device)
+    if recall < 1 and 4 * index.looked_at > index.lists:
         log_message(
             f"the index looks at {index.looked_at} of its {index.lists} lists to find "
-            f"{asked.recall:g} of the nearest rows: without neighbors.recall the search would be "
+            f"{recall:g} of the nearest rows: without neighbors.recall the search would be "
             "exact and hardly slower"
         )
     return index
 
 
 def _index_text(index: RowIndex) -> str:
+    """Describe how the index found the rows, and its recall."""
     if not index.measured_on:
         return "all of the nearest rows, by faiss's exact search"
     return (
@@ -139,7 +154,7 @@ def _index_text(index: RowIndex) -> str:
 
 
 def _same_class(store: FeatureStore, found: Neighbours) -> float | None:
-    """The share of rows with a class whose nearest row has the same one; None without classes."""
+    """Return the share of labelled rows whose nearest row has the same class, or None."""
     labels = store.labels[found.rows]
     known = labels >= 0
     if not known.any():
@@ -148,6 +163,26 @@ def _same_class(store: FeatureStore, found: Neighbours) -> float | None:
 
 
 def _pairs(store: FeatureStore, found: Neighbours) -> Iterable[tuple[Any, ...]]:
+    """Yield the lines of neighbors.csv, one per row and neighbour."""
     for row, neighbours, scores in zip(found.rows, found.neighbours, found.scores, strict=True):
         for rank, (other, score) in enumerate(zip(neighbours, scores, strict=True), 1):
             yield row, store.keys[row], rank, other, store.keys[other], f"{score:.6g}"
+
+
+def _reads_with(config: Config) -> Collection[str]:
+    """Return `seed` if an index is built, which samples rows."""
+    return () if config.neighbors.recall is None else ("seed",)
+
+
+JOBS.register(
+    Job(
+        "neighbors",
+        "Find the nearest neighbours of one row of a store, or of every row.",
+        NeighborsConfig,
+        run=run,
+        input=Input.STORE,
+        reads=("job.json", "out", "layers", "device"),
+        why="it reads an existing store; `layers` selects its layers",
+        reads_with=_reads_with,
+    )
+)

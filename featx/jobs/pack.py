@@ -1,4 +1,4 @@
-"""job=pack: the parts of a finished store -> one features.h5, for stores kept in parts."""
+"""job=pack: copy the parts of a finished store into one features.h5."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ from featx.base.console import print_result
 from featx.base.text import facts, size_text
 from featx.config.run_config import Config
 from featx.errors import ConfigError, StoreError
+from featx.jobs.base import JOBS, Input, Job
 from featx.storage.s3_path import is_url
 from featx.store import layout
 from featx.store.pack import pack_store
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Pack the store and say where the file is; returns the exit code."""
+    """Pack the store and print where the file is; returns the exit code 0."""
     root = config.place_of_store()
-    if is_url(root):
-        raise ConfigError(
-            f"{root} lies in an object store, and packing needs a disk: copy the store there, pack "
-            "it, and copy it back."
-        )
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=pack takes the store's folder.")
     did = pack_store(root)
@@ -26,3 +22,29 @@ def run(config: Config, config_yaml: str) -> int:
     text = "packed now, its parts are deleted" if did else "was packed already"
     print_result(facts([("file", str(path)), ("size", size_text(path.stat().st_size)), ("", text)]))
     return 0
+
+
+def _check(config: Config) -> None:
+    """Refuse a store in an object store.
+
+    Raises:
+        ConfigError: packing needs a disk.
+    """
+    root = config.store or config.out
+    if is_url(root):
+        raise ConfigError(
+            f"{root} lies in an object store, and packing needs a disk: copy the store there, pack "
+            "it, and copy it back."
+        )
+
+
+JOBS.register(
+    Job(
+        "pack",
+        "Pack the parts of a finished store into one features.h5.",
+        run=run,
+        input=Input.STORE_OR_OUT,
+        why="it packs the store that `store` or `out` names",
+        check=_check,
+    )
+)

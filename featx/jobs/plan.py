@@ -1,17 +1,16 @@
-"""job=plan: what extract would do and what it would take; writes nothing."""
+"""job=plan: rows, disk space, memory and time of an extraction; writes nothing."""
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from featx.analysis.engine_specs import FEATURES
-from featx.base.console import print_result
 from featx.base.machine import num_cpus
 from featx.base.text import facts, size_text, time_text
 from featx.config.run_config import Config
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_summary import describe_run
 from featx.storage.local_folder import AtomicFolder
@@ -20,21 +19,20 @@ from featx.store.leftovers import leftover_bytes
 from featx.store.pack import packed_size_bound
 from featx.types import Part
 
-_PROBE_BATCHES = 2
+_TRIAL_BATCHES = 2
+"""Number of batches that are read to measure the speed of reading."""
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Print rows, shapes, bytes, disk, memory and time; returns the exit code."""
+    """Print rows, shapes, bytes, disk space, memory and time; returns the exit code 0."""
     with build_run_context(config, config_yaml, FEATURES) as context:
         plan = _plan(config, context)
-        if config.job.json:
-            print_result(json.dumps(plan, indent=2))
-        else:
-            print_result(facts([*describe_run(context), *_lines(plan)]))
+        print_summary(config, plan, facts([*describe_run(context), *_lines(plan)]))
     return 0
 
 
 def _plan(config: Config, context: RunContext) -> dict[str, Any]:
+    """Return the plan in JSON types; sizes in bytes, times in seconds."""
     num_rows = len(context.listing)
     seconds_read = _seconds_per_image_read(context)
     stored = context.row_bytes * num_rows
@@ -61,14 +59,14 @@ def _plan(config: Config, context: RunContext) -> dict[str, Any]:
 
 
 def _free_bytes(root: Path) -> int:
-    """Room for a store, with what the run frees when it deletes the leftovers of a killed one."""
+    """Return the bytes available to a store, including leftovers that the run will delete."""
     return AtomicFolder(root).free_bytes() + leftover_bytes(root)
 
 
 def _seconds_per_image_read(context: RunContext) -> float | None:
-    """Reading and decoding alone, with all threads, measured on the first images."""
+    """Measure reading and decoding the first images with all threads, without the model."""
     size = min(len(context.listing), 8 * num_cpus())
-    part = Part(0, 0, min(len(context.listing), size * _PROBE_BATCHES))
+    part = Part(0, 0, min(len(context.listing), size * _TRIAL_BATCHES))
     with context.loader(size) as loader:
         begun = time.perf_counter()
         count = sum(batch.count for _, batch in loader.batches([part]))
@@ -76,6 +74,7 @@ def _seconds_per_image_read(context: RunContext) -> float | None:
 
 
 def _disk_line(plan: dict[str, Any]) -> str:
+    """Describe the disk space needed and free, with advice if it is too little."""
     needed = f"{size_text(plan['disk_needed'])} for the features"
     if plan["disk_free"] is None:
         return f"{needed}, in an object store"
@@ -88,6 +87,7 @@ def _disk_line(plan: dict[str, Any]) -> str:
 
 
 def _lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
+    """Format the plan for people."""
     model, read = plan["images_per_second_model"], plan["images_per_second_read"]
     return [
         ("rows", str(plan["rows"])),
@@ -96,3 +96,15 @@ def _lines(plan: dict[str, Any]) -> list[tuple[str, str]]:
         ("speed", f"model {model:.1f} images/s, reading {read:.1f} images/s"),
         ("time", f"about {time_text(plan['seconds'])} after the start"),
     ]
+
+
+JOBS.register(
+    Job(
+        "plan",
+        "Show rows, disk space, memory and time of an extraction; writes nothing.",
+        run=run,
+        input=Input.IMAGES,
+        reads=(*RUN_OPTIONS, "job.json", "executor", "tensorboard"),
+        makes_store=True,
+    )
+)

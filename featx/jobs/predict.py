@@ -1,22 +1,22 @@
-"""job=predict: a probe's head on new pictures, as a CSV file."""
+"""job=predict: classes of new images by the head of a probe, as a CSV file."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base.console import log_message, print_result
+from featx.base.console import log_message
 from featx.base.text import facts
 from featx.config.run_config import Config
 from featx.errors import ConfigError
+from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.pipeline.row_failures import exit_code
 from featx.pipeline.run_summary import trial_rows
 from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_path import parse_path
 
 if TYPE_CHECKING:
     from featx.analysis.prediction import Predictions
@@ -26,16 +26,10 @@ COLUMNS = ("key", "class", "probability", "status", "reason")
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Classify the pictures, write the file, say what came out; returns the exit code."""
+    """Classify the images, write the file and print a summary; returns the exit code."""
     from featx.analysis.prediction import head_of_store, run_prediction  # which import torch
 
-    assert config.store is not None, "the config was checked"
-    layer = config.layers
-    if isinstance(layer, list | tuple) and len(layer) == 1:
-        layer = layer[0]
-    if not isinstance(layer, str | None):
-        raise ConfigError(f"layers={layer}: job=predict uses the head of one layer.")
-    head = head_of_store(parse_path(config.store), layer)
+    head = head_of_store(config.place_of_store(), _layer(config))
     log_message(f"head        {head}")
     found = run_prediction(config, head)
     disk = AtomicFolder(Path(config.out).expanduser())
@@ -43,14 +37,28 @@ def run(config: Config, config_yaml: str) -> int:
     path = disk.root / PREDICTIONS_CSV
     disk.replace_unlocked(path, predictions_csv(found))
     summary = _summary(found, path)
-    print_result(json.dumps(summary, indent=1) if config.job.json else _text(summary))
+    print_summary(config, summary, _text(summary))
     return exit_code(
         config, summary["rows"], summary["failures"], f"They have their reason in {path}."
     )
 
 
+def _layer(config: Config) -> str | None:
+    """Return the layer whose head is used; None takes the best one.
+
+    Raises:
+        ConfigError: several layers are named.
+    """
+    layer = config.layers
+    if isinstance(layer, list | tuple) and len(layer) == 1:
+        layer = layer[0]
+    if not isinstance(layer, str | None):
+        raise ConfigError(f"layers={layer}: job=predict uses the head of one layer.")
+    return layer
+
+
 def predictions_csv(found: Predictions) -> bytes:
-    """The whole file: a line a picture, failed ones with their reason and no class."""
+    """Return the CSV file: one line per image, failed ones with their reason and no class."""
     buffer = io.StringIO()
     writer = csv.writer(buffer)
     writer.writerow(COLUMNS)
@@ -61,6 +69,7 @@ def predictions_csv(found: Predictions) -> bytes:
 
 
 def _summary(found: Predictions, path: Path) -> dict[str, Any]:
+    """Return counts and speed in JSON types."""
     counts = Counter(row.label for row in found.rows if row.label is not None)
     figures = found.figures.as_dict()
     speed = (
@@ -76,6 +85,7 @@ def _summary(found: Predictions, path: Path) -> dict[str, Any]:
 
 
 def _text(summary: dict[str, Any]) -> str:
+    """Format the summary for people."""
     counts = [f"{count} {name}" for name, count in summary["classes"].items()]
     shown = ", ".join(counts[:10]) + (", ..." if len(counts) > 10 else "")
     return facts(
@@ -87,3 +97,34 @@ def _text(summary: dict[str, Any]) -> str:
             ("file", summary["file"]),
         ]
     )
+
+
+def _check(config: Config) -> None:
+    """Refuse several layers before a model is built.
+
+    Raises:
+        ConfigError: several layers are named.
+    """
+    _layer(config)
+
+
+def _reads_with(config: Config) -> Collection[str]:
+    """Return the options that name the code of a custom model."""
+    return CUSTOM_CODE if config.model.library == "custom" else ()
+
+
+JOBS.register(
+    Job(
+        "predict",
+        "Classify new images with the head that job=probe fitted.",
+        run=run,
+        input=Input.STORE,
+        reads=(
+            *("job.json", "out", "layers", "device", "data", "max_failures"),
+            *("reduce.name", "reduce.stats"),
+        ),
+        why="features are computed as those of the store were; `layers` selects the head",
+        reads_with=_reads_with,
+        check=_check,
+    )
+)

@@ -1,33 +1,31 @@
-"""job=probe: how well a simple classifier on the features of a store tells its labels."""
+"""job=probe: accuracy of simple classifiers on the features of a store."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from featx.base.console import log_message, print_result
+from featx.base.console import log_message
 from featx.base.text import facts, table
+from featx.config import ProbeConfig
 from featx.config.run_config import Config
 from featx.errors import counted
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.storage.s3_path import parse_path
 from featx.store import layout
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Probe the store, say which layer is best and how sure that is; returns the exit code."""
-    config.place_of_store()  # that there is none is told before torch loads
+    """Fit and test the classifiers and print the best layer; returns the exit code 0."""
+    config.place_of_store()  # reports a missing store before torch is imported
     from featx.analysis.probe.run import run_probe  # which imports torch
 
     result = run_probe(config, log_message)
-    if config.job.json:
-        print_result(json.dumps(result, indent=1))
-    else:
-        print_result(_text(config, result))
+    print_summary(config, result, _text(config, result))
     return 0
 
 
 def _text(config: Config, result: dict[str, Any]) -> str:
-    """The tables after the run, and what to do next."""
+    """Format the result for people, with the command that uses the head."""
     store = parse_path(result["store"])
     folder = store if store.is_dir() else store.parent
     best, method = result["layer"], result["method"]
@@ -76,12 +74,13 @@ def _text(config: Config, result: dict[str, Any]) -> str:
     if result["head"]:
         parts.append(
             "python -m featx job=predict store="
-            f"{store} data=folder data.root=NEW      # the best layer's head on new pictures"
+            f"{store} data=folder data.root=NEW      # the best layer's head on new images"
         )
     return "\n\n".join(parts)
 
 
 def _split_text(split: dict[str, Any]) -> str:
+    """Describe the kind of split and its sizes."""
     kind = split["kind"]
     sizes = (
         f"{split['fit'][0]} fitted, {split['validation_rows'][0]} for validation, "
@@ -93,7 +92,7 @@ def _split_text(split: dict[str, Any]) -> str:
 
 
 def _groups_text(groups: dict[str, Any] | None) -> str:
-    """How rows were kept together."""
+    """Describe which rows were kept together."""
     if groups is None:
         return "none: each row counts as independent; probe.group_column=NAME keeps rows together"
     return (
@@ -103,7 +102,7 @@ def _groups_text(groups: dict[str, Any] | None) -> str:
 
 
 def _near_text(result: dict[str, Any]) -> str:
-    """How many test rows have a near-duplicate in training, or why that is not known."""
+    """Describe how many test rows have a near-duplicate in training, or why it is unknown."""
     near = result["near_duplicates"]
     if near["rows"] is None:
         return f"not looked for: {near['not_checked']}"
@@ -120,7 +119,7 @@ _HEADER = (
 
 
 def _layers_table(config: Config, result: dict[str, Any]) -> str:
-    """Which layer is best: a row for each layer and method, as the store has them."""
+    """Format a table with one row per layer and method, in the order of the store."""
     rows = []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
@@ -144,13 +143,14 @@ def _layers_table(config: Config, result: dict[str, Any]) -> str:
     found = table(_HEADER, rows, left=2)
     if len(result["layers"]) > 1:
         found += (
-            "\nThe interval of a line holds for a layer that is named beforehand, not for the best "
-            "of the table."
+            "\nThe interval of a line holds for a layer that was chosen beforehand, not for the "
+            "best one of the table."
         )
     return found
 
 
 def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
+    """Format a table of the accuracies with few training rows per class."""
     rows = []
     for layer, about in result["layers"].items():
         for method in config.probe.methods:
@@ -162,13 +162,13 @@ def _few_shot_table(config: Config, result: dict[str, Any]) -> str:
 
 
 def _mean_text(found: dict[str, Any]) -> str:
-    """Mean, and standard deviation where there is more than one draw."""
+    """Format a mean, with the standard deviation if there is more than one draw."""
     spread = "" if found["std"] is None else f" ± {found['std']:.4f}"
     return f"{found['mean']:.4f}{spread}"
 
 
 def _confused(result: dict[str, Any]) -> str | None:
-    """The three pairs of classes that are taken for each other most."""
+    """Describe the three pairs of classes that are confused most; None without errors."""
     names, matrix = result["classes"], result["confusion"]
     pairs = [
         (count, names[i], names[j])
@@ -183,3 +183,16 @@ def _confused(result: dict[str, Any]) -> str | None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
+
+
+JOBS.register(
+    Job(
+        "probe",
+        "Fit and test classifiers on the features of a labelled store.",
+        ProbeConfig,
+        run=run,
+        input=Input.STORE_OR_OUT,
+        reads=("job.json", "layers", "device", "seed"),
+        why="it reads an existing store; `layers` selects its layers",
+    )
+)

@@ -1,54 +1,59 @@
-"""job=stats: mean and covariance of layers over a data set, without storing features."""
+"""job=stats: mean and covariance of layers over a data set; stores no features."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from featx.analysis.statistics.run import run_stats
-from featx.analysis.statistics.session import FAILURES_CSV
-from featx.analysis.statistics.stats_file import Statistics
 from featx.base.console import print_result
 from featx.base.text import facts, table
+from featx.config import StatsConfig
 from featx.config.run_config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf, given_keywords, without_object
+from featx.config.schema import without_object
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, print_summary
 from featx.pipeline.row_failures import exit_code
 from featx.pipeline.run_summary import seconds_text, trial_rows
 from featx.sources import source_of
 
+if TYPE_CHECKING:
+    from featx.analysis.statistics.stats_file import Statistics
+
 
 def stats(**keys: Any) -> Statistics:
-    """Run job=stats from Python: the same keys as the command's, the same file.
+    """Run job=stats from Python, with the options of the command and the same file.
 
         statistics = featx.stats(model="resnet50", layers=["avgpool"], data="photos/", out="runs/p")
         statistics["avgpool"].covariance()
 
     Args:
-        keys: as of `featx.extract`; `stats` takes a mapping, such as `stats={"rows": "position"}`.
+        keys: as of `featx.extract`; `stats` takes a mapping, such as
+            `stats={"observation": "position"}`.
 
     Returns:
         The statistics, open for reading. Failed images are left out; see `stats-failures.csv`,
         also when there are more than `max_failures`.
 
     Raises:
-        FeatxError: whatever the command would report with exit code 1 or 2.
+        FeatxError: an error that the command would report with exit code 1 or 2.
     """
+    from featx.analysis.statistics.run import run_stats  # which imports torch
+    from featx.analysis.statistics.stats_file import Statistics
+
     keys, given = without_object(keys)
-    node = from_keywords(keys)
-    node.job.name = "stats"
-    config = from_omegaconf(node, given_keywords(keys))
+    config, config_yaml = config_of_call("stats", keys)
     source = None if given is None else source_of(given)
-    summary = run_stats(config, saved_yaml(node), source)
+    summary = run_stats(config, config_yaml, source)
     print_result(_text(summary))
     return Statistics(summary["file"])
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """The command's job: take the statistics, say what they are, return the exit code."""
+    """Compute the statistics and print a summary; returns the exit code."""
+    from featx.analysis.statistics.run import run_stats  # which imports torch
+    from featx.analysis.statistics.session import FAILURES_CSV
+
     summary = run_stats(config, config_yaml)
-    print_result(json.dumps(summary, indent=2) if config.job.json else _text(summary))
+    print_summary(config, summary, _text(summary))
     failures = Path(config.out) / FAILURES_CSV
     return exit_code(
         config,
@@ -65,7 +70,7 @@ _HEADER = (
 
 
 def _text(summary: dict[str, Any]) -> str:
-    """The table after the run, with three lines that use the result."""
+    """Format the result for people, with three lines of code that open it."""
     rate = summary["images_per_second"]
     rows = [
         ("images", f"{summary['rows']}, {summary['failures']} failed and left out"),
@@ -91,6 +96,7 @@ def _text(summary: dict[str, Any]) -> str:
 
 
 def _cells(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
+    """Return one row of the table of layers."""
     shares = [f"{100 * share:.1f} %" for share in (layer["first"] or {}).values()]
     numbers = ("smallest", "largest", "mean", "std_min", "std_max", "total_variance")
     return (
@@ -104,3 +110,17 @@ def _cells(name: str, layer: dict[str, Any]) -> tuple[str, ...]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+JOBS.register(
+    Job(
+        "stats",
+        "Compute mean and covariance of layers over a data set; stores no features.",
+        StatsConfig,
+        run=run,
+        input=Input.IMAGES,
+        reads=(*RUN_OPTIONS, "job.json", "executor", "refresh", "profile"),
+        ignores=("dtype", "codec", "pack", "grow"),
+        why="statistics are computed in float64 from the layer's values; no features are stored",
+    )
+)

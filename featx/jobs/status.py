@@ -1,28 +1,27 @@
-"""job=status: how far a run is, from any machine that sees its store; changes and locks nothing."""
+"""job=status: progress of a run, from any machine that sees its store; takes no lock."""
 
 from __future__ import annotations
 
-import json
-
-from featx.base.console import print_result
 from featx.base.text import facts, time_text
 from featx.config.run_config import Config
 from featx.errors import StoreError, counted
+from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.store.heartbeat import HeartbeatRecord
 from featx.store.status import StoreStatus, store_status
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Print how far the store is and who is at work, or JSON with job.json=true; returns 0."""
+    """Print the progress of the run and its workers; returns the exit code 0."""
     root = config.place_of_store()
     if not root.is_dir():
         raise StoreError(f"there is no store at {root}; job=status takes the store's folder.")
     status = store_status(root)
-    print_result(json.dumps(status.as_dict(), indent=2) if config.job.json else _text(status))
+    print_summary(config, status.as_dict(), _text(status))
     return 0
 
 
 def _text(status: StoreStatus) -> str:
+    """Format the status for people."""
     share = status.rows_done / status.rows if status.rows else 1.0
     rows = [
         ("store", str(status.root)),
@@ -44,11 +43,24 @@ def _text(status: StoreStatus) -> str:
     return facts(rows)
 
 
-def _worker_text(sign: HeartbeatRecord) -> str:
-    values = sign.values
-    state = "alive" if sign.alive else "silent"
+def _worker_text(record: HeartbeatRecord) -> str:
+    """Describe one process that writes the store."""
+    values = record.values
+    state = "alive" if record.alive else "silent"
     text = f"{values['what']}  pid {values['pid']} on {values['host']}  {state}"
     if not values["parts"]:
-        return f"{text}, heard of {sign.age_s:.0f} s ago"
-    since = max(0.0, values["beat"] + sign.age_s - values["last_commit"])
+        return f"{text}, last heartbeat {record.age_s:.0f} s ago"
+    since = max(0.0, values["beat"] + record.age_s - values["last_commit"])
     return f"{text}, {counted(values['parts'], 'part')}, the last {time_text(since)} ago"
+
+
+JOBS.register(
+    Job(
+        "status",
+        "Show the progress of a run, from any machine that sees its store.",
+        run=run,
+        input=Input.STORE_OR_OUT,
+        reads=("job.json",),
+        why="it reads the store that `store` or `out` names",
+    )
+)

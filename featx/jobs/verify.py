@@ -1,8 +1,8 @@
-"""job=verify: is a store what it says, and are its rows those of the pictures?"""
+"""job=verify: compare a store with its checksums and with its images, and repair it."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from featx.analysis.reproducibility import (
     config_of_run,
     recheck_rows,
 )
-from featx.base.console import log_message, print_result
+from featx.base.console import log_message
 from featx.base.text import facts, size_text
+from featx.config import VerifyConfig
 from featx.config.run_config import Config
-from featx.errors import ConfigError, counted
+from featx.errors import ConfigError, StoreError, counted
+from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
 from featx.pipeline.extraction import run_extraction
 from featx.pipeline.image_changes import unknown_images_text
 from featx.storage.s3_path import is_url
@@ -33,11 +35,11 @@ EXIT_INCOMPLETE = 1
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Look at everything in the store; print what was found, or JSON with job.json=true.
+    """Check everything in the store and print the result.
 
     Returns:
-        0 where the store is complete and sound, 1 where rows are still missing, 2 where something
-        is damaged or differs from the images.
+        0 if the store is complete and sound, 1 if rows are still missing, 2 if something is
+        damaged or differs from the images.
     """
     root = config.place_of_store()
     if root.is_file() and (config.verify.reextract_rows or config.verify.repair):
@@ -62,17 +64,18 @@ def run(config: Config, config_yaml: str) -> int:
     if config.verify.reextract_rows and not report.damages:
         reextracted = recheck_rows(config, root, _manifest(root), config.verify.reextract_rows)
         found["reextracted"] = reextracted.as_dict()
-    if config.job.json:
-        print_result(json.dumps(found, indent=2))
-    else:
-        print_result(_text(report, images, reextracted))
+    print_summary(config, found, _text(report, images, reextracted))
     if report.damages or images.changed or (reextracted is not None and reextracted.different):
         return EXIT_DAMAGED
     return EXIT_INCOMPLETE if report.missing else 0
 
 
 def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
-    """Quarantine what is damaged, extract what is missing, and check again."""
+    """Quarantine damaged files, extract the missing rows, and check the store again.
+
+    Returns:
+        The second report, and the files that were moved and the number of rows extracted.
+    """
     root = report.root
     was_packed = (root / layout.PACKED).exists()
     moved = set_damage_aside(report)
@@ -82,7 +85,7 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
     lacking = missing_parts(root, manifest)
     runs = [run for run, _ in lacking]
     if not runs and not (root / layout.LISTING).exists():
-        runs = [manifest.runs[-1]]  # no file has a copy: it is listed from the images again
+        runs = [manifest.runs[-1]]  # no file has a copy of the listing: the images are listed again
     for run in runs:
         as_then = config_of_run(config, root, manifest, run)
         spec = engine_spec(as_then.job.name)
@@ -95,13 +98,19 @@ def _repaired(config: Config, report: Report) -> tuple[Report, dict[str, Any]]:
 
 
 def _manifest(root: Path) -> Manifest:
+    """Return the manifest of a store that was checked.
+
+    Raises:
+        StoreError: it has gone since.
+    """
     manifest, _ = load_manifest(root)
-    assert manifest is not None, "check_store found one"
+    if manifest is None:
+        raise StoreError(f"{root / layout.DESCRIPTOR} has disappeared while the store was checked.")
     return manifest
 
 
 def _text(report: Report, images: ImagesReport, reextracted: ReproducibilityReport | None) -> str:
-    """The verdict for people."""
+    """Format the result for people."""
     rows = [
         ("store", str(report.root)),
         ("rows", str(report.num_rows)),
@@ -127,11 +136,11 @@ def _text(report: Report, images: ImagesReport, reextracted: ReproducibilityRepo
             f"{len(reextracted.different)} different"
         )
         rows.append(("reextracted", "\n".join([text, *reextracted.different[:20]])))
-    return f"{facts(rows)}\n{_verdict(report, images, reextracted)}"
+    return f"{facts(rows)}\n{_conclusion(report, images, reextracted)}"
 
 
 def _images_text(images: ImagesReport) -> str:
-    """What was found of the images, and what was not looked at."""
+    """Describe which images have changed, and which were not compared."""
     if images.not_compared is not None:
         return f"not compared: {images.not_compared}"
     same = images.compared - len(images.changed)
@@ -148,9 +157,10 @@ def _images_text(images: ImagesReport) -> str:
     return "\n".join(lines)
 
 
-def _verdict(
+def _conclusion(
     report: Report, images: ImagesReport, reextracted: ReproducibilityReport | None
 ) -> str:
+    """Return one sentence on the state of the store, and what to do."""
     if report.damages:
         return (
             "The store is damaged. verify.repair=true moves damaged files to quarantine and "
@@ -164,5 +174,31 @@ def _verdict(
     if reextracted is not None and reextracted.different:
         return "Rows differ from their images: were images, weights or libraries changed?"
     if report.missing:
-        return "What is there is sound; the command that began the store goes on with it."
+        return "What is there is sound; the command that started the store resumes it."
     return "The store is complete and sound."
+
+
+def _reads_with(config: Config) -> Collection[str]:
+    """Return the options that say how rows are extracted again, if they are."""
+    options: set[str] = set()
+    if config.verify.reextract_rows or config.verify.repair:
+        options |= {"device", "reduce.name", "reduce.stats"}
+    if config.verify.reextract_rows:
+        options.add("seed")
+    if config.model.library == "custom":
+        options |= set(CUSTOM_CODE)
+    return options
+
+
+JOBS.register(
+    Job(
+        "verify",
+        "Compare a store with its checksums and its images, and repair it.",
+        VerifyConfig,
+        run=run,
+        input=Input.STORE_OR_OUT,
+        reads=("job.json", "data.name", "data.root"),
+        why="it reads the store that `store` or `out` names, and its images",
+        reads_with=_reads_with,
+    )
+)

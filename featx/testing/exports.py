@@ -13,9 +13,9 @@ import numpy.typing as npt
 import pytest
 
 import featx
-from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.errors import StoreMismatchError
 from featx.export.run import run_export
+from featx.jobs import config_of_call
 from featx.testing.tiny_extraction import extract, write_images
 
 
@@ -155,9 +155,8 @@ class ExportContract:
             "export": dict(export_options),
             "out": str(out),
         }
-        node = from_keywords(keywords)
-        node.job.name = "export"
-        return run_export(from_omegaconf(node, given_keywords(keywords)))
+        config, _ = config_of_call("export", keywords)
+        return run_export(config)
 
 
 def _digests(folder: Path) -> dict[str, str]:

@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> None:
                 config, text = run_of(arguments.model, layer, folder / "photos", reduce="avg")
                 place = folder / f"{number}-{layer}"
                 place.mkdir()
-                measured = contenders.alone(contenders.run_featx, config, text, place)
+                measured = contenders.in_new_process(contenders.run_featx, config, text, place)
                 found.append(measured.images_per_second)
                 print(f"  {layer}: {found[-1]:.1f} images/s", flush=True)
     early, last = (rates[layer] for layer in arguments.layers)

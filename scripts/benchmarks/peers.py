@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
             name: run_of(arguments.model, arguments.layer, folder / "photos", precision=precision)
             for name, precision in ((FEATX, "auto"), (FEATX_FP32, "fp32"))
         }
-        contenders.alone(_save_weights, runs[FEATX][0], folder / "weights.pt")
+        contenders.in_new_process(_save_weights, runs[FEATX][0], folder / "weights.pt")
         rates: dict[str, list[float]] = {}
         places: dict[str, Path] = {}
         for number in range(arguments.runs):
@@ -67,13 +67,15 @@ def _measure(
 ) -> float:
     """Images a second of one contender, which leaves its rows in the folder."""
     if contender in runs:
-        measured = contenders.alone(contenders.run_featx, *runs[contender], place)
+        measured = contenders.in_new_process(contenders.run_featx, *runs[contender], place)
         return float(measured.images_per_second)
     config, _ = runs[FEATX_FP32]
     if contender == SCRIPT:
-        return float(contenders.alone(contenders.run_tutorial, config, place).images_per_second)
+        return float(
+            contenders.in_new_process(contenders.run_tutorial, config, place).images_per_second
+        )
     if contender == CLIP_RETRIEVAL:
-        return contenders.alone(_run_clip_retrieval_like, config, arguments.layer, place)
+        return contenders.in_new_process(_run_clip_retrieval_like, config, arguments.layer, place)
     script = Path(__file__).with_name("thingsvision_peer.py")
     photos, weights = place.parent / "photos", place.parent / "weights.pt"
     command = [arguments.thingsvision, script, photos, arguments.model, arguments.layer]

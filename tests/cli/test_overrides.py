@@ -20,12 +20,13 @@ from featx.config.run_config import Config
 from featx.config.saved_config import from_saved, saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf
 from featx.errors import ConfigError
+from featx.jobs import JOBS, check
 
 
 def composed(*argv: str) -> Any:
     """The node of a command, without running it."""
     line = read_command_line(argv)
-    hydra_config.register(line.config_dirs)
+    hydra_config.register(JOBS, line.config_dirs)
     name, overrides = "config", list(line.arguments)
     if "--config-name" in overrides:
         at = overrides.index("--config-name")
@@ -38,7 +39,9 @@ def composed(*argv: str) -> Any:
 
 def typed(*argv: str) -> Config:
     """The config of a command."""
-    return from_omegaconf(composed(*argv), read_command_line(argv).given)
+    config = from_omegaconf(composed(*argv))
+    check(config, read_command_line(argv).given)
+    return config
 
 
 ODD = [

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from featx import jobs
 from featx.base.fingerprint import differences, digest
 from featx.config import DataConfig, ModelConfig, ReduceConfig
 from featx.config.all_options import described_options
@@ -106,8 +107,9 @@ def test_jobs_that_read_a_store_refuse_the_keys_of_making_one(
 ) -> None:
     node = from_keywords({"store": "store", **keys})
     node.job.name = job
+    config = from_omegaconf(node)
     with pytest.raises(ConfigError, match=rf"^{next(iter(keys))} has no effect with job={job}: "):
-        from_omegaconf(node)
+        jobs.check(config)
 
 
 def test_every_key_is_described() -> None:

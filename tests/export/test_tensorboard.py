@@ -355,7 +355,7 @@ def test_what_is_no_number_of_pictures_is_refused(value: object) -> None:
 
 def test_the_key_belongs_to_the_main_job(photos: Path) -> None:
     extract(photos)
-    with pytest.raises(ConfigError, match="tensorboard has an effect with job=extract"):
+    with pytest.raises(ConfigError, match="tensorboard has an effect with job=extract and"):
         run_job("verify", store="store", tensorboard=True)
     plan = {**KEYS, "out": "other", "data": str(photos)}
     assert run_job("plan", tensorboard=True, **plan) == 0

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from tiny_model import COMMAND, KEYS
+from tiny_model import COMMAND, KEYS, run_job
 
+from featx import jobs
 from featx.config import BenchConfig, JobConfig
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
@@ -88,7 +89,7 @@ def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) 
 
 def test_keys_of_bench_alone() -> None:
     with pytest.raises(ConfigError, match=r"bench\.runs has an effect with job=bench only"):
-        from_omegaconf(from_keywords({"bench": {"runs": 2}}))
+        jobs.check(from_omegaconf(from_keywords({"bench": {"runs": 2}})))
     with pytest.raises(ConfigError, match=r"bench\.runs=0"):
         BenchConfig(runs=0)
 
@@ -97,15 +98,20 @@ def test_keys_of_bench_alone() -> None:
     ("data", "message"),
     [
         ({"name": "hdf5", "root": "x.h5", "dataset": "/x"}, "data=hdf5: job=bench reads files"),
-        ({"name": "folder", "root": ".", "boxes": "boxes.csv"}, "whole pictures"),
+        ({"name": "folder", "root": ".", "boxes": "boxes.csv"}, "whole images"),
     ],
 )
-def test_pictures_that_the_script_could_not_read_are_refused(
-    data: dict[str, str], message: str, tmp_path: Path
+def test_images_that_the_script_could_not_read_are_refused(
+    data: dict[str, str], message: str
 ) -> None:
-    config = from_omegaconf(from_keywords({**KEYS, "data": data}))
+    keys = {key: value for key, value in KEYS.items() if key != "out"}
     with pytest.raises(ConfigError, match=message):
-        bench._config_to_measure(config, tmp_path)
+        run_job("bench", **{**keys, "data": data})
+
+
+def test_gradients_are_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ConfigError, match="job=bench captures no gradients"):
+        run_job("bench", capture="grad_output", layers=["conv"])
 
 
 @pytest.mark.slow

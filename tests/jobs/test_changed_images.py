@@ -472,7 +472,7 @@ def test_a_data_set_of_a_class_is_compared_when_it_is_refreshed(photos: Path) ->
 def test_options_that_contradict_each_other(photos: Path) -> None:
     with pytest.raises(ConfigError, match="refresh=true mends a store"):
         extract(photos, refresh=True, overwrite=True)
-    with pytest.raises(ConfigError, match="refresh has an effect with job=extract"):
+    with pytest.raises(ConfigError, match="refresh has an effect with job=attribute, job=extract"):
         run_job("plan", data=str(photos), refresh=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from tiny_model import MODEL, write_picture
 from torch import nn
 from zoo import TwoStageConvNet
 
+from featx import jobs
 from featx.base.console import print_result
 from featx.cli.layer_table import layer_rows, layer_table
 from featx.config import VIEWS_OF_LAYERS, ReduceConfig
@@ -72,7 +72,7 @@ def layers(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
         node = from_keywords({"model": MODEL, "data": "sample", **keys})
         node.job.name, node.job.show, node.job.json = "layers", show, as_json
         config = from_omegaconf(node)
-        assert importlib.import_module("featx.jobs.layers").run(config, "") == 0
+        assert jobs.run(config, "") == 0
         return capsys.readouterr().out
 
     return run
@@ -288,7 +288,7 @@ def test_keys_that_would_have_no_effect(layers: Layers) -> None:
     node = from_keywords({"model": MODEL})
     node.job.show = "cost"
     with pytest.raises(ConfigError, match=r"job\.show has an effect with job=layers only"):
-        from_omegaconf(node)
+        jobs.check(from_omegaconf(node))
 
 
 def test_a_reader_may_leave_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import featx
+from featx import jobs
 from featx.config import ModelConfig, ReduceConfig
 from featx.config.run_config import Config
 from featx.engine.compute import Compute
@@ -337,9 +338,9 @@ def test_the_config_refuses_what_has_no_effect() -> None:
         with pytest.raises(ConfigError, match="target="):
             Config(capture="grad_output", target=wrong)
     with pytest.raises(ConfigError, match="has an effect with capture=grad_output"):
-        Config(target="label")
+        jobs.check(Config(target="label"))
     with pytest.raises(ConfigError, match="does not go with gradients"):
-        Config(capture="grad_input", compile=True)
+        jobs.check(Config(capture="grad_input", compile=True))
 
 
 @pytest.mark.slow

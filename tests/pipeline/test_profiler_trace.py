@@ -52,5 +52,5 @@ def test_statistics_too(photos: Path) -> None:
 
 
 def test_it_belongs_to_jobs_that_run() -> None:
-    with pytest.raises(ConfigError, match="profile has an effect with job=extract"):
+    with pytest.raises(ConfigError, match="profile has an effect with job=attribute, job=extract"):
         run_job("layers", profile=True)

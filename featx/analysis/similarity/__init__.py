@@ -7,7 +7,6 @@ nearest_neighbours.py         nearest rows by exact search
 faiss_index.py                nearest rows by an index, with a measured recall and in less time
 duplicates.py                 groups of near-duplicates
 representation_similarity.py  linear CKA and RSA between layers
-job_files.py                  the store that the jobs read, and the results that they write
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""job=bench: featx beside the script a user writes, and each stage alone, in one run."""
+"""job=bench: the speed of featx, of a plain PyTorch script and of each stage alone, in one run."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
 import tempfile
@@ -10,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import log_message, print_result
+from featx.base.console import log_message
 from featx.base.text import table
-from featx.config import DataConfig
+from featx.config import BenchConfig, DataConfig
 from featx.config.layer_requests import DEFAULT_LAYERS
 from featx.config.run_config import Config
 from featx.errors import ConfigError
+from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
 from featx.jobs.bench import contenders
 from featx.jobs.bench.contenders import Measurement
 from featx.jobs.bench.photos import make_photos
@@ -25,25 +25,30 @@ SCRIPT = "the user's script"
 
 
 def run(config: Config, config_yaml: str) -> int:
-    """Measure in alternation and print ratios with their spread; returns the exit code."""
+    """Measure in alternation and print ratios with their spread; returns the exit code 0."""
     with tempfile.TemporaryDirectory(prefix="featx-bench-") as name:
         folder = Path(name)
         config = _config_to_measure(config, folder)
         result = _measured(config, config_yaml, folder)
-    print_result(json.dumps(result, indent=2) if config.job.json else _text(result))
+    print_summary(config, result, _text(result))
     return 0
 
 
-def _config_to_measure(config: Config, folder: Path) -> Config:
-    """The same pictures for all: a folder of the user's, or photographs made here.
+def _check(config: Config) -> None:
+    """Refuse what the script cannot do.
 
     Raises:
-        ConfigError: the pictures are to come from elsewhere.
+        ConfigError: the images are not files of a folder, or gradients are captured.
     """
+    if config.takes_gradients:
+        raise ConfigError(
+            f"capture={config.capture}: job=bench captures no gradients, because the script that "
+            "featx is measured against computes none."
+        )
     if config.data.boxes is not None:
         raise ConfigError(
             f"data.boxes={config.data.boxes} has no effect with job=bench: the script that featx "
-            "is measured against takes whole pictures."
+            "is measured against takes whole images."
         )
     if config.data.name not in ("folder", DataConfig().name):
         raise ConfigError(
@@ -51,6 +56,10 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
             "measured against. Give data=folder data.root=DIR, or leave data out for photographs "
             "made here."
         )
+
+
+def _config_to_measure(config: Config, folder: Path) -> Config:
+    """Return the config with the images of all contenders: a folder, or generated photographs."""
     if config.data.name != "folder":
         photos = folder / "photos"
         make_photos(photos, config.bench.num_images)
@@ -59,7 +68,7 @@ def _config_to_measure(config: Config, folder: Path) -> Config:
 
 
 def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
-    """Every contender once a round, in turn; then the stages alone."""
+    """Run every contender once per round, in turn, and then each stage alone."""
     exact = replace(config, precision="fp32")
     variants = {
         "featx": config,
@@ -74,9 +83,9 @@ def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
             place = folder / f"{number}-{len(kept)}"
             place.mkdir()
             if name == SCRIPT:
-                measurement = contenders.alone(contenders.run_tutorial, config, place)
+                measurement = contenders.in_new_process(contenders.run_tutorial, config, place)
             else:
-                measurement = contenders.alone(
+                measurement = contenders.in_new_process(
                     contenders.run_featx, variants[name], config_yaml, place
                 )
             runs[name].append(measurement)
@@ -84,7 +93,9 @@ def _measured(config: Config, config_yaml: str, folder: Path) -> dict[str, Any]:
                 shutil.rmtree(place)
             kept.setdefault(name, place)
     out = str(folder / "stages")
-    stages = contenders.alone(contenders.stages_alone, replace(config, out=out), config_yaml)
+    stages = contenders.in_new_process(
+        contenders.stages_alone, replace(config, out=out), config_yaml
+    )
     return _result(config, runs, kept, stages)
 
 
@@ -94,7 +105,7 @@ def _result(
     kept: dict[str, Path],
     stages: dict[str, float],
 ) -> dict[str, Any]:
-    """Medians and spreads, in JSON types."""
+    """Return medians and spreads in JSON types."""
     images = runs["featx"][0].images
     for stage in ("copy", "write"):
         seconds = statistics.median(m.stages[stage] for m in runs["featx"])
@@ -126,7 +137,7 @@ def _result(
 
 
 def _text(result: dict[str, Any]) -> str:
-    """Two tables and a sentence."""
+    """Format the result for people."""
     body = [
         (
             name,
@@ -147,3 +158,18 @@ def _text(result: dict[str, Any]) -> str:
         f"featx reaches {result['share_of_slowest_stage']:.2f} of its slowest stage alone "
         f"({result['slowest_stage']})."
     )
+
+
+JOBS.register(
+    Job(
+        "bench",
+        "Measure the speed of featx, of a plain PyTorch script and of each stage alone.",
+        BenchConfig,
+        run=run,
+        input=Input.IMAGES,
+        reads=(*RUN_OPTIONS, "job.json"),
+        ignores=("grow", "overwrite", "out", "data.limit"),
+        why="every run makes a store of its own, of bench.num_images images",
+        check=_check,
+    )
+)

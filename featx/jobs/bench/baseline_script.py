@@ -1,7 +1,7 @@
-"""The script a user writes: Pillow, a DataLoader, one hook, fp32, one array, h5py.
+"""Plain PyTorch script that job=bench measures featx against.
 
-It is what job=bench measures featx against, so it is kept as a good tutorial has it: two workers,
-no gradients, eval mode, and nothing done twice.
+It does what a good tutorial shows: Pillow, a DataLoader with worker processes, one hook, fp32, no
+gradients, eval mode, one array, h5py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 
-class Pictures(Dataset[torch.Tensor]):
-    """Files of a folder, opened by Pillow and transformed as the weights ask."""
+class ImageFiles(Dataset[torch.Tensor]):
+    """Image files, opened by Pillow and preprocessed as the weights require."""
 
     def __init__(self, paths: list[Path], transform: Callable[[Image.Image], torch.Tensor]) -> None:
         self.paths = paths
@@ -38,37 +38,41 @@ def extract(
     module: nn.Module,
     layer: str,
     take_input: bool,
-    pictures: Pictures,
+    images: ImageFiles,
     device: torch.device,
     num_workers: int,
     path: Path,
 ) -> tuple[float, npt.NDArray[np.float32]]:
-    """Write the layer's features to an HDF5 file.
+    """Write the features of one layer to an HDF5 file.
 
     Args:
-        module: in eval mode, on the device.
-        layer: dotted name.
-        take_input: what goes into the layer, instead of what comes out.
+        module: model in eval mode, on the device.
+        layer: dotted name of a submodule.
+        take_input: whether the input of the layer is captured instead of its output.
+        images: data set of preprocessed images.
+        device: device of the model.
+        num_workers: number of worker processes that decode.
+        path: HDF5 file to write.
 
     Returns:
-        seconds from the first picture to the closed file, and the features (N, ...).
+        Seconds from the first image to the closed file, and the features (N, ...).
     """
     begun = time.perf_counter()
-    kept: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
-        kept.append((args[0] if take_input else output).cpu())
+        outputs.append((args[0] if take_input else output).cpu())
 
     handle = module.get_submodule(layer).register_forward_hook(hook)
-    # Linux's own way, whatever the process that measures was begun by.
+    # The default of Linux, whatever start method the measuring process was started with.
     loader = DataLoader(
-        pictures, batch_size=32, num_workers=num_workers, multiprocessing_context="fork"
+        images, batch_size=32, num_workers=num_workers, multiprocessing_context="fork"
     )
     with torch.no_grad():
         for batch in loader:
             module(batch.to(device))
     handle.remove()
-    features = torch.cat(kept).numpy()
+    features = torch.cat(outputs).numpy()
     with h5py.File(path, "w") as file:
         file["features"] = features
     return time.perf_counter() - begun, features

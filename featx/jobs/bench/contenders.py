@@ -1,4 +1,4 @@
-"""Who is measured: each runs from files to a closed HDF5 file, in a process of its own."""
+"""Contenders of job=bench: each runs from files to a closed HDF5 file, in its own process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from featx.types import Batch, Listing, Part
 T = TypeVar("T")
 
 FEATURES = "features.npy"
-"""What a contender's rows are left in, for the comparison of values."""
+"""File with the rows of a contender, for the comparison of values."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Measurement:
     """One run of one contender.
 
     Attributes:
-        images_per_second: from the model being ready, warm and compiled, to the closed file.
-        images: that it went through.
-        stages: busy seconds, as far as the contender counts them.
+        images_per_second: rate from the warm and compiled model to the closed file.
+        images: number of images.
+        stages: busy seconds per stage, as far as the contender counts them.
     """
 
     images_per_second: float
@@ -42,15 +42,15 @@ class Measurement:
     stages: dict[str, float] = field(default_factory=dict)
 
 
-def alone(function: Callable[..., T], *args: Any) -> T:
-    """The result of a function in a new process: no contender finds what another one left."""
+def in_new_process(function: Callable[..., T], *args: Any) -> T:
+    """Call a function in a new process, so that no contender finds what another one left."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as process:
         return process.submit(function, *args).result()
 
 
 def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
-    """featx itself, files to packed store."""
+    """Measure featx, from files to a packed store."""
     from featx.pipeline.extraction import run_extraction
     from featx.store.reader import FeatureStore
 
@@ -64,12 +64,12 @@ def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
 
 
 def run_tutorial(config: Config, folder: Path) -> Measurement:
-    """The script a user writes, for the same model, layer and pictures."""
+    """Measure the plain script with the same model, layer and images."""
     import torch
 
     from featx.base.devices import choose_device
     from featx.config.layer_requests import layer_requests
-    from featx.jobs.bench.baseline_script import Pictures, extract
+    from featx.jobs.bench.baseline_script import ImageFiles, extract
     from featx.layers.embedding import with_evidence
     from featx.layers.selection import select
     from featx.layers.tracer import trace
@@ -85,22 +85,22 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
         traced = with_evidence(traced, module, noise, backbone.embedding)
     module.requires_grad_(True)  # as it comes from its library
     chosen = select(requests, traced, backbone.classifier, backbone.stages).chosen
-    tap, _ = chosen[0]
+    point, _ = chosen[0]
     listing = open_source(config.data).listing()
-    assert config.data.root is not None
-    paths = [Path(config.data.root) / os.fsdecode(bytes(key)) for key in listing.keys]
-    pictures = Pictures(paths[: config.data.limit], backbone.preprocess.reference)
+    root = Path(config.data.root or "")  # of data=folder, which needs one
+    paths = [root / os.fsdecode(bytes(key)) for key in listing.keys]
+    images = ImageFiles(paths[: config.data.limit], backbone.preprocess.reference)
     with torch.no_grad():
         module(torch.zeros(32, 3, *backbone.preprocess.crop, device=device))
     seconds, features = extract(
-        module, tap.module, tap.capture == "input", pictures, device, num_cpus(), folder / "x.h5"
+        module, point.module, point.capture == "input", images, device, num_cpus(), folder / "x.h5"
     )
     np.save(folder / FEATURES, _rows(features))
     return Measurement(len(features) / seconds, len(features))
 
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
-    """Images per second of reading, decoding and the model, each with nothing beside it."""
+    """Measure the images per second of reading, decoding and the model, each on its own."""
     from featx.pipeline.forward_passes import Passes
     from featx.pipeline.run_context import build_run_context
 
@@ -120,18 +120,18 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
         assert images is not None
         passes = max(3, num_rows // len(images))
         engine.run(images)
-        # All of some passes, as a run has them: the fastest would flatter it.
+        # The mean over several passes, as in a run; the fastest pass alone would be too good.
         batches = [(Part(0, 0, num_rows), Batch(images, 0, len(images), []))] * passes
-        with Passes(context, lambda engine, batch: engine.run(batch.images)) as at_once:
+        with Passes(context, lambda engine, batch: engine.run(batch.images)) as parallel:
             begun = time.perf_counter()
-            for _, _, computed in at_once.each(batches):
+            for _, _, computed in parallel.each(batches):
                 computed()
         model = (time.perf_counter() - begun) / (passes * len(images))
     return {"read": num_rows / reading, "decode": num_rows / decoding, "model": 1 / model}
 
 
 class _InMemory:
-    """Encoded pictures that are read already: what is left is decoding."""
+    """Source of encoded images in memory, so that only decoding remains."""
 
     def __init__(self, listing: Listing, data: dict[bytes, bytes]) -> None:
         self._listing = listing
@@ -145,7 +145,7 @@ class _InMemory:
 
 
 def smallest_cosine(first: Path, second: Path) -> float | None:
-    """Of the rows that two contenders left; None where a reduction gave them other shapes."""
+    """Return the smallest cosine of two contenders' rows; None if a reduction changed the shape."""
     a, b = np.load(first / FEATURES), np.load(second / FEATURES)
     if a.shape != b.shape:
         return None
@@ -154,4 +154,5 @@ def smallest_cosine(first: Path, second: Path) -> float | None:
 
 
 def _rows(features: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Flatten (N, ...) to (N, D) float64."""
     return features.reshape(len(features), -1).astype(np.float64)

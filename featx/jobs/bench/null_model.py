@@ -1,4 +1,4 @@
-"""A model that costs nothing, to measure what all the rest costs."""
+"""Model without cost, to measure the cost of everything else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Nothing(nn.Module):
-    """(B, 3, H, W) -> `mean` (B, 3), the mean colour."""
+    """Module that maps (B, 3, H, W) to its mean colour, (B, 3); the layer is called `mean`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ordinary photographs to measure on: 500 x 375 JPEGs cut from the two that scikit-learn ships."""
+"""Photographs for measurements: 500 x 375 JPEGs cut from the two that scikit-learn contains."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ WIDTH, HEIGHT, QUALITY = 500, 375, 90
 
 
 def make_photos(folder: Path, count: int) -> None:
-    """Write `count` different JPEGs of about 55 kB, the same ones every time.
+    """Write different JPEGs of about 55 kB each, the same ones every time.
 
-    Each is a cut of china.jpg or flower.jpg at a place and with a brightness of its own.
+    Each is a crop of china.jpg or flower.jpg with its own position and brightness.
+
+    Args:
+        folder: folder to create.
+        count: number of JPEGs.
 
     Raises:
         ConfigError: scikit-learn is not installed.
@@ -24,7 +28,7 @@ def make_photos(folder: Path, count: int) -> None:
         from sklearn.datasets import load_sample_images
     except ImportError as error:
         raise ConfigError(
-            "job=bench cuts its pictures from two photographs of scikit-learn, which is not "
+            "job=bench cuts its images from two photographs of scikit-learn, which is not "
             'installed: pip install "featx[demo]", or give data=folder data.root=DIR.'
         ) from error
     photographs = load_sample_images().images

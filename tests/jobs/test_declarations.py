@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import importlib
 import pickle
 import sys
 from collections.abc import Iterator
@@ -17,13 +16,12 @@ from typing import Any
 import pytest
 from tiny_model import KEYS, MODEL, extract, run_job
 
-from featx.config import job_rules
-from featx.config.job_rules import unread
 from featx.config.option_types import Kind, option_types
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords
 from featx.errors import ConfigError
+from featx.jobs import JOBS, Input, base, check, job_table, unread
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
@@ -91,7 +89,7 @@ LOOKED_AT = {"attribute": {"tensorboard"}, "stats": {"codec"}}
 """Options that a job refuses, whose default it comes across in code that it shares."""
 
 
-_CHECKS = {str(module.__file__) for module in (copy, dataclasses, job_rules, pickle)}
+_CHECKS = {str(module.__file__) for module in (copy, dataclasses, base, pickle)}
 
 
 _NO_JOBS = ("__post_init__", "__eq__", "_has_default_out", "_digest", "in_this_process")
@@ -157,9 +155,10 @@ def run(call: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Config, set[str]]:
     """The config of a call, and the options that its job reads."""
     node = from_keywords(call.keys)
     node.job.name = call.job
-    config = from_omegaconf(node, given_keywords(call.keys))
+    config = from_omegaconf(node)
+    check(config, given_keywords(call.keys))
     with recorded(config, monkeypatch) as seen:
-        importlib.import_module(f"featx.jobs.{call.job}").run(config, saved_yaml(node))
+        JOBS.get(call.job).run(config, saved_yaml(node))
     return config, leaves(seen) - _OF_EVERY_JOB
 
 
@@ -212,12 +211,46 @@ def test_what_is_given_and_not_read_is_refused_also_with_its_default(
         keys["model"] = {"name": "custom", "library": "custom", "factory": "a:b", **keys["model"]}
     node = from_keywords(keys)
     node.job.name = job
+    config = from_omegaconf(node)
     with pytest.raises(ConfigError, match=refused):
-        from_omegaconf(node, given_keywords(keys))
+        check(config, given_keywords(keys))
 
 
 def test_a_store_may_be_named_by_the_model_and_the_data_that_made_it() -> None:
     keys = {"model": "resnet18", "data": "photos"}
     node = from_keywords(keys)
     node.job.name = "status"
-    assert from_omegaconf(node, given_keywords(keys)).out == "runs/folder/resnet18"
+    config = from_omegaconf(node)
+    check(config, given_keywords(keys))
+    assert config.out == "runs/folder/resnet18"
+
+
+def test_every_option_is_read_by_a_job() -> None:
+    for option in leaves(set(option_types())):
+        assert any(job.may_read(option) for job in JOBS), f"no job reads {option}"
+
+
+def test_a_job_names_existing_options_and_its_own_are_at_its_name() -> None:
+    for job in JOBS:
+        assert {*job.reads, *job.ignores} <= set(option_types()), job.name
+        if job.options is not None:
+            assert type(getattr(Config(), job.name)) is job.options
+        all_read = all(job.may_read(option) for option in base.RUN_OPTIONS)
+        assert job.why or all_read, f"job={job.name} says why it does not read what it does not"
+    groups = {f.name for f in fields(Config) if is_dataclass(getattr(Config(), f.name))}
+    own = {name for name in groups if name in JOBS}
+    assert own == {job.name for job in JOBS if job.options is not None}
+
+
+def test_an_option_that_most_jobs_read_names_the_others() -> None:
+    config = Config(store="x")
+    with pytest.raises(ConfigError, match=r"with all jobs except job=attribute, .* and job=stats"):
+        check(config)
+    assert {job.name for job in JOBS if job.input is Input.IMAGES} == {
+        *("attribute", "bench", "extract", "layers", "plan", "stats")
+    }
+
+
+def test_the_table_of_jobs_in_the_readme_is_that_of_the_declarations() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"\n\n{job_table()}\n" in readme, f"out of date; the table is now:\n{job_table()}"

@@ -1,4 +1,4 @@
-"""Files of the similarity jobs: the store that they read, and the results that they write."""
+"""Files of job=neighbors, duplicates and cka: the store that they read, and their results."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ def open_input(config: Config) -> FeatureStore:
     Args:
         config: of a job that needs `store`.
     """
-    assert config.store is not None, "the config was checked"
-    store = FeatureStore(config.store, verify="rows")
+    store = FeatureStore(config.place_of_store(), verify="rows")
     if not store.complete:
         log_message(f"{store.root} is not complete; {int(store.ok.sum())} rows are there and ok")
     return store

@@ -1,0 +1,302 @@
+"""Declaration of a job, and the checks and tables that are made from the declarations.
+
+A job is one module of this package that registers a `Job` in `JOBS` under its name. A config alone
+does not know which jobs exist: the command and the Python functions check it with `check`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from typing import Any
+
+from featx.base.console import print_result
+from featx.base.registry import Member, Registry
+from featx.config.run_config import Config
+from featx.config.saved_config import saved_yaml
+from featx.config.schema import from_keywords, from_omegaconf, given_by_value, given_keywords
+from featx.errors import ConfigError
+from featx.storage.s3_path import is_url
+
+RUN_OPTIONS = (
+    *("model", "data", "layers", "capture", "reduce", "target", "out", "precision", "dtype"),
+    *("batch_size", "device", "compile", "fold_batchnorm", "decode", "part_rows", "codec"),
+    *("max_failures", "nonfinite", "pack", "grow", "overwrite", "seed"),
+)
+"""Options of what a run computes and stores. Each other option is read by the jobs that name it."""
+
+CUSTOM_CODE = ("model.name", "model.library", "model.factory")
+"""Options that allow a job to import the code that a store names; see docs/security.md."""
+
+_ALWAYS_READ = ("job.name", "log")
+"""Options that every job reads."""
+
+
+class Input(Enum):
+    """What a job reads."""
+
+    IMAGES = "images"
+    """The images that `data` names; the model computes."""
+    STORE = "store"
+    """The store that the option `store` names, which has to be given."""
+    STORE_OR_OUT = "store or out"
+    """The store that `store` names, or `out` if `store` is null."""
+
+
+def _no_options(config: Config) -> Collection[str]:
+    return ()
+
+
+def _accept(config: Config) -> None:
+    """Accept every config."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Member):
+    """Declaration of a job.
+
+    Options are named as on the command line; a group stands for all options in it. `options`, the
+    dataclass of the job's own options, is the type of the field of `Config` with the job's name.
+
+    Attributes:
+        run: executes the job with a checked config and the same config as YAML; returns the exit
+            code.
+        input: what the job reads.
+        reads: options that it reads, besides its own and those that `input` implies.
+        ignores: options of the groups in `reads` that it does not read.
+        why: why the other options of a run have no effect; completes "X has no effect with
+            job=NAME: ".
+        reads_with: returns the options that it reads in addition with a given config.
+        check: raises a ConfigError for combinations of options that the job refuses.
+        makes_store: whether it makes a store in `out`, or plans one; only such a job can write into
+            a bucket.
+        takes_gradients: whether it computes gradients of `target`, whatever is captured.
+    """
+
+    run: Callable[[Config, str], int]
+    input: Input
+    reads: tuple[str, ...] = ()
+    ignores: tuple[str, ...] = ()
+    why: str = ""
+    reads_with: Callable[[Config], Collection[str]] = _no_options
+    check: Callable[[Config], None] = _accept
+    makes_store: bool = False
+    takes_gradients: bool = False
+
+    @property
+    def prints_json(self) -> bool:
+        """Whether `job.json=true` prints its result as JSON."""
+        return "job.json" in self.reads
+
+    @property
+    def can_be_distributed(self) -> bool:
+        """Whether an executor can divide it among processes."""
+        return "executor" in self.reads
+
+    def may_read(self, option: str) -> bool:
+        """Return whether the job reads an option, whatever the values of the others are."""
+        own = () if self.options is None else (self.name,)
+        store = {Input.IMAGES: (), Input.STORE: ("store",), Input.STORE_OR_OUT: ("store", "out")}
+        reads = (*_ALWAYS_READ, *own, *store[self.input], *self.reads)
+        return _is_within(option, reads) and not _is_within(option, self.ignores)
+
+
+JOBS: Registry[Job] = Registry("job", "featx.jobs")
+"""All jobs, by name."""
+
+
+def check(config: Config, given: Collection[str] | None = None) -> None:
+    """Check a config against the declaration of its job.
+
+    Args:
+        config: config whose options were checked on their own.
+        given: dotted names of the options that the command or the call gave, also those with their
+            defaults; None takes the options that differ from their defaults.
+
+    Raises:
+        ConfigError: the job does not exist, an option that it needs is missing, options exclude
+            each other, or an option has no effect.
+    """
+    job = JOBS.get(config.job.name)
+    _check_places(config, job)
+    if job.input is Input.STORE and config.store is None:
+        raise ConfigError(
+            f"job={job.name} needs store=DIR, the folder or features.h5 that it reads."
+        )
+    if job.input is Input.IMAGES:
+        _check_gradients(config, job)
+    job.check(config)
+    for sentence in unread(config, given_by_value(config) if given is None else given).values():
+        raise ConfigError(sentence)
+
+
+def unread(config: Config, names: Collection[str]) -> dict[str, str]:
+    """Return the options that the job of a config does not read.
+
+    Args:
+        config: config of an existing job.
+        names: dotted names of the options to look at; `model` stands for `model.name`.
+
+    Returns:
+        name -> sentence that says why the option has no effect.
+    """
+    job = JOBS.get(config.job.name)
+    names = {_option_of(config, name) for name in names}
+    found = {}
+    for name in sorted(names):
+        if _reads(job, config, name, names):
+            continue
+        shown = name.removesuffix(".name")
+        if _is_within(name, RUN_OPTIONS):
+            found[shown] = f"{shown} has no effect with job={job.name}: {job.why}."
+        else:
+            found[shown] = f"{shown} has an effect {_with_jobs(name)}."
+    return found
+
+
+def config_of_call(job: str, keys: Mapping[str, Any]) -> tuple[Config, str]:
+    """Return the checked config of a call from Python, and the same config as YAML.
+
+    Args:
+        job: name of the job.
+        keys: keywords of the call.
+
+    Raises:
+        ConfigError: a keyword is unknown, or does not fit.
+    """
+    node = from_keywords(keys)
+    node.job.name = job
+    config = from_omegaconf(node)
+    check(config, given_keywords(keys))
+    return config, saved_yaml(node)
+
+
+def run(config: Config, config_yaml: str) -> int:
+    """Run the job of a checked config.
+
+    Args:
+        config: config of the command.
+        config_yaml: the same config as YAML, which a store keeps.
+
+    Returns:
+        The exit code.
+    """
+    return JOBS.get(config.job.name).run(config, config_yaml)
+
+
+def print_summary(config: Config, summary: Mapping[str, Any], text: str) -> None:
+    """Print the result of a job: `summary` as JSON with job.json=true, else `text`."""
+    print_result(json.dumps(summary, indent=2) if config.job.json else text)
+
+
+def job_table() -> str:
+    """Return the table of jobs in Markdown, for the documentation."""
+    inputs = {
+        Input.IMAGES: "images",
+        Input.STORE: "`store`",
+        Input.STORE_OR_OUT: "`store`, or `out`",
+    }
+    rows = [("job", "what it does", "input", "`job.json`", "`executor`"), ("---",) * 5]
+    for job in sorted(JOBS, key=lambda job: list(inputs).index(job.input)):  # stable: then by name
+        json_too, executor_too = (
+            "yes" if can else "no" for can in (job.prints_json, job.can_be_distributed)
+        )
+        rows.append((f"`{job.name}`", job.help, inputs[job.input], json_too, executor_too))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _check_places(config: Config, job: Job) -> None:
+    """Check what `out` in an object store excludes.
+
+    Raises:
+        ConfigError: the job writes to a disk, or an option needs one.
+    """
+    if not is_url(config.out) or job.input is Input.STORE_OR_OUT:
+        return
+    if not job.makes_store:
+        raise ConfigError(
+            f"out={config.out}: job={job.name} writes to a disk only; choose a folder."
+        )
+    given = {
+        "pack=true": config.pack is True,
+        "profile=true": config.profile,
+        "tensorboard": config.tensorboard is not False,
+    }
+    for key in (key for key, is_given in given.items() if is_given):
+        raise ConfigError(
+            f"{key} needs a store on a disk, and out={config.out} lies in an object store. Leave "
+            "it out, or choose a folder and copy the store when it is done."
+        )
+    if config.executor.name == "slurm" and config.executor.shared_folder is None:
+        raise ConfigError(
+            f"executor=slurm: out={config.out} lies in an object store, and what the tasks are to "
+            "do travels in files. Say where with executor.folder=DIR, on a disk that all machines "
+            "see."
+        )
+
+
+def _check_gradients(config: Config, job: Job) -> None:
+    """Check the options that gradients need or exclude.
+
+    Raises:
+        ConfigError: gradients are computed with compile=true, or `target` is given without them.
+    """
+    if job.takes_gradients or config.takes_gradients:
+        if config.compile is True:
+            raise ConfigError(
+                "compile=true does not go with gradients: a compiled pass hides where they "
+                "pass. Use compile=false."
+            )
+    elif config.target != "predicted":
+        jobs = "".join(f" and with job={other.name}" for other in JOBS if other.takes_gradients)
+        raise ConfigError(
+            f"target={config.target} has an effect with capture=grad_output or grad_input{jobs} "
+            "only."
+        )
+
+
+def _reads(job: Job, config: Config, option: str, names: Collection[str]) -> bool:
+    """Return whether a job reads an option, with the values that the others have.
+
+    Args:
+        job: job of the config.
+        config: config of the command.
+        option: dotted name.
+        names: dotted names of all options that were given.
+    """
+    if job.input is Input.STORE_OR_OUT:
+        if option == "out" and config.store is not None:
+            return False
+        # out=runs/<data>/<model>, and the options that name these two
+        of_out = ("data.name", "data.root", "data.dataset", *CUSTOM_CODE)
+        if config.store is None and "out" not in names and _is_within(option, of_out):
+            return True
+    return job.may_read(option) or _is_within(option, job.reads_with(config))
+
+
+def _with_jobs(option: str) -> str:
+    """Return with which jobs an option has an effect: 'with job=cka and job=probe only'."""
+    readers = [f"job={job.name}" for job in JOBS if job.may_read(option)]
+    others = [f"job={job.name}" for job in JOBS if not job.may_read(option)]
+    if len(readers) > len(others):
+        return f"with all jobs except {_listed(others)}"
+    return f"with {_listed(readers)} only"
+
+
+def _listed(names: list[str]) -> str:
+    """Return 'a, b and c'."""
+    return " and ".join([*([", ".join(names[:-1])] if names[:-1] else []), *names[-1:]])
+
+
+def _option_of(config: Config, name: str) -> str:
+    """Return the option that the name of a group sets: model=resnet50 is model.name."""
+    group = getattr(config, name, None)
+    return f"{name}.name" if is_dataclass(group) and hasattr(group, "name") else name
+
+
+def _is_within(name: str, options: Collection[str]) -> bool:
+    """Return whether an option is one of `options`, or is in a group that is."""
+    parts = name.split(".")
+    return any(".".join(parts[: i + 1]) in options for i in range(len(parts)))

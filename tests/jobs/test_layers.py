@@ -122,7 +122,7 @@ def test_values_are_of_the_first_picture(layers: Layers, tmp_path: Path) -> None
 def test_a_picture_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "p" / "a.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"none of the first 1 pictures of .*/p can be read"):
+    with pytest.raises(DataError, match=r"none of the first 1 images of .*/p can be read"):
         layers(data=str(tmp_path / "p"))
     write_picture(tmp_path / "p" / "b.png", 0)
     assert "picture   b.png of" in layers(data=str(tmp_path / "p"))
@@ -132,7 +132,7 @@ def test_without_the_default_data_the_sample_is_taken_and_told(
     layers: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "conformal_clip_data", None)
-    assert "picture   checks/TURNED.JPG of data=sample (data=textiles is not" in layers(
+    assert "image     checks/TURNED.JPG of data=sample (data=textiles is not" in layers(
         data="textiles"
     )
     with pytest.raises(MissingExtraError, match="data=textiles comes with the extra demo"):

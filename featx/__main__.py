@@ -55,7 +55,7 @@ def run_command() -> int:
         if line.wants_version:
             print_result(f"featx {__version__}")
             return 0
-        hydra_config.register(JOBS, line.config_dirs)
+        hydra_config.register(JOBS, line.config_dirs, line.wants_help)
         sys.argv = [typed[0], *line.arguments]
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name="config")(
             one_job

@@ -47,6 +47,7 @@ class CommandLine:
         given: dotted names of the options that were given; 'model' for `model=resnet50`.
         config_dirs: folders given with --config-dir.
         wants_version: whether --version was given.
+        wants_help: whether --help was given.
     """
 
     typed: Sequence[str]
@@ -54,6 +55,7 @@ class CommandLine:
     given: frozenset[str]
     config_dirs: list[Path]
     wants_version: bool = False
+    wants_help: bool = False
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -88,7 +90,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     for override in _last_of_each(overrides):
         arguments += _translated(override, is_multirun, config_dirs, given)
     wants_version = "--version" in arguments
-    return CommandLine(argv, arguments, frozenset(given), config_dirs, wants_version)
+    wants_help = "--help" in arguments or "-h" in arguments
+    return CommandLine(argv, arguments, frozenset(given), config_dirs, wants_version, wants_help)
 
 
 def _next_of(waiting: Iterator[str]) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import dataclasses
 import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -254,3 +256,26 @@ def test_an_option_that_most_jobs_read_names_the_others() -> None:
 def test_the_table_of_jobs_in_the_readme_is_that_of_the_declarations() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     assert f"\n\n{job_table()}\n" in readme, f"out of date; the table is now:\n{job_table()}"
+
+
+@pytest.mark.parametrize(
+    ("argument", "imported"), [("job=status", {"base", "status"}), ("--help", None)]
+)
+def test_a_command_imports_its_job_only_and_the_help_no_torch(
+    argument: str, imported: set[str] | None
+) -> None:
+    code = (
+        "import atexit, sys; from featx.__main__ import run_command\n"
+        "def tell():\n"
+        "    print([name[11:] for name in sys.modules if name.startswith('featx.jobs.')])\n"
+        "    print('torch' in sys.modules)\n"
+        "atexit.register(tell)\n"  # --help ends the process
+        "run_command()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, argument], capture_output=True, text=True, check=True
+    )
+    *_, names, has_torch = done.stdout.splitlines()
+    assert has_torch == "False"
+    found = set(ast.literal_eval(names))
+    assert found == imported if imported is not None else found >= {job.name for job in JOBS}

@@ -125,7 +125,7 @@ def test_a_picture_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: 
     with pytest.raises(DataError, match=r"none of the first 1 images of .*/p can be read"):
         layers(data=str(tmp_path / "p"))
     write_picture(tmp_path / "p" / "b.png", 0)
-    assert "picture   b.png of" in layers(data=str(tmp_path / "p"))
+    assert "image     b.png of" in layers(data=str(tmp_path / "p"))
 
 
 def test_without_the_default_data_the_sample_is_taken_and_told(

@@ -28,6 +28,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import os
+import re
 import traceback
 from collections.abc import Iterable
 
@@ -184,15 +185,56 @@ def counted(count: int, one: str, many: str | None = None) -> str:
 def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """Clause with similar known names, to end a message about an unknown name; may be empty.
 
+    Names are similar if they are spelled alike, or if their last parts (after the last dot) have
+    a word in common: `fold` and `fold_batchnorm`, `maps` and `attribute.feature_map_layer`. Names of
+    the same group (before the last dot) come first; all of them if none is similar.
+
     Args:
         name: unknown name.
         known: known names.
         count: largest number of names in the clause.
     """
-    known = list(known)
+    known = list(dict.fromkeys(known))
     if also := [word for word in _ALSO_CALLED.get(name.lower(), ()) if word in known]:
         return f" Nearest: {', '.join(also)}."
-    found = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    group, dot, last = name.rpartition(".")
+    siblings = {each.rpartition(".")[2]: each for each in known if dot and _group(each) == group}
+    ranks = {each: _words_in_common(last, each) for each in known}
+    # The group itself makes any two of its names look alike, so only the last parts are compared.
+    if siblings:
+        found = [siblings[each] for each in difflib.get_close_matches(last, siblings, cutoff=0.65)]
+        found += [each for each in siblings.values() if ranks[each]]
+        found = found or list(siblings.values())
+    else:
+        found = difflib.get_close_matches(name, known, n=count, cutoff=0.8)
+    depth = name.count(".")
+    found += sorted(
+        (each for each in known if ranks[each]),
+        key=lambda each: (-ranks[each], abs(each.count(".") - depth), len(each)),
+    )
     if not found:
-        found = [k for k in known if name.lower() in k.lower()][:count]
-    return f" Nearest: {', '.join(found)}." if found else ""
+        found = difflib.get_close_matches(name, known, n=count, cutoff=0.5)
+    if not found:
+        found = [each for each in known if name.lower() in each.lower()]
+    shown = list(dict.fromkeys(found))[:count]
+    return f" Nearest: {', '.join(shown)}." if shown else ""
+
+
+def _group(name: str) -> str:
+    """Part of a name before its last dot; empty without a dot."""
+    return name.rpartition(".")[0]
+
+
+def _words_in_common(last: str, name: str) -> int:
+    """Rank of the best pair of words of two names: 2 if equal, 1 if one starts the other, or 0."""
+    words = _words(last)
+    others = _words(name.rpartition(".")[2])
+    if words & others:
+        return 2
+    return int(any(a.startswith(b) or b.startswith(a) for a in words for b in others))
+
+
+def _words(name: str) -> set[str]:
+    """Words of a name in lower case and the singular; short words and numbers do not count."""
+    found = (word.removesuffix("s") for word in re.findall("[a-z]+", name.lower()))
+    return {word for word in found if len(word) >= 3}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import featx
-from featx.errors import ConfigError, FeatxError, ObjectStoreError, counted
+from featx.errors import ConfigError, FeatxError, ObjectStoreError, counted, nearest
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -72,3 +72,38 @@ def test_a_number_and_its_noun() -> None:
     assert [counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
     assert counted(1, "image is", "images are") == "1 image is"
     assert counted(3, "image is", "images are") == "3 images are"
+
+
+OPTIONS = [
+    *("fold_batchnorm", "layers", "device", "target", "batch_size", "executor.devices"),
+    *("attribute.method", "attribute.steps", "attribute.feature_map_layer", "data.root"),
+    *("data.image_root", "probe.test_share", "probe.folds", "neighbors.key", "cka.rows"),
+    *("verify.repair", "verify.reextract_rows", "model.factory", "model.weights", "model.args"),
+    *("stats.reference", "stats.covariance", "reduce.k", "reduce.size"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fold", "fold_batchnorm, probe.folds"),  # a word of a longer name
+        ("attribute.maps", "attribute.feature_map_layer"),  # its singular
+        ("data.images", "data.image_root"),
+        ("probe.test", "probe.test_share"),
+        ("devices", "device, executor.devices"),  # the same word in a group
+        ("similar.key", "neighbors.key"),  # in another group
+        ("layrs", "layers"),  # a typo
+        ("data.rot", "data.root"),  # a typo in a group, whose other names share the prefix
+        ("reduce.kk", "reduce.k"),
+        ("verify.sample", "verify.repair, verify.reextract_rows"),  # nothing alike: the group
+        ("stats.rows", "stats.reference, stats.covariance, cka.rows, verify.reextract_rows"),
+        ("model.target", "model.factory, model.weights, model.args, target"),
+    ],
+)
+def test_a_hint_finds_typos_words_and_groups(name: str, expected: str) -> None:
+    assert nearest(name, OPTIONS) == f" Nearest: {expected}."
+
+
+def test_a_hint_names_at_most_count_names() -> None:
+    assert nearest("model.target", OPTIONS, count=2) == " Nearest: model.factory, model.weights."
+    assert nearest("zzzzzz", OPTIONS) == ""

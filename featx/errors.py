@@ -186,8 +186,8 @@ def nearest(name: str, known: Iterable[str], count: int = 5) -> str:
     """Clause with similar known names, to end a message about an unknown name; may be empty.
 
     Names are similar if they are spelled alike, or if their last parts (after the last dot) have
-    a word in common: `fold` and `fold_batchnorm`, `maps` and `attribute.feature_map_layer`. Names of
-    the same group (before the last dot) come first; all of them if none is similar.
+    a word in common: `fold` and `fold_batchnorm`, `maps` and `attribute.feature_map_layer`. Names
+    of the same group (before the last dot) come first; all of them if none is similar.
 
     Args:
         name: unknown name.

@@ -155,7 +155,7 @@ class Box(NamedTuple):
 class RegionSource(Protocol):
     """Source whose rows are boxes of images; `read` returns the bytes of the whole image."""
 
-    def picture(self, key: bytes) -> bytes:
+    def image_key(self, key: bytes) -> bytes:
         """Key of the image that contains a row."""
 
     def box(self, key: bytes) -> Box:

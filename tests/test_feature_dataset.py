@@ -152,7 +152,7 @@ def test_a_part_that_went_is_an_error_and_not_nan(
         dataset.keep_blocks(*blocks)
     elsewhere = pickle.loads(pickle.dumps(dataset))
     (tmp_path / "parts" / "part-000001.h5").unlink()
-    with pytest.raises(StoreError, match=r"were there are gone; .*part-000001"):
+    with pytest.raises(StoreError, match=r"has lost rows since it was opened: .*part-000001"):
         elsewhere.__getitems__([0, 6, 7])  # rows 1, 8, 9
     assert np.array_equal(elsewhere[0][0].numpy(), run.features["flat"][1])
 

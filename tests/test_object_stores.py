@@ -225,7 +225,7 @@ def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) ->
             {"executor": {"name": "slurm", "folder": "s3://bucket/jobs"}},
             "executor.folder=s3://bucket/jobs: submitit",
         ),
-        ({"out": "gs://bucket/run"}, "stores are on disks, or in object stores that speak S3"),
+        ({"out": "gs://bucket/run"}, "expected a path on a disk, or s3://bucket/run"),
         ({"out": "s3://bucket"}, "expected s3://bucket/folder"),
         ({"out": "s3://me:word@bucket/run"}, r"s3://\.\.\.: expected"),
     ],
@@ -287,7 +287,9 @@ def test_a_server_that_goes_away_stops_the_run_which_goes_on_later(
 
     monkeypatch.setattr(durability, "RETRY_WAITS_S", (0, 0))
     monkeypatch.setattr(s3_client, "request", failing)
-    with pytest.raises(RunError, match=r"ExpiredToken.*When the object store accepts it") as told:
+    with pytest.raises(
+        RunError, match=r"ExpiredToken.*When the object store accepts the request"
+    ) as told:
         extract(str(pictures), out=out)
     assert told.value.exit_code == 1
     monkeypatch.setattr(s3_client, "request", request)

@@ -260,7 +260,7 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
             notes.append(str(error))
     raise StoreError(
         f"{spec.name} was stored with reduce={spec.reduce} by statistics of sha256 {identity}, "
-        f"which are not there any more: {' '.join(notes)} Put that file back, or say where it is: "
+        f"which cannot be found: {' '.join(notes)} Put that file back, or give its path with "
         f"reduce={spec.reduce} reduce.stats=FILE."
     )
 
@@ -344,7 +344,7 @@ def _compared(
         now = from_raw(features[spec.name], spec.dtype).astype(np.float64).ravel()
         if not np.array_equal(before[spec.name], now):
             smallest = min(smallest, agreement(before[spec.name], now))
-    return smallest, f"agrees with the picture's features now by {smallest:.5f}"
+    return smallest, f"has an agreement of {smallest:.5f} with the features of its image now"
 
 
 def agreement(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> float:

@@ -31,12 +31,12 @@ def choose_device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigError(
-                f"device={name}: torch sees {count} CUDA devices here. "
+                f"device={name}: torch finds {count} CUDA devices on this machine. "
                 "Use device=cpu, or install a CUDA build of torch and check nvidia-smi."
             )
         return torch.device("cuda", device.index or 0)
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(f"device={name}: torch has no MPS device here. Use device=cpu.")
+        raise ConfigError(f"device={name}: this machine has no MPS device. Use device=cpu.")
     return device
 
 
@@ -65,8 +65,8 @@ def choose_devices(
         return [first] * (workers or 1)
     if workers > (count := torch.cuda.device_count()):
         raise ConfigError(
-            f"executor.workers={workers}: torch sees {count} CUDA devices here. Give "
-            f"executor.workers={count}, or device=cuda:0 for {workers} processes on one."
+            f"executor.workers={workers}: torch finds {count} CUDA devices on this machine. Give "
+            f"executor.workers={count}, or device=cuda:0 for {workers} processes on one device."
         )
     return [torch.device("cuda", number) for number in range(workers)]
 

@@ -160,7 +160,7 @@ def _until_done(work: Callable[[], int], was_decoding: Callable[[Path, int], boo
             return 1
         num_found = found
         name = signal.Signals(signum).name
-        _say(f"\nThe decoder of a picture ended the process ({name}); it is started again.")
+        _say(f"\nThe decoder of an image crashed the process ({name}); it is started again.")
 
 
 def tell_notes(folder: Path) -> None:
@@ -218,15 +218,15 @@ def _ended(signum: int) -> str:
     """Message for a process that ended by a signal and is not restarted."""
     if signum == signal.SIGKILL:
         return (
-            "The process was killed (SIGKILL): by hand, or because the machine has no memory left. "
-            "Nothing committed is lost; the same command goes on. Less memory is needed with a "
-            "smaller batch_size."
+            "The process was killed (SIGKILL): by a user, or because the machine ran out of "
+            "memory. Nothing committed is lost; the same command resumes the run. A smaller "
+            "batch_size needs less memory."
         )
     name = signal.Signals(signum).name
     return (
-        f"The process crashed ({name}) and is not started again: no picture is known to crash its "
-        "decoder. Nothing committed is lost; the same command goes on. With PYTHONFAULTHANDLER=1 "
-        "before it, it shows where it crashes."
+        f"The process crashed ({name}) and is not started again, because no image is known to "
+        "crash its decoder. Nothing committed is lost; the same command resumes the run. With "
+        "PYTHONFAULTHANDLER=1 in the environment it shows where it crashes."
     )
 
 

@@ -22,6 +22,7 @@ def refuse_scripted(modules: Iterable[tuple[str, nn.Module]]) -> None:
         if isinstance(module, jit.ScriptModule):
             raise ModelError(
                 f"{repr(name) if name else 'the model'} is TorchScript (torch.jit.script or "
-                "torch.jit.trace): its layers run outside Python, where no hook sees what they "
-                "give. Give the torch.nn.Module that it was made from, and load the weights there."
+                "torch.jit.trace): its layers run outside Python, where hooks do not see their "
+                "outputs. Give the torch.nn.Module that it was made from, and load the weights "
+                "into that."
             )

@@ -115,8 +115,8 @@ class AutoSettings:
         if why := engine.why_eager:
             if config.compile is True:
                 raise ConfigError(
-                    f"compile=true does not go with this: {why}, and a compiled pass hides where. "
-                    "Use compile=false, or name modules and their outputs."
+                    f"compile=true is not possible because {why}: a compiled model hides these. "
+                    "Use compile=false, or capture outputs of modules."
                 )
             compiled = False
             self.choices["compile"] = f"false ({why})"
@@ -162,7 +162,7 @@ class AutoSettings:
             return None
         value = self._stored[key]
         shown = str(value).lower() if isinstance(value, bool) else value
-        self.choices[key] = f"{shown} (as {self._what} begun)"
+        self.choices[key] = f"{shown} (as {self._what} started)"
         return value
 
     def _formats(self) -> tuple[bool, bool]:
@@ -173,9 +173,9 @@ class AutoSettings:
         found = self._engine.formats(self._images, fold_batchnorm=self._config.fold_batchnorm)
         self._exact = found.values
         if self._config.fold_batchnorm:
-            why = "nothing that is not tapped can be folded"
+            why = "no BatchNorm that is not captured can be folded"
             if self._engine.follows_data:
-                why = "what the model does may follow the values that its forward pass reads"
+                why = "the control flow of the model may depend on tensor values"
             self.choices["fold_batchnorm"] = (
                 f"true ({self._engine.num_folded} BatchNorm in the convolutions before them)"
                 if found.fold_batchnorm
@@ -281,10 +281,10 @@ class AutoSettings:
     def _fastest(self, compute: Compute) -> str:
         """precision=auto: the fastest precision whose rows stay close to fp32 on real images."""
         if self._engine.settles_for_fp32:
-            self.choices["precision"] = "fp32 (heat maps are not probed for others)"
+            self.choices["precision"] = "fp32 (other precisions are not measured for heat maps)"
             return "fp32"
         if len(self._images) == 0:
-            self.choices["precision"] = "fp32 (no image could be read to probe others)"
+            self.choices["precision"] = "fp32 (no image could be read to measure others)"
             return "fp32"
         accelerator = self._engine.device.type != "cpu"
         if not accelerator and not may_have_bf16():
@@ -329,7 +329,7 @@ class AutoSettings:
         seconds = self.seconds_per_image * self._num_rows
         compiler = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
         if seconds < COMPILE_PAYS_S:
-            why = f"about {seconds:.0f} s of work, too little to earn it back"
+            why = f"the run takes about {seconds:.0f} s, too little to gain from it"
         elif self._engine.device.type == "cpu" and compiler is None:
             why = "no C++ compiler found"
         else:
@@ -358,7 +358,7 @@ class AutoSettings:
         else:
             if self._config.compile is True:
                 raise RunError(f"compile=true failed ({failed}). Use compile=false.")
-            logger.warning("torch.compile failed, going on without it: %s", failed)
+            logger.warning("torch.compile failed; the run continues without it: %s", failed)
             self.choices["compile"] = f"false ({failed})"
         self.seconds_per_image = eager_s
         self._engine.configure_compute(eager)

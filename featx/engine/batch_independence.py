@@ -130,11 +130,11 @@ def check_row(
     close = scale * same_row(row) + rounding
     if not torch.allclose(row, again, rtol=0, atol=close, equal_nan=True):
         raise ModelError(
-            f"{name}: the row of one image changes by {(row - again).abs().max():.2g} when the "
-            "other images of its batch change, when it stands at another place of the batch, or "
-            "from one pass to the next (dropout or batch statistics in eval mode, a scale of the "
-            "whole batch in dynamic quantisation, sorting?). Its rows would not be reproducible; "
-            "mend the model, or choose a layer before that."
+            f"{name}: the row of an image changes by {(row - again).abs().max():.2g} with the "
+            "other images of its batch, with its position in the batch, or from one pass to the "
+            "next. Possible causes are dropout or batch statistics in eval mode, a scale of the "
+            "whole batch in dynamic quantisation, or sorting. Rows would not be reproducible: "
+            "correct the model, or choose a layer in front of the cause."
         )
 
 

@@ -137,10 +137,10 @@ def _on_cpu(
     here = -(-cpus // room) if is_kept_in_threads() else cpus
     threads = int(resume_state.resolved.get("threads", here)) if resume_state else here
     replicas = max(1, min(room, cpus // threads))
-    text = f"{threads}" + (f", and {replicas} batches side by side" if replicas > 1 else "")
+    text = f"{threads}" + (f", and {replicas} parallel batches" if replicas > 1 else "")
     if threads != here:
         assert resume_state is not None
-        text += f" (as {resume_state.what} begun; here it would be {here}, and other last bits)"
+        text += f" (as {resume_state.what} started; {here} here would give other last bits)"
     return BatchParallelism(threads, replicas, replicas > 1, {"threads": text})
 
 
@@ -160,19 +160,19 @@ def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchPa
         return BatchParallelism(None, 1, False, {"streams": "1"})
     batch = filled(engine.compute.batch_size)
     if not _has_room(engine, batch):
-        why = "memory does not suffice for more batches at once"
+        why = "there is not enough memory for parallel batches"
         return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
     if not engine.replicable:
         return BatchParallelism(None, 1, True, {"streams": "1"})
     try:
         same = replicas_agree(engine, batch, CUDA_STREAMS)
     except torch.OutOfMemoryError:  # another process took the memory that was free
-        why = "memory did not suffice for more batches at once"
+        why = "there was not enough memory for parallel batches"
         return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
     finally:
         torch.cuda.empty_cache()
     if not same:
-        why = "beside each other batches come to other last bits here"
+        why = "parallel batches give other last bits here"
         return BatchParallelism(None, 1, True, {"streams": f"1 ({why})"})
     return BatchParallelism(
         None, CUDA_STREAMS, True, {"streams": f"{CUDA_STREAMS}, a batch in each"}

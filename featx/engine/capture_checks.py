@@ -27,8 +27,8 @@ def check_gradients_arrive(
     silent = [point.name for point in points if point.is_gradient and point.name not in fired]
     if silent:
         raise LayerError(
-            f"{', '.join(silent)}: no gradient of target={target} arrives there; what the model "
-            "returns does not depend on it."
+            f"{', '.join(silent)}: target={target} has no gradient there, because the output of the "
+            "model does not depend on it."
         )
 
 
@@ -45,8 +45,8 @@ def check_fired(points: Sequence[CapturePoint], fired: Sequence[str]) -> None:
     expected = [point.name for point in points]
     if sorted(fired) != sorted(expected):
         raise RunError(
-            f"a second forward pass fired {list(fired)}, the trace promised {expected}. The model "
-            "does different things for different batches; featx cannot vouch for its rows."
+            f"a second forward pass fired {list(fired)}, expected {expected} from the trace. The "
+            "model runs different layers for different batches, so its rows are not reproducible."
         )
 
 
@@ -74,8 +74,8 @@ def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: 
     shape = tuple(value.shape)
     if shape[:1] != (batch_size,):
         raise LayerError(
-            f"{point.name} has shape {shape} for a batch of {batch_size}: the batch is not in "
-            "front, so its rows cannot be separated. Choose a layer around it."
+            f"{point.name} has shape {shape} for a batch of {batch_size}: its first dimension is not "
+            "the batch, so it has no row per image. Choose a layer around it."
         )
     if point.capture == "attention":
         check_weights(point.name, value)
@@ -93,6 +93,6 @@ def check_same_score(with_hooks: torch.Tensor, without_hooks: torch.Tensor) -> N
     """
     if not torch.allclose(with_hooks, without_hooks, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise LayerError(
-            "grad_input cannot be taken here: a layer writes to its input, and the model continues "
-            "with what was written. Choose grad_output of the layer before."
+            "grad_input is not available here: a layer writes to its input, and later layers read "
+            "the changed tensor. Choose grad_output of the layer before."
         )

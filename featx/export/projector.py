@@ -32,7 +32,7 @@ class Projector(Format):
             )
         if (chosen.status != Status.OK).any():
             raise ConfigError(
-                "the projector has no place for rows without features; leave them out with "
+                "the projector cannot show rows without features. Leave them out with "
                 "export.ok_only=true."
             )
 

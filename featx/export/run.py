@@ -50,8 +50,8 @@ def run_export(config: Config) -> dict[str, Any]:
     if not store.complete and not config.export.incomplete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
-            "there. Finish it with the command that began it, or export what is there with "
-            "export.incomplete=true."
+            "there. Complete it with the command that started it, or export the existing rows "
+            "with export.incomplete=true."
         )
     name = config.export.format
     out = config.out_beside(store.root, f"export-{name}")
@@ -111,14 +111,13 @@ def _refuse_other_folders(out: Path) -> None:
         StoreError: it contains other files.
     """
     if any((out / name).exists() for name in (layout.DESCRIPTOR, layout.PACKED)):
-        raise ConfigError(f"out={out} is the folder of a store; give the export one of its own.")
+        raise ConfigError(f"out={out} is the folder of a store. Choose another out for the export.")
     if out.is_dir() and not (out / RECORD).exists():
         # Names with a leading dot are not data: featx's own lock, or files of a desktop.
         others = [path.name for path in out.iterdir() if not path.name.startswith(".")]
         if others:
             raise StoreError(
-                f"{out} holds {others[0]} and is no export. Choose another out=DIR, or an empty "
-                "one."
+                f"{out} holds {others[0]} and is no export. Choose an empty folder or a new one."
             )
 
 
@@ -206,7 +205,7 @@ class _Record:
             raise StoreMismatchError(
                 f"{self._disk.root} holds an export of something else:\n"
                 + "\n".join(lines)
-                + "\nChoose another out=DIR, or write it anew with overwrite=true."
+                + "\nChoose another out=DIR, or replace it with overwrite=true."
             )
         self._overwrite = self._overwrite or before.get("overwrite") is True
         for name, size in before["whole"].items():
@@ -255,7 +254,7 @@ def _read(path: Path) -> dict[str, Any]:
             raise ValueError("it has other entries")
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StoreError(
-            f"{path} cannot be read: {error}. It says what this export is of; choose another "
+            f"{path} cannot be read: {error}. It records what the folder holds. Choose another "
             "out=DIR, or delete the folder."
         ) from error
     return found
@@ -341,7 +340,7 @@ def describe_export(summary: dict[str, Any]) -> str:
         ("files", f"{summary['files']}, {size_text(summary['bytes'])}"),
         (
             "seconds",
-            "all of it was there" if summary["already"] else f"{summary['seconds']:.1f}",
+            "already complete" if summary["already"] else f"{summary['seconds']:.1f}",
         ),
         ("folder", summary["folder"]),
     ]

@@ -115,7 +115,7 @@ class Selection:
         if len({*found, *others}) < len(self.columns) + len(others):
             raise ConfigError(
                 f"the columns {', '.join(self.columns)} of {self.store.root} and the layers cannot "
-                "all have names of their own in one table. Name layers that differ: layers=[...]."
+                "all have different names in one table. Choose other layers with layers=[...]."
             )
         return found
 

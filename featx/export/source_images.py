@@ -22,5 +22,5 @@ def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:
     try:
         saved = from_saved(str(store.attrs.get("config", "")))
     except ConfigError as error:
-        raise StoreError(f"{store.root} does not say where its pictures are: {error}") from error
+        raise StoreError(f"{store.root} does not record where its images are: {error}") from error
     return data_of_saved(saved, asked, str(store.root))

@@ -53,16 +53,16 @@ class WebDataset(ShardedFormat):
         data = data_of_store(selection.store, self.config.data)
         if data.boxes is not None:
             raise ConfigError(
-                "the rows of this store are regions of pictures (data.boxes), and webdataset takes "
-                "whole ones. Export another format; its keys name picture and box."
+                "the rows of this store are boxes of images (data.boxes), and webdataset holds "
+                "whole images. Choose another export.format, in which keys name image and box."
             )
         if data.name == "video":
             raise ConfigError(
-                "the rows of this store are frames of videos, and webdataset takes pictures. "
-                "Export another format; its keys name video and time."
+                "the rows of this store are frames of videos, and webdataset holds images. "
+                "Choose another export.format, in which keys name video and time."
             )
         self._source = open_source(data)
-        self._picture_bytes = self._mean_bytes()
+        self._image_bytes = self._mean_bytes()
 
     @property
     def num_bytes(self) -> int:
@@ -76,16 +76,16 @@ class WebDataset(ShardedFormat):
     @property
     def _row_bytes(self) -> float:
         """Approximate bytes of one row in a shard."""
-        return self.selection.row_bytes() + self._picture_bytes + _HEADERS
+        return self.selection.row_bytes() + self._image_bytes + _HEADERS
 
     def _mean_bytes(self) -> float:
         """Return the mean size of a few evenly spaced images; reading all would take too long."""
         n = len(self.selection)
         places = np.unique(np.linspace(0, n - 1, min(n, _SAMPLED)).astype(np.int64))
-        sizes = [len(self._picture(place) or b"") for place in places.tolist()]
+        sizes = [len(self._encoded_image(place) or b"") for place in places.tolist()]
         return float(np.mean(sizes)) if sizes else 0.0
 
-    def _picture(self, place: int) -> bytes | None:
+    def _encoded_image(self, place: int) -> bytes | None:
         """Return the encoded image of a row, or None if the row failed and has no readable image.
 
         Raises:
@@ -93,24 +93,24 @@ class WebDataset(ShardedFormat):
         """
         key = bytes(self.selection.keys[place])
         try:
-            picture = self._source.read(key)
+            encoded = self._source.read(key)
         except (ImageFault, OSError) as error:
             failed = self.selection.status[place] != Status.OK
             if failed and isinstance(error, ImageFault):
                 return None
             raise DataError(
-                f"{os.fsdecode(key)} is a row of the store, and its picture cannot be read now: "
-                f"{error}. If the pictures lie elsewhere, say where: data=folder data.root=DIR."
+                f"{os.fsdecode(key)} is a row of the store, and its image cannot be read now: "
+                f"{error}. If the images are in another folder, give data=folder data.root=DIR."
             ) from error
         computed_from = self.selection.image_checksums[place]
         ok = self.selection.status[place] == Status.OK
-        if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(picture)):
+        if ok and computed_from not in (UNKNOWN_IMAGE, NO_IMAGE, image_checksum(encoded)):
             raise DataError(
                 f"{os.fsdecode(key)} has changed since its row was computed: the shards would hold "
-                "an image beside features of another one. The command of the store's run with "
-                "refresh=true computes the rows of changed images anew."
+                "an image with the features of another one. The command of the store's run with "
+                "refresh=true computes the rows of changed images again."
             )
-        return picture
+        return encoded
 
     def _write(self, file: BinaryIO, start: int, stop: int) -> None:
         """Write rows [start, stop) as a tar."""
@@ -126,8 +126,8 @@ class WebDataset(ShardedFormat):
                     row = int(chosen.rows[place])
                     key = os.fsdecode(bytes(chosen.keys[place]))
                     label = int(chosen.labels[place])
-                    if (picture := self._picture(place)) is not None:
-                        _add(tar, f"{row:09d}{_ending(key)}", picture)
+                    if (encoded := self._encoded_image(place)) is not None:
+                        _add(tar, f"{row:09d}{_ending(key)}", encoded)
                     for name, found in values.items():
                         _add(tar, f"{row:09d}.{name}.npy", _as_npy(found[place - first]))
                     _add(tar, f"{row:09d}.cls", str(label).encode())

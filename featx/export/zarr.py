@@ -40,8 +40,8 @@ class Zarr(Format):
             ) from error
         if _OWN_FILE in self.selection.columns:
             raise ConfigError(
-                f"zarr keeps a file {_OWN_FILE} in each of its folders, so the column of that name "
-                "has no place there. Export another format."
+                f"zarr has a file {_OWN_FILE} in each of its folders, so it cannot hold a column "
+                "of that name. Choose another export.format."
             )
 
     def files(self) -> list[File]:

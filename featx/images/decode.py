@@ -158,8 +158,8 @@ def jpeg_decoder(recorded: str | None = None) -> str:
         return SIMPLEJPEG if installed else PILLOW
     if recorded == SIMPLEJPEG and not installed:
         raise ConfigError(
-            "this store was begun with simplejpeg, which is not installed here: "
-            'pip install "featx[jpeg]", or choose a new out.'
+            "this store was started with simplejpeg, which is not installed: "
+            'pip install "featx[jpeg]", or choose another out=DIR.'
         )
     return recorded
 
@@ -181,8 +181,8 @@ def heif_version(keys: npt.NDArray[np.bytes_], recorded: str | None, new: bool) 
     installed = importlib.util.find_spec("pillow_heif") is not None
     if recorded is not None and not installed:
         raise ConfigError(
-            "this store was begun with pillow-heif, which is not installed here: "
-            'pip install "featx[heif]", or choose a new out.'
+            "this store was started with pillow-heif, which is not installed: "
+            'pip install "featx[heif]", or choose another out=DIR.'
         )
     named = new and installed and _HEIF_NAME.search(np.ascontiguousarray(keys).data)
     return version_of("pillow_heif") if recorded is not None or named else None

@@ -45,7 +45,7 @@ class DecodeSettings:
     device_share: int | None = None
 
     def __post_init__(self) -> None:
-        require(self.reference or self.preprocess.has_fast_path, "its pixels would be others")
+        require(self.reference or self.preprocess.has_fast_path, "the pixels would differ")
 
     @classmethod
     def of_run(
@@ -72,7 +72,7 @@ class DecodeSettings:
         reference = config.decode == "reference" or not preprocess.has_fast_path
         if config.decode == "gpu" and reference:
             raise ConfigError(
-                "decode=gpu: the transform of these weights is done by its library alone, on the "
+                "decode=gpu: only the library of these weights can run their transform, on the "
                 "CPU. Use decode=fast."
             )
         before = resume_state.resolved if resume_state else {"jpeg": None}

@@ -129,14 +129,14 @@ class FaultTolerantDecoder:
         with self._crash_list.left_behind() as noted:
             if not noted:
                 return
-            rows = {self.picture_of(bytes(key)): bytes(key) for key in keys}
-            for picture in noted & rows.keys():
+            rows = {self.image_key(bytes(key)): bytes(key) for key in keys}
+            for image_key in noted & rows.keys():
                 with contextlib.suppress(ImageFault):  # its row records the fault later
-                    self._decoded_in_subprocess(picture, self.read(rows[picture]))
+                    self._decoded_in_subprocess(image_key, self.read(rows[image_key]))
 
-    def picture_of(self, key: bytes) -> bytes:
+    def image_key(self, key: bytes) -> bytes:
         """The key of the image that a row is, or whose box it is."""
-        return key if self._regions is None else self._regions.picture(key)
+        return key if self._regions is None else self._regions.image_key(key)
 
     def read(self, key: bytes) -> bytes:
         """The encoded bytes of the image of a row.
@@ -157,10 +157,10 @@ class FaultTolerantDecoder:
         Raises:
             ImageFault: the image cannot be decoded; its status names the reason.
         """
-        picture = self.picture_of(key)
-        if self._needs_subprocess(picture):
-            return Image.fromarray(self._decoded_in_subprocess(picture, data))
-        with self._noted(picture):
+        image_key = self.image_key(key)
+        if self._needs_subprocess(image_key):
+            return Image.fromarray(self._decoded_in_subprocess(image_key, data))
+        with self._noted(image_key):
             return decode(data, self._policy, self._at_least)
 
     def pixels(self, key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
@@ -169,10 +169,10 @@ class FaultTolerantDecoder:
         Returns:
             (H, W, 3) uint8 RGB.
         """
-        picture = self.picture_of(key)
-        if self._needs_subprocess(picture):
-            return self._decoded_in_subprocess(picture, data)
-        with self._noted(picture):
+        image_key = self.image_key(key)
+        if self._needs_subprocess(image_key):
+            return self._decoded_in_subprocess(image_key, data)
+        with self._noted(image_key):
             return decode_pixels(data, self._policy, self._at_least)
 
     def coded(self, key: bytes, data: bytes) -> EncodedJpeg | None:
@@ -181,28 +181,28 @@ class FaultTolerantDecoder:
         Returns:
             The JPEG, or None if the image has to be decoded on the CPU.
         """
-        picture = self.picture_of(key)
-        if self._at_least is None or self._needs_subprocess(picture):
+        image_key = self.image_key(key)
+        if self._at_least is None or self._needs_subprocess(image_key):
             return None
-        with self._noted(picture):
+        with self._noted(image_key):
             return coded_jpeg(data, self._policy, self._at_least)
 
-    def _needs_subprocess(self, picture: bytes) -> bool:
+    def _needs_subprocess(self, image_key: bytes) -> bool:
         """Whether an image needs a child process: it hung before, or is on the crash list."""
-        return self._threads.again or picture in self._crash_list
+        return self._threads.again or image_key in self._crash_list
 
     @contextlib.contextmanager
-    def _noted(self, picture: bytes) -> Iterator[None]:
+    def _noted(self, image_key: bytes) -> Iterator[None]:
         """Record that the calling thread decodes an image in the block, and limit its time."""
-        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(picture)
-        with self.warnings.collecting(picture), self._threads.watched(), noted:
+        noted = contextlib.nullcontext() if self._notes is None else self._notes.noted(image_key)
+        with self.warnings.collecting(image_key), self._threads.watched(), noted:
             yield
 
-    def _decoded_in_subprocess(self, picture: bytes, data: bytes) -> npt.NDArray[np.uint8]:
+    def _decoded_in_subprocess(self, image_key: bytes, data: bytes) -> npt.NDArray[np.uint8]:
         """(H, W, 3) uint8 from a child process; an image that crashes or hangs it is remembered."""
         try:
             return decode_in_subprocess(data, self._policy, self._at_least, self._timeout_s)
         except ImageFault as fault:
             if fault.status in (Status.TIMEOUT, Status.CRASHES_DECODER):
-                self._crash_list.remember(picture)
+                self._crash_list.remember(image_key)
             raise

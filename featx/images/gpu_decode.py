@@ -33,7 +33,7 @@ photographs differ by at most 0.9, 4.8 and 2.0."""
 _BRIGHTNESS = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the brightness."""
 
-_OF_THE_PICTURE = re.compile(
+_IMAGE_ERROR = re.compile(
     r"Failed to (get image info|(parse|decode) jpeg stream|decode batch|transfer jpeg to device): "
     r"[2349]\b"
 )
@@ -64,7 +64,7 @@ class DeviceDecoder:
         """Context in which work runs on the decoder's own CUDA stream; waits at its end."""
         return self._stream.at_work()
 
-    def crops(self, pictures: Sequence[EncodedJpeg]) -> list[torch.Tensor | None]:
+    def crops(self, jpegs: Sequence[EncodedJpeg]) -> list[torch.Tensor | None]:
         """Decode and crop images as `Preprocess.crop_uint8` does.
 
         The crop of an image does not depend on the other images.
@@ -77,74 +77,72 @@ class DeviceDecoder:
             RunError: the device has too little memory, or cannot decode JPEGs.
         """
         found: dict[int, torch.Tensor] = {}
-        for some in _few_at_a_time(pictures):
+        for some in _few_at_a_time(jpegs):
             try:
-                found |= self._cropped({i: pictures[i] for i in some})
+                found |= self._cropped({i: jpegs[i] for i in some})
             except torch.OutOfMemoryError as error:
                 raise RunError(
-                    f"out of memory on {self.device} while decoding {len(some)} pictures there. "
-                    "Nothing committed is lost: give the same command again with decode=fast into "
-                    "a new out, or with less else on the device."
+                    f"out of memory on {self.device} while decoding {len(some)} images on it. "
+                    "Nothing committed is lost: give the same command again with decode=fast and "
+                    "another out=DIR, or when other processes use less of the device's memory."
                 ) from error
-        return [found.get(i) for i in range(len(pictures))]
+        return [found.get(i) for i in range(len(jpegs))]
 
-    def _cropped(self, pictures: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
+    def _cropped(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> crop of the images that agree with libjpeg.
 
         Images of equal size and orientation are cropped together.
         """
         same: dict[tuple[tuple[int, int], int], list[tuple[int, torch.Tensor]]] = {}
-        for i, pixels in self._decoded(pictures).items():
-            width, height = pictures[i].size
+        for i, pixels in self._decoded(jpegs).items():
+            width, height = jpegs[i].size
             if pixels.shape == (3, height, width):
-                same.setdefault((pictures[i].size, pictures[i].turn), []).append((i, pixels))
+                same.setdefault((jpegs[i].size, jpegs[i].turn), []).append((i, pixels))
         crops: dict[int, torch.Tensor] = {}
         right: list[torch.Tensor] = []
         for (_, turn), members in same.items():
             numbers = [i for i, _ in members]
             images = torch.stack([pixels for _, pixels in members])
-            right.append(self._agrees(images, [pictures[i] for i in numbers]))
+            right.append(self._agrees(images, [jpegs[i] for i in numbers]))
             cropped = self._preprocess.crops_on_device(turned(images, turn))
             crops |= zip(numbers, cropped, strict=True)
         # One transfer to the host for all sizes: each waits for the device.
         verdicts = torch.cat(right).tolist() if right else []
         return {i: crops[i] for i, is_right in zip(crops, verdicts, strict=True) if is_right}
 
-    def _decoded(self, pictures: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
+    def _decoded(self, jpegs: dict[int, EncodedJpeg]) -> dict[int, torch.Tensor]:
         """Number -> (3, H, W) uint8 of the images that the device can decode."""
         try:
-            coded = [
-                torch.frombuffer(bytearray(p.data), dtype=torch.uint8) for p in pictures.values()
-            ]
-            return dict(zip(pictures, decode_jpegs(coded, self.device), strict=True))
+            coded = [torch.frombuffer(bytearray(p.data), dtype=torch.uint8) for p in jpegs.values()]
+            return dict(zip(jpegs, decode_jpegs(coded, self.device), strict=True))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # the device has failed, not an image
         except RuntimeError as error:
-            if self.device.type == "cuda" and not _OF_THE_PICTURE.search(str(error)):
+            if self.device.type == "cuda" and not _IMAGE_ERROR.search(str(error)):
                 raise RunError(
                     f"{self.device} cannot decode JPEGs: {' '.join(str(error).split())[:300]}. "
                     "Nothing committed is lost: give the same command again, or with decode=fast "
-                    "into a new out."
+                    "and another out=DIR."
                 ) from error
-            if len(pictures) == 1:
+            if len(jpegs) == 1:
                 return {}
         # The message does not say which image is rejected, so each half is decoded separately.
-        halves = list(pictures.items())
+        halves = list(jpegs.items())
         middle = len(halves) // 2
         first, second = dict(halves[:middle]), dict(halves[middle:])
         return self._decoded(first) | self._decoded(second)
 
-    def _agrees(self, images: torch.Tensor, pictures: Sequence[EncodedJpeg]) -> torch.Tensor:
+    def _agrees(self, images: torch.Tensor, jpegs: Sequence[EncodedJpeg]) -> torch.Tensor:
         """Compare decoded images with libjpeg's at an eighth of their size.
 
         Args:
             images: (N, 3, H, W) uint8 on the device.
-            pictures: the N encoded images.
+            jpegs: the N encoded images.
 
         Returns:
             (N,) bool on the device: whether all differences are within the limits.
         """
-        eighths = torch.stack([torch.from_numpy(picture.eighth) for picture in pictures])
+        eighths = torch.stack([torch.from_numpy(jpeg.eighth) for jpeg in jpegs])
         blocks = F.avg_pool2d(images.float(), 8)
         height, width = blocks.shape[2:]  # number of whole blocks
         expected = eighths.to(self.device).permute(0, 3, 1, 2)[:, :, :height, :width]
@@ -188,8 +186,8 @@ def _torchvision_decoder() -> Any:
         from torchvision.io import decode_jpeg
     except ImportError as error:
         raise ConfigError(
-            "decode=gpu: the installed torchvision decodes no JPEGs on a GPU. Use decode=fast, or "
-            "an older torchvision (0.26 to 0.29 do)."
+            "decode=gpu: the installed torchvision cannot decode JPEGs on a GPU. Use decode=fast, "
+            "or torchvision 0.26 to 0.29, which can."
         ) from error
     return decode_jpeg
 
@@ -207,12 +205,12 @@ def turned(images: torch.Tensor, orientation: int) -> torch.Tensor:
     return images.flip(mirrored) if mirrored else images
 
 
-def _few_at_a_time(pictures: Sequence[EncodedJpeg]) -> Iterator[list[int]]:
+def _few_at_a_time(jpegs: Sequence[EncodedJpeg]) -> Iterator[list[int]]:
     """Split images, in their order, into groups of at most MAX_PIXELS pixels; yields numbers."""
     some: list[int] = []
     pixels = 0
-    for i, picture in enumerate(pictures):
-        width, height = picture.size
+    for i, jpeg in enumerate(jpegs):
+        width, height = jpeg.size
         if some and pixels + width * height > MAX_PIXELS:
             yield some
             some, pixels = [], 0

@@ -18,7 +18,7 @@ from featx.images.fault_tolerant_decode import FaultTolerantDecoder
 from featx.images.gpu_decode import DeviceDecoder
 from featx.types import ImageFault, Listing, RegionSource, Source
 
-TRIED_PICTURES = 64
+NUM_MEASURED_IMAGES = 64
 """Number of images, evenly spread over the data set, that CPU and GPU decode to be timed."""
 
 
@@ -37,12 +37,12 @@ def check_device(decode: str, source: Source, device: torch.device) -> None:
         return
     if isinstance(source, RegionSource):
         raise ConfigError(
-            "decode=gpu: a picture that regions are cut from (data.boxes) is decoded once for all "
-            "of them, on the CPU. Use decode=fast."
+            "decode=gpu: with data.boxes an image is decoded once for all of its boxes, on the "
+            "CPU. Use decode=fast."
         )
     if device.type != "cuda":
         raise ConfigError(
-            f"decode=gpu: the device here is {device.type}, and only CUDA devices decode JPEGs. "
+            f"decode=gpu: device={device.type}, but only CUDA devices decode JPEGs. "
             "Use decode=fast, or device=cuda on a machine that has one."
         )
 
@@ -87,17 +87,17 @@ def decode_share(
     cpus = num_cpus()
     coded = _some_coded(source, listing, decoding)
     if not coded:
-        return SHARES, "all JPEGs that it takes (none was found to try)"
+        return SHARES, "all JPEGs that the device supports (found none to measure)"
     at_least = decoding.preprocess.resize
     assert at_least is not None, "there is a fast path"
     # One thread for an image, as in the loader: the CPUs decode different images in parallel.
     with cpu_threads(1):
         begun = time.perf_counter()
-        for picture in coded:
-            decoding.preprocess.crop_uint8(decode_pixels(picture.data, decoding.policy, at_least))
+        for jpeg in coded:
+            decoding.preprocess.crop_uint8(decode_pixels(jpeg.data, decoding.policy, at_least))
         decoded = time.perf_counter()
-        for picture in coded:
-            coded_jpeg(picture.data, decoding.policy, at_least)
+        for jpeg in coded:
+            coded_jpeg(jpeg.data, decoding.policy, at_least)
         checked = time.perf_counter()
     here = (decoded - begun) / len(coded) / cpus
     checking = (checked - decoded) / len(coded) / cpus
@@ -130,8 +130,8 @@ def balanced(here: float, checking: float, there: float) -> int:
 
 
 def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> list[EncodedJpeg]:
-    """The images among TRIED_PICTURES that a GPU can decode; damaged ones are left out."""
-    rows = np.unique(np.linspace(0, len(listing) - 1, TRIED_PICTURES).astype(int))
+    """The images among NUM_MEASURED_IMAGES that a GPU can decode; damaged ones are left out."""
+    rows = np.unique(np.linspace(0, len(listing) - 1, NUM_MEASURED_IMAGES).astype(int))
     keys = [bytes(key) for key in listing.keys[rows]]
     with FaultTolerantDecoder(
         source,
@@ -148,4 +148,4 @@ def _some_coded(source: Source, listing: Listing, decoding: DecodeSettings) -> l
             return None
 
         found = [decoder.submit(coded, key) for key in keys]
-        return [picture for future in found if (picture := future.result()) is not None]
+        return [jpeg for future in found if (jpeg := future.result()) is not None]

@@ -48,11 +48,11 @@ PREFETCH_BATCHES = 3
 AHEAD_ROWS = 64
 """Number of images that `Loader.each` loads ahead."""
 
-PICTURES = 2
+NUM_CACHED_IMAGES = 2
 """Number of decoded images that are kept while boxes are cut from them; each takes up to 256 MiB.
 """
 
-Picture = Image.Image | npt.NDArray[np.uint8]
+DecodedImage = Image.Image | npt.NDArray[np.uint8]
 """Upright RGB image: (H, W, 3) uint8 for the fast path, a Pillow image for the reference."""
 
 
@@ -120,8 +120,10 @@ class Loader:
             decoding.crash_list,
             "featx-loader",
         )
-        self._pictures: deque[tuple[bytes, tuple[Picture, int]]] = deque(maxlen=PICTURES)
-        self._pictures_lock = threading.Lock()
+        self._cached_images: deque[tuple[bytes, tuple[DecodedImage, int]]] = deque(
+            maxlen=NUM_CACHED_IMAGES
+        )
+        self._cache_lock = threading.Lock()
         self._batch_size = batch_size
         self._pinned = device is not None and device.type == "cuda"
         self._device_decoder: DeviceDecoder | None = None
@@ -258,7 +260,7 @@ class Loader:
             taken: results of `_fill` for its rows.
         """
         device = self._device_decoder
-        assert device is not None, "it is begun with one"
+        assert device is not None, "decoding on the device needs one"
         results = [future.result() for future in taken]
         coded = {i: result for i, result in enumerate(results) if isinstance(result, EncodedJpeg)}
         begun = time.perf_counter()
@@ -314,12 +316,12 @@ class Loader:
         num_bytes = 0
         begun = time.perf_counter()
         try:
-            picture, number = self._kept(key) or (None, NO_IMAGE)
+            decoded_image, number = self._cached(key) or (None, NO_IMAGE)
             with record_function("read"):
                 if data is None:
-                    data = b"" if picture is not None else self._decoder.read(key)
+                    data = b"" if decoded_image is not None else self._decoder.read(key)
                     num_bytes = len(data)
-                if picture is None:
+                if decoded_image is None:
                     number = image_checksum(data)
                 if checksum is not None:
                     checksum[0] = number
@@ -327,9 +329,9 @@ class Loader:
             with record_function("decode"):
                 coded = self._decoder.coded(key, data) if for_device else None
                 if coded is None:
-                    if picture is None:
-                        picture = self._decoded(key, data)
-                    place.copy_(self._prepare(key, picture, number))
+                    if decoded_image is None:
+                        decoded_image = self._decoded(key, data)
+                    place.copy_(self._prepare(key, decoded_image, number))
         except ImageFault as fault:
             place.zero_()
             return Failure(row, key, fault.status, fault.error, str(fault))
@@ -337,18 +339,18 @@ class Loader:
             # The machine, not the image: such a failure never becomes a row.
             raise RunError(
                 f"out of memory at {os.fsdecode(key)}. Nothing committed is lost; free some memory "
-                "and give the same command again. Less is needed with a smaller batch_size or "
-                "data.max_pixels."
+                "and give the same command again. A smaller batch_size or data.max_pixels needs "
+                "less."
             ) from error
         self.times.add(read - begun, time.perf_counter() - read, num_bytes)
         return coded
 
-    def _prepare(self, key: bytes, picture: Picture, checksum: int) -> torch.Tensor:
+    def _prepare(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> torch.Tensor:
         """The image of a row in the size of the crop, uint8 or normalised float32.
 
         Args:
             key: key of the row.
-            picture: whole decoded image.
+            decoded_image: whole decoded image.
             checksum: checksum of its encoded bytes.
 
         Raises:
@@ -357,14 +359,14 @@ class Loader:
         resize = self._decoding.preprocess.resize
         expected = (3, *self._decoding.preprocess.crop)
         if self._regions is not None:
-            self._keep(key, picture, checksum)
-            picture = cut_out(picture, self._regions.box(key))
-        if isinstance(picture, Image.Image):
-            width, height = picture.size
-            transformed = functools.partial(self._decoding.preprocess.reference, picture)
+            self._cache(key, decoded_image, checksum)
+            decoded_image = cut_out(decoded_image, self._regions.box(key))
+        if isinstance(decoded_image, Image.Image):
+            width, height = decoded_image.size
+            transformed = functools.partial(self._decoding.preprocess.reference, decoded_image)
         else:
-            height, width, _ = picture.shape
-            transformed = functools.partial(self._decoding.preprocess.crop_uint8, picture)
+            height, width, _ = decoded_image.shape
+            transformed = functools.partial(self._decoding.preprocess.crop_uint8, decoded_image)
         short, long = sorted((width, height))
         # After resizing, the longer side has resize * long / short pixels: a very long image would
         # exceed the memory that max_pixels allows.
@@ -386,20 +388,20 @@ class Loader:
                 Status.TRANSFORM_ERROR, str(error)[:200], type(error).__name__
             ) from error
 
-    def _kept(self, key: bytes) -> tuple[Picture, int] | None:
+    def _cached(self, key: bytes) -> tuple[DecodedImage, int] | None:
         """The decoded image whose box a row is and its checksum, if the image is still kept."""
         if self._regions is None:
             return None
-        with self._pictures_lock:
-            return dict(self._pictures).get(self._decoder.picture_of(key))
+        with self._cache_lock:
+            return dict(self._cached_images).get(self._decoder.image_key(key))
 
-    def _keep(self, key: bytes, picture: Picture, checksum: int) -> None:
+    def _cache(self, key: bytes, decoded_image: DecodedImage, checksum: int) -> None:
         """Keep a decoded image for further boxes; the oldest one is dropped."""
-        with self._pictures_lock:
-            if (name := self._decoder.picture_of(key)) not in dict(self._pictures):
-                self._pictures.append((name, (picture, checksum)))
+        with self._cache_lock:
+            if (name := self._decoder.image_key(key)) not in dict(self._cached_images):
+                self._cached_images.append((name, (decoded_image, checksum)))
 
-    def _decoded(self, key: bytes, data: bytes) -> Picture:
+    def _decoded(self, key: bytes, data: bytes) -> DecodedImage:
         """The whole image of a row, in the type that the transform takes."""
         if self._decoding.reference:
             return self._decoder.image(key, data)

@@ -128,40 +128,40 @@ class Preprocess:
 
 
 @overload
-def cut_out(picture: Image.Image, box: Box) -> Image.Image: ...
+def cut_out(decoded: Image.Image, box: Box) -> Image.Image: ...
 
 
 @overload
-def cut_out(picture: npt.NDArray[np.uint8], box: Box) -> npt.NDArray[np.uint8]: ...
+def cut_out(decoded: npt.NDArray[np.uint8], box: Box) -> npt.NDArray[np.uint8]: ...
 
 
 def cut_out(
-    picture: Image.Image | npt.NDArray[np.uint8], box: Box
+    decoded: Image.Image | npt.NDArray[np.uint8], box: Box
 ) -> Image.Image | npt.NDArray[np.uint8]:
     """Cut a box out of an upright image.
 
     Args:
-        picture: (H, W, 3) uint8, or a Pillow image.
+        decoded: (H, W, 3) uint8, or a Pillow image.
         box: pixels to cut out.
 
     Returns:
-        A copy of the box, of the type of `picture`.
+        A copy of the box, of the type of `decoded`.
 
     Raises:
         ImageFault: the box reaches outside the image.
     """
-    if isinstance(picture, Image.Image):
-        width, height = picture.size
+    if isinstance(decoded, Image.Image):
+        width, height = decoded.size
     else:
-        height, width, _ = picture.shape
+        height, width, _ = decoded.shape
     right, bottom = box.x + box.width, box.y + box.height
     if right > width or bottom > height:
         raise ImageFault(
-            Status.TRANSFORM_ERROR, f"the box reaches outside the picture of {width} x {height}"
+            Status.TRANSFORM_ERROR, f"the box reaches outside the image of {width} x {height}"
         )
-    if isinstance(picture, Image.Image):
-        return picture.crop((box.x, box.y, right, bottom))
-    return picture[box.y : bottom, box.x : right].copy()
+    if isinstance(decoded, Image.Image):
+        return decoded.crop((box.x, box.y, right, bottom))
+    return decoded[box.y : bottom, box.x : right].copy()
 
 
 def centre_crop(x: torch.Tensor, crop: tuple[int, int]) -> torch.Tensor:

@@ -66,7 +66,7 @@ def decode_in_subprocess(
             given = json.dumps(request).encode() + b"\n" + data
             answer, printed = child.communicate(given, timeout=limit_s)
         except subprocess.TimeoutExpired as error:
-            message = f"decoding takes longer than data.timeout_s={limit_s:g}, also by itself"
+            message = f"decoding takes longer than data.timeout_s={limit_s:g}, also in a subprocess"
             raise ImageFault(Status.TIMEOUT, message, "TimeoutError") from error
         finally:
             child.kill()
@@ -74,15 +74,15 @@ def decode_in_subprocess(
         return _pixels_of(answer)
     if -child.returncode in CRASHES:
         name = signal.Signals(-child.returncode).name
-        message = f"decoding it ends the process with {name}, also by itself"
+        message = f"decoding it ends the process with {name}, also in a subprocess"
         raise ImageFault(Status.CRASHES_DECODER, message, name)
     if child.returncode == -signal.SIGKILL:
         raise MemoryError("the process that decodes one image was killed")
     lines = printed.decode(errors="replace").strip().splitlines()
     raise RunError(
-        "an image that crashes or hangs its decoder cannot be decoded by itself: the process for "
-        f"it ended with {lines[-1] if lines else f'exit code {child.returncode}'}. Nothing "
-        "committed is lost; the same command goes on."
+        "an image that crashes or hangs its decoder cannot be decoded in a subprocess: the "
+        f"subprocess ended with {lines[-1] if lines else f'exit code {child.returncode}'}. Nothing "
+        "committed is lost; the same command resumes the run."
     )
 
 

@@ -169,7 +169,7 @@ def _feature_maps(
     title = f"{layer} of {context.header.model}"
     subtitle = f"{tile.caption[0]}."
     file_name = f"maps-{_file_name(str(layer))}-{_file_name(name)}.png"
-    return file_name, feature_map_grid(title, subtitle, tile.picture, maps)
+    return file_name, feature_map_grid(title, subtitle, tile.pixels, maps)
 
 
 def _file_name(name: str) -> str:

@@ -44,15 +44,15 @@ def run(config: Config, config_yaml: str) -> int:
 
 def _text(summary: dict[str, Any]) -> str:
     """Format the result for people."""
-    images = str(summary["pictures"])
-    if undecoded := summary["pictures_not_decoded"]:
-        images += f"; {undecoded} cannot be decoded now"
-    if why := summary["without_pictures"]:
-        images = f"none: {why}"
+    thumbnails = str(summary["thumbnails"])
+    if undecoded := summary["thumbnails_not_decoded"]:
+        thumbnails += f"; {undecoded} cannot be decoded now"
+    if why := summary["without_thumbnails"]:
+        thumbnails = f"none: {why}"
     rows = [
         ("layers", ", ".join(summary["layers"])),
         ("rows", f"{summary['rows_looked_at']} looked at"),
-        ("images", images),
+        ("thumbnails", thumbnails),
         *([] if summary["complete"] else [("warning", "the store is not complete")]),
         ("seconds", f"{summary['seconds']:.1f}"),
         ("size", size_text(summary["bytes"])),

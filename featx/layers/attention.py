@@ -96,9 +96,9 @@ def weight_hooks(name: str, module: nn.Module, take: Callable[[torch.Tensor], No
     dropout = _dropout(module)
     if dropout is None:
         raise LayerError(
-            f"{name}:attention: a {type(module).__name__} is no attention module that featx can "
-            "ask for its weights (nn.MultiheadAttention, and those of timm). Name the softmax "
-            f"operation where they are made, such as {name + '.softmax'!r}."
+            f"{name}:attention: featx cannot read the attention weights of a "
+            f"{type(module).__name__}, only those of nn.MultiheadAttention and of timm's modules. "
+            f"Name the softmax operation that computes them, such as {name + '.softmax'!r}."
         )
 
     def hook(module: nn.Module, args: Any) -> None:
@@ -157,9 +157,9 @@ def check_weights(name: str, weights: torch.Tensor) -> None:
     sums = weights.sum(-1)
     if weights.min() < 0 or not torch.allclose(sums, torch.ones_like(sums), atol=1e-3):
         raise LayerError(
-            f"{name}: what the module hands on as its attention weights are none: their rows do "
-            f"not add up to 1, but to {sums.min():.3g} to {sums.max():.3g}. Name an operation or "
-            "a layer inside it."
+            f"{name}: the tensor that the module returns as attention weights has rows whose sums "
+            f"are not 1, but {sums.min():.3g} to {sums.max():.3g}. Name an operation or a layer "
+            "inside it."
         )
 
 

@@ -155,14 +155,14 @@ class Captured(Mapping[str, torch.Tensor]):
             )
         if self._threads and threading.get_ident() not in self._threads:
             raise LayerError(
-                f"{layer!r}: this thread has run no forward pass in the block, other threads have. "
-                "Read the features in the thread that called the model."
+                f"{layer!r}: the forward passes in this block ran in other threads. Read the "
+                "features in the thread that called the model."
             )
         if point.is_gradient:
             raise LayerError(
                 f"no gradient of {layer!r} has arrived for the last forward pass of this thread. "
-                "Call backward() on what that pass returned, before the next pass begins: a "
-                "gradient of an earlier pass does not belong to what is captured now."
+                "Call backward() on the output of that pass before the next pass starts: "
+                "gradients of an earlier pass do not belong to the captured tensors."
             )
         if point.operation:
             raise LayerError(

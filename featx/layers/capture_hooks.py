@@ -79,9 +79,9 @@ class Expected:
             self._check_operations(done, num_done)
         if self.fired is not None and list(fired) != list(self.fired):
             raise RunError(
-                f"the forward pass differs from the probe's: {missing or list(fired)} "
+                f"the forward pass differs from the calibration pass: {missing or list(fired)} "
                 f"{'did not fire' if missing else 'fired'}, expected {list(self.fired)}. The model "
-                "does different things for different batches; featx cannot vouch for its rows."
+                "runs different layers for different batches, so its rows are not reproducible."
             )
 
     def _check_operations(self, done: Sequence[str], num_done: int) -> None:
@@ -92,9 +92,9 @@ class Expected:
         pairs = itertools.zip_longest(done, self.operations, fillvalue="nothing")
         instead, meant = next(pair for pair in pairs if pair[0] != pair[1])
         raise RunError(
-            f"the forward pass differs from the probe's: {instead} ran, expected {meant}. "
-            "The model does different things for different batches, so a name means different "
-            "operations; featx cannot vouch for its rows."
+            f"the forward pass differs from the calibration pass: {instead} ran, expected "
+            f"{meant}. The model runs different operations for different batches, so a name means "
+            "different operations and its rows are not reproducible."
         )
 
 
@@ -114,9 +114,9 @@ def check_calls(
         if (now := calls.get(place, 0)) != before:
             raise RunError(
                 f"the layer {place[0]!r} is called {_times(now)} in a pass over images, and was "
-                f"called {_times(before)} in the first pass. The model does different things for "
-                "different batches, so the name stands for different things; featx cannot vouch "
-                "for its rows. Choose a layer that is called equally often for any image."
+                f"called {_times(before)} in the first pass. The name means different calls for "
+                "different batches, so its rows are not reproducible. Choose a layer that is "
+                "called equally often for every image."
             )
 
 

@@ -64,8 +64,8 @@ def with_evidence(
             found = _best_match(module, x, expected)
     if found is None:
         raise LayerError(
-            "the preset embedding: the library's own pre-logits of this model are no tensor of its "
-            "forward pass. Name a layer: job=layers lists them."
+            "the preset embedding: the library's own pre-logits of this model are not a tensor of "
+            "its forward pass. Name a layer: job=layers lists them."
         )
     several = not found.operation and len(trace.by_module.get(found.module, ())) > 1
     number = found.number if several else None

@@ -156,6 +156,6 @@ def _failure_text(going_on: list[OpenCall], error: Exception) -> str:
     return (
         f"the pass failed in {call.name or _WHOLE} ({type(call.target).__name__})"
         f"{', inside ' + ', '.join(outer) if outer else ''}: {type(error).__name__}: {message} "
-        f"({where.filename}, line {where.lineno}). The lines above say what every layer before it "
-        "gave."
+        f"({where.filename}, line {where.lineno}). The lines above show the output of every layer "
+        "before it."
     )

@@ -30,9 +30,7 @@ def split_capture(request: str) -> tuple[str, str]:
     """
     name, colon, capture = request.partition(":")
     if colon and capture not in CAPTURES:
-        raise LayerError(
-            f"{request!r}: behind the colon stands what to capture, one of {', '.join(CAPTURES)}."
-        )
+        raise LayerError(f"{request!r}: expected one of {', '.join(CAPTURES)} after the colon.")
     return name, capture or "output"
 
 
@@ -95,8 +93,8 @@ def check_operation_capture(request: str, capture: str) -> None:
     """
     if capture not in ("output", "grad_output"):
         raise LayerError(
-            f"{request!r}: that is an operation, no module; it has an output and a grad_output, "
-            f"and no {capture}. Name the layer or the operation before it."
+            f"{request!r}: this is an operation, which has an output and a grad_output but no "
+            f"{capture}. Name the layer or the operation before it."
         )
 
 

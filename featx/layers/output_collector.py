@@ -70,7 +70,8 @@ class OutputCollector:
         shape = tuple(tensor.shape)
         if shape[1:] != self._row_shapes[point.name]:
             raise RunError(
-                f"{point.name} gave {shape}, the probe saw rows of {self._row_shapes[point.name]}."
+                f"{point.name} gave rows of shape {shape}, but the calibration pass gave "
+                f"{self._row_shapes[point.name]}."
             )
         tensor = tensor.detach()  # drop the graph, if gradients are taken
         self.compute_dtypes[point.name] = tensor.dtype

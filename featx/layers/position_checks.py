@@ -52,11 +52,11 @@ def check_positions(
         if not (_are_apart(noticed, apart) and _are_near(noticed, cells)):
             rows, columns = first.shape[2:]
             raise ReduceError(
-                f"{point.name}: its positions cannot be shown to lie as the image does. Cells of "
-                f"an image were changed one by one, and of {rows} x {columns} positions in "
-                "row-major order others than theirs changed most. Some models keep tokens in an "
-                "order of their own (Hiera), and a grid or heat map of these is scrambled. Reduce "
-                "the layer in another way (avg, max, none), or choose another one."
+                f"{point.name}: its {rows} x {columns} positions are not in the row-major order "
+                "of the image: when single cells of an image were changed, other positions "
+                "changed most. Some models (Hiera) keep tokens in another order, which would "
+                "scramble a grid or heat map. Use another reduction (avg, max, none), or choose "
+                "another layer."
             )
 
 

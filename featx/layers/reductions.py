@@ -136,7 +136,7 @@ def channels_last(
     which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
     raise ReduceError(
         f"{asked} does not fit {layer}: its row shape {row_shape} {which}, so its channels "
-        "are unknown. Take its rows whole instead (reduce=none or flatten, "
+        "are unknown. Use its rows unreduced (reduce=none or flatten, "
         "stats.observation=image)."
     )
 
@@ -216,8 +216,8 @@ def _check_tokens(
         why = "this backbone has no class token in front of its patch tokens"
     elif token_grid(row_shape[0], input_size, num_prefix_tokens) is None:
         why = (
-            f"{row_shape[0]} tokens are not {num_prefix_tokens} prefix tokens and a grid of "
-            "patches, so this layer has no class token where the backbone's last layers have one"
+            f"its {row_shape[0]} tokens are not {num_prefix_tokens} prefix tokens and a grid of "
+            "patches, so it has no class token where the backbone's last layers have one"
         )
     if why:
         raise ReduceError(f"reduce={name} does not fit {layer}: {why}. Try avg, none or flatten.")

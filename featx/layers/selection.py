@@ -66,8 +66,8 @@ def select(
                 selection.chosen.append((point, _embedding_reduce(point, reduce, trace)))
             elif seen[point.name] != reduce:
                 raise ConfigError(
-                    f"layers asks for {point.name} with reduce={seen[point.name].name} and with "
-                    f"reduce={reduce.name}; one store holds a layer once."
+                    f"layers names {point.name} with reduce={seen[point.name].name} and with "
+                    f"reduce={reduce.name}, but a store holds a layer only once."
                 )
     return selection
 
@@ -90,8 +90,8 @@ def _points(
         if name == "embedding":
             if capture != "output":
                 raise LayerError(
-                    f"{request!r}: the preset embedding is a vector of its own, the input of the "
-                    f"classifier; capture={capture} needs the name of a layer."
+                    f"{request!r}: the preset embedding is the input of the classifier, so "
+                    f"capture={capture} does not apply to it. Name a layer."
                 )
             yield embedding_point(trace, classifier)
         elif name == "stages":
@@ -102,7 +102,7 @@ def _points(
                 except LayerError as error:
                     raise LayerError(
                         f"the preset stages means {', '.join(found)} in this model, and one of "
-                        f"these cannot be taken: {error}"
+                        f"these cannot be captured: {error}"
                     ) from error
         else:
             yield from _every_point(trace, name == "leaves", capture, left_out)
@@ -184,8 +184,8 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
     made = trace.by_operation.get(softmax)
     if made is not None and made.outputs[()][0] != trace.batch_size:
         way = (
-            f"Its weights are what the operation {softmax!r} gives, {made.outputs[()]} for a batch "
-            f"of {trace.batch_size}: of windows, which are not told apart by image."
+            f"Its weights are the output of the operation {softmax!r}, {made.outputs[()]} for a "
+            f"batch of {trace.batch_size}: these are windows, which cannot be assigned to images."
         )
     elif made is not None:
         way = f"Its weights are what its softmax gives: name the operation {softmax!r}."
@@ -197,8 +197,8 @@ def _no_attention(call: Call, trace: Trace) -> LayerError:
             "softmax operation: job=layers lists operations."
         )
     return LayerError(
-        f"{call.module}:attention: a {call.type_name} is no attention module that featx can ask "
-        f"for its weights. {way}"
+        f"{call.module}:attention: featx cannot read the attention weights of a "
+        f"{call.type_name}. {way}"
     )
 
 
@@ -227,9 +227,10 @@ def embedding_point(trace: Trace, classifier: str | None) -> CapturePoint:
             )
         if classifier == trace.undecided:
             raise LayerError(
-                f"the preset embedding is the input of the classifier. The last linear layer here, "
-                f"{classifier}, is none: what the model returns depends on the image also in other "
-                "ways than through that layer's output. Name a layer: job=layers lists them."
+                "the preset embedding is the input of the classifier. The last linear layer of "
+                f"this model, {classifier}, is not its classifier: the output of the model does "
+                "not depend on the image through that layer only. Name a layer: job=layers lists "
+                "them."
             )
     calls = trace.by_module.get(trace.names.get(classifier, classifier), [])
     if len(calls) != 1:
@@ -264,7 +265,7 @@ def _every_point(
         for path, shape in tensors.items():
             name = with_capture(stem if single else stem + element_name(path), capture)
             if not shape or shape[0] != trace.batch_size:
-                left_out.append(f"{name} {shape} (the batch is not in front)")
+                left_out.append(f"{name} {shape} (the first dimension is not the batch)")
             else:
                 number = None if stem == call.module else call.number
                 yield CapturePoint(name, call.module, capture, number, () if single else path)
@@ -305,8 +306,8 @@ def _check_element(
     shape = elements[pick_path(request, elements, path)]
     if not shape or shape[0] != batch_size:
         raise LayerError(
-            f"{request} has shape {shape} for a batch of {batch_size}: the batch is not in front, "
-            "so its rows cannot be told apart. Choose a layer around it."
+            f"{request} has shape {shape} for a batch of {batch_size}: its first dimension is not "
+            "the batch, so it has no row per image. Choose a layer around it."
         )
 
 

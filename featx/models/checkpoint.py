@@ -144,10 +144,10 @@ def load_weights(module: nn.Module, state: Mapping[str, torch.Tensor], origin: s
     missing = [name for name in missing if not name.endswith(_COUNTER)]
     if missing or extra or shapes:
         raise WeightsError(
-            f"the weights {origin} are not of this model: {counted(len(missing), 'key')} missing "
-            f"({', '.join(missing[:3])}), {len(extra)} left over ({', '.join(extra[:3])}), "
-            f"{len(shapes)} of another shape ({'; '.join(shapes[:3])}). Give weights of this very "
-            "model, or the model they belong to."
+            f"the weights {origin} do not fit this model: {counted(len(missing), 'key')} missing "
+            f"({', '.join(missing[:3])}), {len(extra)} unexpected ({', '.join(extra[:3])}), "
+            f"{len(shapes)} of another shape ({'; '.join(shapes[:3])}). Give weights of this "
+            "model, or choose the model that they belong to."
         )
     _check_values(own, state, origin)
     module.load_state_dict(dict(state), strict=False)

@@ -75,7 +75,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
     else:
         raise ModelError(
             f"model.weights={config.weights}: the packaged efficientnet_lite0 has one set of "
-            "weights; leave the key out, or give a path or null."
+            "weights. Leave the option out, or give a path or null."
         )
     reference = create_transform(
         (3, 224, 224), interpolation="bicubic", mean=_MEAN, std=_STD, crop_pct=224 / 256

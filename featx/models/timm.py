@@ -99,7 +99,7 @@ def preprocess_of(module: torch.nn.Module) -> Preprocess:
     data: dict[str, Any] = resolve_model_data_config(module)  # type: ignore[no-untyped-call]
     channels, height, width = data["input_size"]
     if channels != 3:
-        raise ModelError(f"this model takes {channels} channels; featx feeds RGB pictures.")
+        raise ModelError(f"this model takes {channels} channels; featx reads RGB images.")
     # The fast path follows only a square centre crop; for others `resize` stays None.
     plain = data["crop_mode"] == "center" and height == width
     return Preprocess(
@@ -209,11 +209,11 @@ def _download_errors(name: str, cfg: Any) -> Iterator[None]:
             what, looked = f"{repository}/{files[0]}", HF_HUB_CACHE
             way = f"run `hf download {repository}`"
         return WeightsError(
-            f"the weights {what} of {name} are not here and cannot be downloaded ({reason}). "
-            f"Looked in {looked} and at {ENDPOINT if repository else url}. Two ways on: {way} on a "
-            "machine with internet access and bring the result into that folder, or give "
-            "model.weights=PATH to a local .safetensors or .pth (model.weights=null runs with "
-            "random weights)."
+            f"the weights {what} of {name} are not on this machine and cannot be downloaded "
+            f"({reason}). Looked in {looked} and at {ENDPOINT if repository else url}. Either "
+            f"{way} on a machine with internet access and copy the result into that folder, or "
+            "give model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
+            "with random weights)."
         )
 
     try:

@@ -119,8 +119,8 @@ def preprocess_of(preset: Any, name: str) -> Preprocess:
     else:
         raise ModelError(
             f"{name} takes no batch of single images (its transform is "
-            f"{type(preset).__name__}). Name the classification model it is built on, such as "
-            "resnet50."
+            f"{type(preset).__name__}). Choose the classification model that it is built on, "
+            "such as resnet50."
         )
     interpolation = {
         InterpolationMode.BILINEAR: "bilinear",
@@ -183,7 +183,7 @@ def _weights_entry(enum: Any, name: str, weights: str | None) -> Any:
     if tag not in enum.__members__:
         raise WeightsError(
             f"model.weights={weights}: torchvision has no such weights for {name}; it has "
-            f"{', '.join(enum.__members__)}. A path (.safetensors, .pth) or null goes as well."
+            f"{', '.join(enum.__members__)}. A path (.safetensors, .pth) and null are valid too."
         )
     return enum[tag]
 
@@ -243,9 +243,10 @@ def fetch_weights(url: str, name: str) -> Mapping[str, torch.Tensor]:
             torch.hub.download_url_to_file(url, str(cached), found.group(1) if found else None)
         except (OSError, RuntimeError) as error:
             raise WeightsError(
-                f"the weights {file_name} of {name} are not here and cannot be downloaded "
-                f"({error}). Looked in {cached} and at {url}. Two ways on: put the file there on "
-                "a machine with internet access, or give model.weights=PATH to a local "
-                ".safetensors or .pth (model.weights=null runs with random weights)."
+                f"the weights {file_name} of {name} are not on this machine and cannot be "
+                f"downloaded ({error}). Looked in {cached} and at {url}. Either download the file "
+                "on a machine with internet access and copy it to that path, or give "
+                "model.weights=PATH to a local .safetensors or .pth (model.weights=null runs "
+                "with random weights)."
             ) from error
     return read_weights(cached)

@@ -277,7 +277,7 @@ def _current_checksums(source: Source, keys: npt.NDArray[np.bytes_]) -> npt.NDAr
         return np.empty(0, dtype=np.uint64)
     which = np.arange(len(keys))
     if isinstance(source, RegionSource):
-        image_keys = [source.picture(key) for key in keys.tolist()]
+        image_keys = [source.image_key(key) for key in keys.tolist()]
         _, firsts, which = np.unique(image_keys, return_index=True, return_inverse=True)
         keys = keys[firsts]
     log_message(f"{counted(len(keys), 'image')} may have changed: the bytes are compared\n")

@@ -220,7 +220,7 @@ class FolderSource:
             named = " ".join(sorted(os.fsdecode(e) for e in self._extensions))
             depth = "every depth" if self._depth is None else f"a depth up to {self._depth}"
             raise DataError(
-                f"no {self._what} below {self.root}: looked at {depth} for names ending in "
+                f"no {self._what} below {self.root}: searched {depth} for names ending in "
                 f"{named}. Left out: {left_out or 'nothing'}."
             )
         names = sorted({key.split(b"/", 1)[0] for key in _each(keys) if b"/" in key})
@@ -357,7 +357,7 @@ class FolderSource:
             except OSError as error:
                 raise DataError(
                     f"cannot list {os.fsdecode(folder.path)}: {error.strerror}. Its images would "
-                    "be missing from the store; make it readable or move it out of data.root."
+                    "be missing from the store. Make it readable or move it out of data.root."
                 ) from error
 
     def _sort_out(

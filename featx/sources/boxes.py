@@ -31,12 +31,12 @@ class _Line(NamedTuple):
     """One line of the table.
 
     Attributes:
-        picture: key of the image.
+        image_key: key of the image.
         key: key of the row.
         label: class name of the box, or None without a column `label`.
     """
 
-    picture: bytes
+    image_key: bytes
     key: bytes
     label: str | None
 
@@ -70,11 +70,11 @@ class BoxedSource:
         if twice := doubles(keys):
             shown = ", ".join(os.fsdecode(key) for key in twice)
             raise DataError(f"data.boxes={self._file} has some boxes more than once: {shown}.")
-        pictures = np.array([lines[i].picture for i in order], dtype=np.bytes_)
+        image_keys = np.array([lines[i].image_key for i in order], dtype=np.bytes_)
         # searchsorted returns len(keys) for a key beyond the last one; the clip keeps the index
         # valid, and the comparison below finds the mismatch.
-        place = np.minimum(np.searchsorted(whole.keys, pictures), len(whole.keys) - 1)
-        if (unknown := pictures[whole.keys[place] != pictures]).size:
+        place = np.minimum(np.searchsorted(whole.keys, image_keys), len(whole.keys) - 1)
+        if (unknown := image_keys[whole.keys[place] != image_keys]).size:
             raise DataError(
                 f"data.boxes={self._file} names {counted(len(np.unique(unknown)), 'image')} that "
                 "the "
@@ -93,17 +93,17 @@ class BoxedSource:
 
     def read(self, key: bytes) -> bytes:
         """Read the whole encoded image that a box lies in. Raises as `Source.read` does."""
-        return self._source.read(self.picture(key))
+        return self._source.read(self.image_key(key))
 
     def states(self, keys: npt.NDArray[np.bytes_]) -> npt.NDArray[np.void] | None:
         """Return the states of the images that contain the boxes, or None if `source` has none."""
         if not isinstance(self._source, Stateful):
             return None
-        pictures, which = np.unique([self.picture(key) for key in keys], return_inverse=True)
-        states = self._source.states(pictures)
+        image_keys, which = np.unique([self.image_key(key) for key in keys], return_inverse=True)
+        states = self._source.states(image_keys)
         return None if states is None else states[which]
 
-    def picture(self, key: bytes) -> bytes:
+    def image_key(self, key: bytes) -> bytes:
         """Return the key of the image that a row is cut from."""
         return key.rpartition(_MARK)[0]
 
@@ -163,5 +163,5 @@ class BoxedSource:
                     f"{line['path']!r} is no box; expected x, y, width and height in whole pixels, "
                     "the last two above 0."
                 )
-            picture = os.fsencode(line["path"])
-            yield _Line(picture, box_key(picture, *map(int, numbers)), line.get("label"))
+            image_key = os.fsencode(line["path"])
+            yield _Line(image_key, box_key(image_key, *map(int, numbers)), line.get("label"))

@@ -186,7 +186,7 @@ def _image_column(dataset: Any, name: str | None, root: Path) -> str:
     asked = "" if name is None else f"data.path_column={name}: "
     raise DataError(
         f"{asked}{root} has the columns {', '.join(dataset.features)}, of which "
-        f"{', '.join(images) or 'none'} hold images; say which with data.path_column=NAME."
+        f"{', '.join(images) or 'none'} hold images. Choose one with data.path_column=NAME."
     )
 
 

@@ -32,7 +32,7 @@ def from_numbers(values: npt.NDArray[np.integer], where: str) -> Labels:
         row = int(np.flatnonzero(wrong)[0])
         raise DataError(
             f"{where}: {int(values[row])} in row {row} is no class index (0 to {MAX_CLASS}, -1 for "
-            "none). Numbers that are names can be given as text."
+            "none). If the numbers are names of classes, write them as text."
         )
     top = int(values.max(initial=-1))
     return values.astype(np.int64), tuple(str(number) for number in range(top + 1))

@@ -44,8 +44,8 @@ def open_source(config: DataConfig) -> Source:
         DataError: always; the message explains how to pass a data set.
     """
     raise DataError(
-        "data=python is a data set that a Python program gave as an object; it can be opened from "
-        "there only: featx.extract(data=dataset, ...)."
+        "data=python stands for a data set that is a Python object, so only a Python program can "
+        "open it: featx.extract(data=dataset, ...)."
     )
 
 

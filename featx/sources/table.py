@@ -184,8 +184,8 @@ class TableSource:
             if name in names:
                 return name
         raise DataError(
-            f"{self._where} has no column path or image but {', '.join(names)}; say which with "
-            "data.path_column=NAME."
+            f"{self._where} has no column path or image; it has {', '.join(names)}. Choose one "
+            "with data.path_column=NAME."
         )
 
     def _chosen_label(self, names: list[str]) -> str | None:
@@ -230,8 +230,8 @@ class TableSource:
         inside = os.path.abspath(self._root)  # noqa: PTH100
         if not self._follow_links and os.path.commonpath((whole, inside)) != inside:
             raise DataError(
-                f"{file}: {path!r} leads out of {self._root}. data.image_root=DIR says where "
-                "paths start from; data.follow_links=true allows any place."
+                f"{file}: {path!r} leads out of {self._root}. data.image_root=DIR is the folder "
+                "that paths start from; data.follow_links=true allows any path."
             )
 
     def _keys_of_images(self, part: Parquet, column: str) -> npt.NDArray[np.bytes_]:

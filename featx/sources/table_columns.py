@@ -55,8 +55,8 @@ def column_values(column: Any, where: str) -> npt.NDArray[Any]:
         numbers = column.cast(pa.int64() if whole else pa.float64())
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"{where} has a number that would not stay what it is ({error}): whole numbers go up "
-            "to 2^63 - 1, and up to 2^53 where some are missing. Write it as text."
+            f"{where} has a number that a store cannot hold exactly ({error}): whole numbers go "
+            "up to 2^63 - 1, and up to 2^53 if some are missing. Write it as text."
         ) from error
     return np.asarray(numbers.to_numpy(), dtype=np.int64 if whole else np.float64)
 
@@ -113,5 +113,5 @@ def _texts(column: Any, where: str) -> npt.NDArray[np.bytes_]:
         (too_long, f"a text of more than {MAX_TEXT_BYTES} bytes"),
     ):
         if (row := pc.index(wrong, pa.scalar(True)).as_py()) >= 0:
-            raise DataError(f"{where} has {what} in row {row}, which no column of a store holds.")
+            raise DataError(f"{where} has {what} in row {row}, which a store cannot hold.")
     return text_bytes(column)

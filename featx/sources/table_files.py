@@ -155,8 +155,8 @@ class Table:
         if len(kinds) > 1:
             some = list(kinds.values())
             raise DataError(
-                f"{where} holds tables of two kinds, such as {some[0]} and {some[1]}; name those "
-                "of one kind: data.root='DIR/*.parquet'."
+                f"{where} holds tables of two kinds, such as {some[0]} and {some[1]}. Choose one "
+                "kind with data.root='DIR/*.parquet'."
             )
         self.is_parquet = Parquet in kinds
 

@@ -72,7 +72,7 @@ def members(read: Read) -> Iterator[Member]:
             _check_end(read, at + BLOCK)
             return
         if len(header) < BLOCK:
-            what = "without its end mark" if not header else "in the middle of a header"
+            what = "without an end marker" if not header else "in the middle of a header"
             raise CutOffError(f"it ends at byte {at + len(header)} {what}", at)
         if not _sum_is_right(header):
             raise CutOffError(f"the header at byte {at} is damaged", at)
@@ -122,7 +122,7 @@ def _check_end(read: Read, at: int) -> None:
     """
     while block := read(at, 1 << 16):
         if block.count(0) != len(block):
-            raise CutOffError(f"it goes on behind its end mark at byte {at}", at)
+            raise CutOffError(f"it has bytes after its end marker at byte {at}", at)
         at += len(block)
 
 

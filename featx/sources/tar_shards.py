@@ -202,7 +202,7 @@ def _remote_paths(system: Any, path: str) -> list[tuple[str, str]]:
         return [(path, path.split("?")[0].rsplit("/", 1)[-1])]
     if "http" in system.protocol:
         raise DataError(
-            f"{path}: a web server does not say what lies in a folder. Name one tar, or all of "
+            f"{path}: a web server does not list the files of a folder. Name one tar, or all of "
             "them as in 'http://host/train-{000..012}.tar'."
         )
     base = path.rstrip("/") + "/"
@@ -241,7 +241,7 @@ def _remote_shard(system: Any, path: str, name: str) -> Shard:
         except ValueError as error:
             raise DataError(
                 f"{url}: the web server does not answer requests for a part of a file (Range), "
-                "without which rows cannot be read by themselves. Use another server, or copy the "
+                "without which single rows cannot be read. Use another server, or copy the "
                 "shards to a disk."
             ) from error
         except OSError:

@@ -24,7 +24,7 @@ def open_source(config: DataConfig) -> Source:
     except ImportError as error:
         raise MissingExtraError(
             'data=textiles comes with the extra demo: pip install "featx[demo]". Without it, '
-            "data=sample works offline, and data=folder data.root=DIR takes your own pictures."
+            "data=sample works offline, and data=folder data.root=DIR takes your own images."
         ) from error
     return FolderSource(conformal_clip_data.textile_simulated_root())
 

@@ -182,7 +182,7 @@ class _Child:
         assert process.stdout is not None
         wait_s = None if until is None else max(0.0, until - time.monotonic())
         if not select.select([process.stdout], [], [], wait_s)[0]:
-            message = "decoding takes longer than data.timeout_s, also by itself"
+            message = "decoding takes longer than data.timeout_s, also in a subprocess"
             raise ImageFault(Status.TIMEOUT, message, "TimeoutError")
         piece = os.read(process.stdout.fileno(), 1 << 20)
         if piece:
@@ -191,7 +191,7 @@ class _Child:
         code = process.wait()
         if -code in CRASHES:
             name = signal.Signals(-code).name
-            message = f"decoding it ends the process with {name}, also by itself"
+            message = f"decoding it ends the process with {name}, also in a subprocess"
             raise ImageFault(Status.CRASHES_DECODER, message, name)
         self.end()
         if code == -signal.SIGKILL:

@@ -240,7 +240,7 @@ def _warn_of_order(shard: Shard, names: npt.NDArray[np.bytes_]) -> None:
     if backwards:
         logger.warning(
             "%s is compressed and its images are not in the order of their names: it will be "
-            "decompressed anew up to %d times. A plain tar, or members in order, are quicker.",
+            "decompressed again up to %d times. A plain tar, or sorted members, would be faster.",
             shard.url,
             backwards + 1,
         )

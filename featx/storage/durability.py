@@ -72,11 +72,11 @@ def failed(path: Path | str, error: OSError, doing: str = "writing") -> StorageE
         doing: verb in the progressive form that starts the message.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        hint = "Make room and give the same command again"
+        hint = "Free some space and give the same command again"
     elif isinstance(error, ObjectStoreError):
-        hint = "When the object store accepts it, give the same command again"
+        hint = "When the object store accepts the request, give the same command again"
     else:
-        hint = "When the disk answers again, give the same command again"
+        hint = "When the disk works again, give the same command again"
     return StorageError(
         f"{doing} {path} failed: {error.strerror or error}. Nothing committed is lost. {hint}."
     )

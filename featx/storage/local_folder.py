@@ -454,7 +454,7 @@ def reads_back_differently(path: Path | str, dataset: str) -> RunError:
         dataset: path of the dataset that differs.
     """
     return RunError(
-        f"{path} was not written: /{dataset} reads back differently, still in memory. That is a "
-        "fault of this machine's memory or of a library (h5py, hdf5plugin). Nothing committed is "
-        "lost. Give the same command again, and on another machine if it happens again."
+        f"{path} was not written: reading /{dataset} back from memory gives other values. The "
+        "cause is this machine's memory or a library (h5py, hdf5plugin). Nothing committed is "
+        "lost. Give the same command again; if it fails again, use another machine."
     )

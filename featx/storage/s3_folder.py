@@ -157,9 +157,9 @@ class S3Folder(AtomicFolder):
         for condition in ({"IfNoneMatch": "*"}, {"IfMatch": _NO_ETAG}):
             if _created(path, b"", **condition):
                 raise StoreError(
-                    f"{self.root}: the server does not keep to {next(iter(condition))} of a PUT, "
-                    "without which two writers could spoil the store. Use another object store, "
-                    "or out=DIR on a disk and copy the store when it is done."
+                    f"{self.root}: the server ignores {next(iter(condition))} of a PUT request, "
+                    "without which two writers could damage the store. Use another object store, "
+                    "or write to out=DIR on a disk and copy the store when it is complete."
                 )
         descriptor = os.open(os.devnull, os.O_RDWR)
         try:

@@ -40,14 +40,14 @@ def parse_path(text: str | os.PathLike[str]) -> Path:
     scheme, rest = found[1].lower(), found[2].lstrip("/")
     if scheme != "s3":
         raise ConfigError(
-            f"{text}: stores are on disks, or in object stores that speak S3, as s3://bucket/run; "
-            "AWS_ENDPOINT_URL says where they are, if it is not AWS."
+            f"{text}: expected a path on a disk, or s3://bucket/run for an object store that "
+            "speaks S3. AWS_ENDPOINT_URL names the server if it is not AWS."
         )
     bucket, _, key = rest.partition("/")
     if not key.strip("/") or "@" in bucket or {".", ".."} & set(key.split("/")):
         raise ConfigError(
             f"{'s3://...' if '@' in bucket else text}: expected s3://bucket/folder, without user "
-            "name, password, '.' or '..'. Credentials belong where AWS' tools look for them: "
+            "name, password, '.' or '..'. Give credentials where the tools of AWS look for them: "
             "AWS_* in the environment, ~/.aws, the machine's role."
         )
     return S3Path("s3:", bucket, key)
@@ -66,7 +66,7 @@ class S3Path(PosixPath):
 
     def __fspath__(self) -> str:
         raise ObjectStoreError(
-            errno.ENOTSUP, "it lies in an object store, and this needs a disk", str(self)
+            errno.ENOTSUP, "it is in an object store, but this operation needs a disk", str(self)
         )
 
     @property

@@ -39,7 +39,7 @@ def repair_hint(path: Path) -> str:
     root = path.parent.parent if path.parent.name == layout.PARTS else path.parent
     return (
         f"Bits of the file have changed since it was written. `python -m featx job=verify "
-        f"store={root} verify.repair=true` keeps all other rows and extracts these again."
+        f"store={root} verify.repair=true` extracts these rows again and leaves all others."
     )
 
 

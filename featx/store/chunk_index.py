@@ -86,7 +86,7 @@ class ChunkIndex:
             chunk = int(lost[0])
             reason = self._faults.get(chunk, "was never written")
             row = chunk * self._chunk_rows
-            raise StoreError(f"{self._label}: the chunk that begins with row {row} {reason}")
+            raise StoreError(f"{self._label}: the chunk that starts with row {row} {reason}")
 
     def _ask(self, missing: npt.NDArray[np.int64]) -> None:
         """Request chunks from HDF5: some of them, or all at once."""

@@ -174,7 +174,7 @@ class ChunkRows:
             OSError: the file cannot be read now.
         """
         if len(rows) != len(places):
-            raise ValueError(f"{len(rows)} rows, {len(places)} places")
+            raise ValueError(f"{len(rows)} rows, but {len(places)} indices into `out`")
         if not len(rows):
             return
         first, last = int(rows[0]), int(rows[-1])
@@ -183,11 +183,11 @@ class ChunkRows:
             steps, moves = rows[1:] - rows[:-1], places[1:] - places[:-1]
             smallest = int(steps.min())
             if smallest < 0 or places.min() < 0 or places.max() >= len(out):
-                raise IndexError("rows must increase, and places lie in the array that is filled")
+                raise IndexError("rows must increase, and `places` must be indices into `out`")
             # Consecutive rows for consecutive places are one range of the file.
             joined = smallest == 1 == steps.max() and (moves == 1).all()
         elif not 0 <= place < len(out):
-            raise IndexError(f"there is no place {place} among {len(out)}")
+            raise IndexError(f"index {place} is out of range for an array of {len(out)} rows")
         if len(rows) == 1 or joined:
             self.read_run(first, out[place : place + len(rows)])
             return
@@ -564,7 +564,7 @@ def _gather(items: npt.NDArray[np.void], at: Rows, out: npt.NDArray[np.void], pl
         by_place = np.full(len(at), -1, np.int64)
         by_place[places - first] = at
         if (by_place < 0).any():
-            raise IndexError("two rows have the same place")
+            raise IndexError("two rows have the same index in `out`")
         at, out = by_place, out[first : first + len(at)]
         places = np.arange(0)
     step = max(1, _PIECE_BYTES // items.itemsize)

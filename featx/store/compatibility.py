@@ -43,14 +43,15 @@ def merge_manifest(
         raise StoreMismatchError(growth_refused(root, new_rows))
     if unfinished and all(run.names != asked.names for run in unfinished):
         raise StoreMismatchError(
-            f"{root} is not finished: it was begun with layers={_listed(unfinished[0].names)}, now "
-            f"{_listed(asked.names)}. Give the same command as then to finish it, out=DIR for a "
-            "new store, or overwrite=true to delete it."
+            f"{root} is not complete: it was started with layers={_listed(unfinished[0].names)}, "
+            f"and this command has layers={_listed(asked.names)}. Give the command that started "
+            "it to complete it, out=DIR for a new store, or overwrite=true to delete it."
         )
     if new_rows > 0 and set(before.layers) != asked.names:
         raise StoreMismatchError(
-            f"{root} has layers {_listed(before.layers)}: rows can be added to all of them only, "
-            f"now layers={_listed(asked.names)}. Name them all, or choose out=DIR."
+            f"{root} has layers {_listed(before.layers)}, and rows can only be added to all of "
+            f"them; this command has layers={_listed(asked.names)}. Name them all, or choose "
+            "another out=DIR."
         )
     if new_rows <= 0 and asked.names <= set(before.layers):
         return before
@@ -140,8 +141,8 @@ def _listed(names: Iterable[str]) -> str:
 def growth_refused(root: Path, new_rows: int) -> str:
     """Message for a data set that has grown since the store was started."""
     return (
-        f"the data set has {new_rows} new images that {root} does not know. grow=true adds them "
-        "after the rows that are there, which keep their places; out=DIR makes a new store."
+        f"the data set has {new_rows} new images that are not in {root}. grow=true adds them "
+        "after the existing rows, whose numbers do not change; out=DIR makes a new store."
     )
 
 
@@ -164,7 +165,7 @@ def refuse_difference(root: Path, before: Mapping[str, Any], now: Mapping[str, A
         else:
             lines.append(f"  {key}: the store has {old!r}, now {new!r}")
     raise StoreMismatchError(
-        f"{root} was begun with other settings:\n" + "\n".join(lines) + "\n"
-        "Features of both would be mixed. Give the old settings to go on, out=DIR for a new "
-        "store, or overwrite=true to delete this one."
+        f"{root} was started with other settings:\n" + "\n".join(lines) + "\n"
+        "Features of both would be mixed. Give the settings of the store to resume it, out=DIR "
+        "for a new store, or overwrite=true to delete this one."
     )

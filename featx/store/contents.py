@@ -134,7 +134,9 @@ def _folder_contents(root: Path, is_packed: bool, handles: Handles) -> Contents:
             return contents
         # Keys of new rows come from samples.h5, so both files must belong to the same store.
         if contents.attrs.get("fingerprint") != manifest.digest_of(num_runs):
-            raise StoreError(f"{root / layout.PACKED} is of another run than {layout.DESCRIPTOR}.")
+            raise StoreError(
+                f"{root / layout.PACKED} belongs to another run than {layout.DESCRIPTOR}."
+            )
         if len(manifest.runs) == num_runs:
             return contents
         return _with_parts(root, manifest, contents, num_runs, handles)
@@ -151,7 +153,7 @@ def _packed_contents(path: Path, handles: Handles) -> tuple[Contents, int | None
     with handles.use(path) as opened:
         attrs = {name: _plain(value) for name, value in opened.file.attrs.items()}
         if "featx_format" not in attrs:
-            raise StoreError(f"{path} is an HDF5 file, but no featx store.")
+            raise StoreError(f"{path} is an HDF5 file, but not a featx store.")
         layout.check_version(path, int(attrs["featx_format"]))
         if "part" in attrs:
             raise StoreError(f"{path} is one part of a store; open the store's folder.")
@@ -201,7 +203,7 @@ def _with_parts(
         classes, names = opened.texts(layout.CLASSES), opened.column_names()
         if (known := opened.dataset(layout.KEY).size) < manifest.num_rows:
             raise StoreError(
-                f"{listing} has {known} rows, {layout.DESCRIPTOR} counts {manifest.num_rows}."
+                f"{listing} has {known} rows, but {layout.DESCRIPTOR} counts {manifest.num_rows}."
             )
     there = {path.name for path in (root / layout.PARTS).glob(layout.PART_OR_PIECE_GLOB)}
     segments = list(packed.segments) if packed else []

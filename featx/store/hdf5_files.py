@@ -380,7 +380,7 @@ def _open_checked(path: Path, far: S3File | None) -> h5py.File:
         raise StoreError(
             f"{path} cannot be read as HDF5: {error}. If it is a store's, `python -m featx "
             "job=verify store=FOLDER verify.repair=true` rebuilds it and keeps every row whose "
-            "chunks are sound."
+            "chunks are intact."
         ) from error
 
 
@@ -417,4 +417,4 @@ def check_hard(file: h5py.File, path: str) -> None:
         if link is None:
             raise StoreError(f"{file.filename} has no /{where}.")
         if not isinstance(link, h5py.HardLink):
-            raise StoreError(f"{file.filename}: /{where} points to another place; refused.")
+            raise StoreError(f"{file.filename}: /{where} links to another object; refused.")

@@ -169,9 +169,9 @@ def refuse_other_writers(root: Path) -> list[HeartbeatRecord]:
     for sign in alive:
         if sign.values.get("outlives"):
             raise StoreLockedError(
-                f"{root} is being written by {sign.name}, which goes on without its driver; it "
-                f"was heard of {max(0, sign.age_s):.0f} s ago. Wait until job=status shows "
-                "nobody, cancel it, or choose another out=DIR."
+                f"{root} is being written by {sign.name}, which continues without its driver; its "
+                f"last heartbeat is {max(0, sign.age_s):.0f} s old. Wait until job=status shows "
+                "no process, cancel it, or choose another out=DIR."
             )
     return alive
 

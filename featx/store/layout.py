@@ -184,7 +184,7 @@ def check_version(path: Path, version: int) -> None:
     """Raise StoreError if a file has a newer format than this featx reads."""
     if version > FORMAT:
         raise StoreError(
-            f"{path} has store format {version}, this featx reads up to {FORMAT}. "
+            f"{path} has store format {version}, but this featx reads formats up to {FORMAT}. "
             "Upgrade featx: pip install -U featx."
         )
 

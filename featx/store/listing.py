@@ -274,9 +274,8 @@ def in_stored_order(root: Path, stored: Listing, found: Listing) -> Listing:
         raise StoreMismatchError(
             f"{root} has {counted(len(gone), 'row whose image is', 'rows whose images are')} no "
             "longer in the data set, such as "
-            f"{gone[0].decode('utf-8', 'replace')}. Put what is gone back, or choose out=DIR for "
-            "a new "
-            "store."
+            f"{gone[0].decode('utf-8', 'replace')}. Put the missing images back, or choose "
+            "out=DIR for a new store."
         )
     classes = (*stored.classes, *(c for c in found.classes if c not in set(stored.classes)))
     labels = _renumbered(found, classes)
@@ -321,7 +320,7 @@ def _refuse_other_columns(root: Path, stored: Listing, found: Listing) -> None:
         )
         raise StoreMismatchError(
             f"{root} has other columns (data.columns): it has {was}; the data set now gives "
-            f"{is_now}. Give those of the store to go on with it, or choose out=DIR for a new one."
+            f"{is_now}. Give those of the store to resume it, or choose out=DIR for a new one."
         )
 
 

@@ -113,7 +113,7 @@ class Run:
             resolved=values.get("resolved", {}),
         )
         if run.digest != values["fingerprint_sha256"]:
-            raise ValueError("its fingerprint does not have the sha256 that stands beside it")
+            raise ValueError("its fingerprint differs from the recorded sha256")
         _check_claims(run)
         return run
 
@@ -126,7 +126,7 @@ def _check_claims(run: Run) -> None:
     if min(grid.num_rows, grid.first_row, grid.first_part) < 0 or len(grid) > _MAX_PARTS:
         raise ValueError(f"it claims {grid.num_rows} rows in {len(grid)} parts")
     if len(run.names) < len(run.layers):
-        raise ValueError("a layer stands in it twice")
+        raise ValueError("it names a layer twice")
     for spec in run.layers:
         if spec.dtype not in ITEM_BYTES or not all(type(n) is int and n > 0 for n in spec.shape):
             raise ValueError(f"layer {spec.name} is {spec.shape} {spec.dtype}")
@@ -226,14 +226,15 @@ class Manifest:
             version = int(values["featx_format"])
             if version <= layout.FORMAT:
                 if values.pop(_SUM, None) not in (None, digest(values)):
-                    raise ValueError("it does not have the sha256 that it states")
+                    raise ValueError("it differs from its own sha256")
                 runs = [Run.from_dict(run) for run in (values, *values.get("additions", []))]
                 _check_numbering(runs)
                 return cls(tuple(runs))
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise DamagedManifestError(
-                f"{path} is damaged ({error}), and no part of the store could replace it. If the "
-                "store can go, start anew with overwrite=true; its parts still open in h5py."
+                f"{path} is damaged ({error}), and no part of the store has an intact copy. "
+                "overwrite=true deletes the store and extracts it again; until then h5py can "
+                "still open its parts."
             ) from error
         layout.check_version(path, version)
         raise AssertionError("unreachable")
@@ -243,7 +244,7 @@ def _check_numbering(runs: Sequence[Run]) -> None:
     """Raise ValueError unless the parts of all runs are numbered consecutively."""
     counts = itertools.accumulate([len(run.grid) for run in runs], initial=0)
     if any(run.grid.first_part != count for run, count in zip(runs, counts, strict=False)):
-        raise ValueError("its parts are not numbered through")
+        raise ValueError("its parts are not numbered consecutively")
 
 
 def read_manifest(root: Path) -> Manifest | None:

@@ -76,9 +76,9 @@ def pack_in_child(root: Path, lock: int) -> None:
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise RunError(
-            f"packing {root / layout.PACKED} failed: {reason[0]} The parts are kept and "
-            "featx.open reads them; the same command goes on, pack=false leaves the parts as "
-            "they are."
+            f"packing {root / layout.PACKED} failed: {reason[0]} The parts are still there and "
+            "featx.open reads them. Give the same command again to pack them, or pack=false to "
+            "leave them as they are."
         )
 
 
@@ -106,8 +106,8 @@ def pack_store(root: Path) -> bool:
             size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
             if (free := disk.free_bytes()) < size:
                 raise RunError(
-                    f"packing {root} needs {size} bytes and {free} are free. Make room and give "
-                    "the same command again; featx.open reads the parts as well."
+                    f"packing {root} needs {size} bytes, but {free} are free. Free some space "
+                    "and give the same command again; featx.open reads the parts as well."
                 )
             pack_in_child(root, lock)
         remove_parts(disk)
@@ -155,8 +155,8 @@ def pack(root: Path) -> None:
         size = packed_size_bound(sum(piece.path.stat().st_size for piece in pieces))
     except FileNotFoundError as error:
         raise StoreError(
-            f"{error.filename} went while {root} was about to be packed: another process writes "
-            "it, on a file system without locks. The same command goes on."
+            f"{error.filename} was removed while {root} was being packed: another process writes "
+            "the store, on a file system without locks. Give the same command again."
         ) from error
     disk = AtomicFolder(root)
     with disk.reserved(root / layout.PACKED, size, replace=True) as file:
@@ -187,12 +187,12 @@ def _pieces(root: Path, manifest: Manifest) -> list[_Piece]:
                 num_packed, identity = num_runs_of(file), file.attrs["fingerprint"]
         except (*layout.UNREADABLE, StoreError) as error:
             raise StoreError(
-                f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true sets it "
-                "aside and makes it anew."
+                f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true moves it "
+                "to quarantine/ and rebuilds it."
             ) from error
         if len(manifest.runs) < num_packed or identity != manifest.digest_of(num_packed):
             raise StoreError(
-                f"{packed} is of another run. Move it away and give the same command again."
+                f"{packed} belongs to another run. Move it away and give the same command again."
             )
         rows = max(run.grid.stop_row for run in manifest.runs[:num_packed])
         pieces.append(_Piece(packed, 0, rows, manifest.digest_of(num_packed)))
@@ -336,7 +336,7 @@ class _Packing:
             raise StoreError(
                 f"{piece.path.name}: {counted(len(other), 'row was', 'rows were')} computed for "
                 f"{layers} from other images than the layers before them, such as {key}. "
-                "refresh=true with the command of the run computes them anew."
+                "refresh=true with the command of the run computes them again."
             )
         images[:] = np.where(found == UNKNOWN_IMAGE, images, found)
 

@@ -56,7 +56,7 @@ def publish_part(
         return builder.failures
     problem, failures = look_at_part(path, builder.part, run)
     if problem is not None:
-        raise StoreError(f"{path} appeared meanwhile and does not count: {problem}.")
+        raise StoreError(f"{path} was written by another process and is not valid: {problem}.")
     return failures
 
 
@@ -73,7 +73,9 @@ def arrived_parts(
     for part, problem, failures in look_at_parts(root, manifest, found):
         if problem is not None:
             path = part_path(root, part.index)
-            raise RunError(f"{path} does not count: {problem}. The same command does it again.")
+            raise RunError(
+                f"{path} is not a valid part: {problem}. Give the same command again to compute it."
+            )
         yield part, failures
 
 
@@ -116,7 +118,7 @@ def look_at_part(
         with open_metadata(path, opened) as file:
             attrs = file.attrs  # h5py opens the root group at every access
             if attrs["fingerprint"] != run.digest:
-                return "it is of another run", ()
+                return "it belongs to another run", ()
             if int(attrs.get("start", 0)) != part.start:
                 return "it holds the rows of another part", ()
             if problem := shape_problem(file, len(part), run.layers):

@@ -43,8 +43,8 @@ def check_rows_present(
     gone = np.isnan(values.reshape(len(rows), -1)[:, 0])
     if gone.any():
         raise StoreError(
-            f"{store.root} has lost row {int(rows[gone][0])} of {layer} since it was opened. The "
-            "command that made the store computes it again."
+            f"{store.root} has lost row {int(rows[gone][0])} of {layer} since it was opened. Give "
+            "the command that made the store again to compute it."
         )
 
 
@@ -326,7 +326,8 @@ class FeatureStore:
                 attrs = opened.file.attrs
                 if attrs.get("fingerprint") != segment.identity:
                     raise StoreError(
-                        f"{segment.path} is of another run than {self.root} was when it was opened."
+                        f"{segment.path} belongs to another run than {self.root} did when it was "
+                        "opened."
                     )
                 if attrs.get("start", 0) != segment.start:
                     raise StoreError(f"{segment.path} holds the rows of another part.")
@@ -357,11 +358,11 @@ class FeatureStore:
             now = self._contents
             if now.attrs["fingerprint"] != before.attrs["fingerprint"]:
                 raise StoreError(
-                    f"{self.root} has changed since it was opened; open it again."
+                    f"{self.root} has changed since it was opened. Open it again."
                 ) from error
             if self.num_rows_present < present:
                 raise StoreError(
-                    f"{self.root}: rows that were there are gone; {error.filename} is missing."
+                    f"{self.root} has lost rows since it was opened: {error.filename} is missing."
                 ) from error
             return read()
 

@@ -101,8 +101,8 @@ def take_apart(root: Path, manifest: Manifest, listing: Listing) -> None:
             runs = manifest.runs[: num_runs_of(file)]
     except layout.UNREADABLE as error:
         raise StoreError(
-            f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true makes what is "
-            "damaged anew."
+            f"{packed}: {damage_text(packed, error)}. job=verify verify.repair=true rebuilds what "
+            "is damaged."
         ) from error
     parts_from(disk, packed, manifest, listing)
     names = [layout.part_name(part.index) for run in runs for part in run.parts()]

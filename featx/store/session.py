@@ -252,7 +252,7 @@ class StoreSession:
                 return rows, read_failures(file), image_checksums_in(file)
         except layout.UNREADABLE as error:
             raise StoreError(
-                f"{path}: {damage_text(path, error)}. job=verify verify.repair=true makes it anew."
+                f"{path}: {damage_text(path, error)}. job=verify verify.repair=true rebuilds it."
             ) from error
 
     def replace(self, builder: PartBuilder) -> None:
@@ -324,13 +324,13 @@ class StoreSession:
         """Warn about another driver on a store without locks; raise with overwrite=true."""
         if overwrite:
             raise StoreLockedError(
-                f"{self.root} is being written by {other.name}; it was heard of "
-                f"{max(0, other.age_s):.0f} s ago. Stop it and wait {SILENT_S:.0f} s before "
-                "overwrite=true deletes the store, or choose another out."
+                f"{self.root} is being written by {other.name}; its last heartbeat is "
+                f"{max(0, other.age_s):.0f} s old. Stop it, wait {SILENT_S:.0f} s and give this "
+                "command again, or choose another out=DIR."
             )
         logger.warning(
-            "%s is being written by %s too: the rows will be right, but both compute those that "
-            "are missing.",
+            "%s is also being written by %s: the rows will be right, but both processes compute "
+            "the missing ones.",
             self.root,
             other.name,
         )
@@ -343,7 +343,7 @@ class StoreSession:
         manifest, intact = load_manifest(self.root)
         if manifest is not None and not intact:
             if path.exists():
-                self._quarantine(path, "it is damaged; a part's copy of it takes its place")
+                self._quarantine(path, "it is damaged; the copy in a part replaces it")
             self.disk.publish(path, manifest.to_json())
         return manifest
 
@@ -356,8 +356,8 @@ class StoreSession:
         manifest, listing = self.root / layout.DESCRIPTOR, self.root / layout.LISTING
         if before is None and not self._announced(manifest):
             raise StoreError(
-                f"{manifest} appeared meanwhile: another process has begun this store. Give the "
-                "same command again to go on with it, or choose another out=DIR."
+                f"{manifest} was created by another process, which started this store at the "
+                "same time. Give the same command again to resume it, or choose another out=DIR."
             )
         if listing.exists():
             num_rows, problem = compare_listing(listing, self.listing)
@@ -366,15 +366,15 @@ class StoreSession:
             if problem or num_rows != len(self.listing):
                 self.disk.replace(listing, listing_file(self.listing))
             if problem:
-                logger.warning("%s was written anew from the listing of this run.", listing)
+                logger.warning("%s was written again from the listing of this run.", listing)
         else:
             self.disk.replace(listing, listing_file(self.listing))
         if before is not None and before.runs != self.manifest.runs:
             data = self.manifest.to_json()
             if not self.disk.compare_and_swap(manifest, self._manifest_before, data):
                 raise StoreError(
-                    f"{manifest} was changed meanwhile: another process adds to this store. Give "
-                    "the same command again when it is done."
+                    f"{manifest} was changed by another process, which adds to this store. Give "
+                    "the same command again when that process has ended."
                 )
 
     def _announced(self, path: Path) -> bool:
@@ -399,7 +399,7 @@ class StoreSession:
         for name in sorted(part_names(self.root)):
             part, path = known.get(name), self.root / layout.PARTS / name
             if part is None:
-                self._quarantine(path, "there is no such part in this run")
+                self._quarantine(path, "this run has no such part")
             elif part.index in self._done:
                 self.disk.remove(path)  # features.h5 holds it: killed before it was deleted
             else:
@@ -415,7 +415,7 @@ class StoreSession:
         for path in sorted((self.root / layout.PARTS).glob(layout.PIECE_GLOB)):
             piece = layout.piece_of(path.name)
             if piece is None or self.manifest.part_of(piece) is None:
-                self._quarantine(path, "there is no such part in this run")
+                self._quarantine(path, "this run has no such part")
             elif piece.index in self._done:
                 self.disk.remove(path)  # its part is complete: killed before it was deleted
             else:
@@ -457,7 +457,7 @@ class StoreSession:
             whether all of its rows are good, so that an equal file has taken its place.
         """
         kept = keep_good_rows(self.disk, path, self.manifest, part, self._stored_listing())
-        logger.warning("%s does not count: %s. It was %s.", path, problem, kept)
+        logger.warning("%s is not valid: %s. It was %s.", path, problem, kept)
         if kept.is_whole:
             _, failures = look_at_part(path, part, self.manifest.run_of(part))
             self._add_failures(failures)
@@ -467,7 +467,7 @@ class StoreSession:
         """Reason why features.h5 does not hold the first runs of the store, or None if it does."""
         runs = self.manifest.runs[:num_runs]
         if len(runs) < num_runs or file.attrs["fingerprint"] != self.manifest.digest_of(num_runs):
-            return "it is of another run"
+            return "it belongs to another run"
         if "part" in file.attrs or not file.attrs["complete"]:
             return "it is not complete"
         num_rows = max(run.grid.stop_row for run in runs)
@@ -482,7 +482,7 @@ class StoreSession:
     def _quarantine(self, path: Path, problem: str) -> None:
         """Move a file to quarantine and log the reason."""
         target = self.disk.set_aside(path, self.root / layout.QUARANTINE)
-        logger.warning("%s does not count: %s. Moved to %s.", path, problem, target)
+        logger.warning("%s is not valid: %s. It was moved to %s.", path, problem, target)
 
     def _clear(self) -> None:
         """Delete the store; do nothing in a folder that is no store.

@@ -145,15 +145,14 @@ def _stuck(
     alive = [sign for sign in workers if sign.alive]
     if parts_left and not alive:
         found.append(
-            f"{counted(parts_left, 'part is', 'parts are')} missing and nobody is at work; the "
-            "command that began the "
-            "store goes on with it"
+            f"{counted(parts_left, 'part is', 'parts are')} missing and no process writes the "
+            "store; the command that started it resumes it"
         )
     computing = sum(sign.values.get("part") is not None for sign in alive)
     for sign in workers:
         name = sign.name
         if not sign.alive:
-            found.append(f"{name} was heard of {sign.age_s:.0f} s ago and left its part undone")
+            found.append(f"{name}: last heartbeat {sign.age_s:.0f} s ago, its part is not done")
         elif (since := sign.values.get("part_since")) is not None:
             start, stop = sign.values["part_rows"]
             usual = (per_part or 0.0) * max(1, computing)

@@ -162,7 +162,8 @@ def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
                 raise StoreError(f"{path} is one part of a store; verify the store's folder.")
             if layout.MANIFEST not in file.attrs:
                 raise DamagedManifestError(
-                    f"{path} has no attribute {layout.MANIFEST}, which says how its rows were made."
+                    f"{path} has no attribute {layout.MANIFEST}, which records how its rows were "
+                    "made."
                 )
             text = bytes(file.attrs[layout.MANIFEST])
         return Manifest.from_json(text, path)
@@ -179,7 +180,7 @@ def _listing_of_file(path: Path, manifest: Manifest, report: Report) -> Listing 
     """Listing in a single features.h5; None and a damage if it is not that of the manifest."""
     listing = listing_in(path, manifest.num_rows)
     if listing is not None and manifest.listing_identity not in (None, listing_identity(listing)):
-        what = "its keys, labels, classes or columns are not those that the rows were made from"
+        what = "its keys, labels, classes or columns are not those of the extracted rows"
         report.damages.append(Damage(path, what))
         return None
     return listing
@@ -201,7 +202,7 @@ def _manifest_of_folder(root: Path, report: Report) -> Manifest | None:
             what = "it is missing" if read_manifest(root) is None else "it is damaged"
         except DamagedManifestError:
             what = "it is damaged"
-        report.damages.append(Damage(path, f"{what}; the files of the store carry copies of it"))
+        report.damages.append(Damage(path, f"{what}; the files of the store hold copies of it"))
     return manifest
 
 
@@ -226,7 +227,7 @@ def _check_listing(root: Path, manifest: Manifest, report: Report) -> Listing | 
     if listing is None or strange:
         return None  # the files cannot be compared with it
     if len(np.unique(listing.keys)) != len(listing):
-        report.damages.append(Damage(path, "keys stand in it twice"))
+        report.damages.append(Damage(path, "it holds a key twice"))
     return listing
 
 
@@ -462,7 +463,7 @@ def _check_layer(
         for row in np.flatnonzero(wrong)[:1]:
             at = first + int(row)
             said = Status(int(status[start + row])).label
-            what = f"/{name}: row {at} is {said} by its status, and its values say otherwise"
+            what = f"/{name}: row {at} has status {said}, which contradicts its values"
             report.damages.append(Damage(path, what, first, first + len(raw), spec.name))
 
 

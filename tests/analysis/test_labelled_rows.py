@@ -82,7 +82,7 @@ def test_a_large_map_whose_channels_are_unknown_is_refused(
     labelled = labelled_rows(FeatureStore(made.write(tmp_path / "store")))
     with pytest.raises(ReduceError, match="could be"):
         layer_rows(labelled, "cube")
-    with pytest.raises(ReduceError, match="too many to take as they are"):
+    with pytest.raises(ReduceError, match="too many for a probe"):
         layer_rows(labelled, "four")
 
 

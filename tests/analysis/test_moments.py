@@ -811,7 +811,7 @@ def test_readers_are_told_what_is_wrong(tmp_path: Path) -> None:
         open_stats(path)["avgpool"]
     store = run.folder(tmp_path / "part")
     run.commit(store, run.grid.part(0))
-    with pytest.raises(StoreError, match="rows 0 to 8 of a run that goes on"):
+    with pytest.raises(StoreError, match="rows 0 to 8 of a run that is not complete"):
         open_stats(next(store.folder.iterdir()))["avgpool"]
 
 
@@ -876,7 +876,7 @@ def test_a_disk_that_fails_loses_nothing(tmp_path: Path) -> None:
     for part in run.parts():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "full")))
-            with pytest.raises(RunError, match="Make room"):
+            with pytest.raises(RunError, match="Free some space"):
                 run.commit(store, part)
         assert not store.has(part)
         run.commit(store, part)

@@ -115,7 +115,7 @@ def test_a_replaced_picture_and_two_swapped_ones_are_found(
     # Their batches are computed again as well, and no neighbour has changed.
     assert found["identical"] == 18
     assert [int(line.split()[1]) for line in found["different"]] == rows
-    assert f"({store.keys[3]}): agrees with the picture's features now by" in found["different"][0]
+    assert f"({store.keys[3]}): has an agreement of" in found["different"][0]
 
 
 def test_a_picture_that_fails_now_is_found(

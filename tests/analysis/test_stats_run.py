@@ -254,7 +254,7 @@ def test_every_choice_is_taken_from_what_is_there(
     monkeypatch.setattr("featx.engine.auto_settings.CPU_BATCH", 2)
     capfd.readouterr()
     take(photos, **AUTO)
-    assert "fp32 (as the statistics were begun)" in capfd.readouterr().err
+    assert "fp32 (as the statistics were started)" in capfd.readouterr().err
     assert_same_numbers("store", whole)
 
 
@@ -270,7 +270,7 @@ def test_they_keep_the_number_of_threads_they_were_begun_with(
     torch.set_num_threads(2)
     capfd.readouterr()
     assert take(photos).attributes["threads"] == 3
-    assert "3 (as the statistics were begun; here it would be 2" in capfd.readouterr().err
+    assert "3 (as the statistics were started; 2 here would give" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("unfinished", [False, True])

@@ -98,7 +98,7 @@ def test_a_crash_with_an_image_at_hand_is_tried_again(tmp_path: Path) -> None:
     code, printed, starts = run(tmp_path, "if count == 0: os.kill(os.getpid(), signal.SIGSEGV)")
     assert (code, starts) == (0, 2)
     assert (
-        printed == "\nThe decoder of a picture ended the process (SIGSEGV); it is started again.\n"
+        printed == "\nThe decoder of an image crashed the process (SIGSEGV); it is started again.\n"
     )
 
 
@@ -117,7 +117,7 @@ def test_a_second_crash_without_a_guilty_image_is_the_end(tmp_path: Path) -> Non
 def test_a_crash_without_an_image_at_hand_is_the_end(tmp_path: Path) -> None:
     code, printed, starts = run(tmp_path, "os.abort()", decoding="False")
     assert (code, starts) == (1, 1)
-    assert "no picture is known to crash its decoder" in printed
+    assert "no image is known to crash its decoder" in printed
 
 
 def test_it_ends_after_many_crashes(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ class Cached(Net):
     ("make", "layer", "error", "message"),
     [
         (Loop, "block", RunError, "'block' is called 2 times in a pass over images, .* once"),
-        (Sorting, "head", ModelError, "head: the row of one image changes"),
-        (Reversing, "head", ModelError, "stands at another place of the batch"),
+        (Sorting, "head", ModelError, "head: the row of an image changes"),
+        (Reversing, "head", ModelError, "its position in the batch"),
         (OneScale, "head", ModelError, "a scale of the whole batch"),
         (Counting, "head", ModelError, "writes to its buffer images_seen"),
         (Ema, "head", ModelError, "writes to its buffer ema"),
@@ -182,7 +182,7 @@ def test_dynamic_quantisation_is_refused() -> None:
             {nn.Linear},
         )
     with (
-        pytest.raises(ModelError, match="3: the row of one image changes"),
+        pytest.raises(ModelError, match="3: the row of an image changes"),
         bound(backbone_of(module), "3", images=IMAGES),
     ):
         pass
@@ -192,7 +192,7 @@ def test_a_loop_that_neighbours_prolong_is_refused_where_only_its_result_is_take
     images = IMAGES.clone()
     images[::2] = 100  # dark ones, that are computed otherwise among bright ones
     with (
-        pytest.raises(ModelError, match="head: the row of one image changes"),
+        pytest.raises(ModelError, match="head: the row of an image changes"),
         bound(backbone_of(Loop()), "head", images=images),
     ):
         pass
@@ -266,7 +266,7 @@ def test_a_run_says_why_a_model_that_follows_its_data_is_not_folded(
 ) -> None:
     model = {**KEYS["model"], "factory": "test_batch_independence:OwnLoop"}
     extract(photos, model=model, layers=["head"])
-    assert "fold_batchnorm  false (what the model does may follow" in capsys.readouterr().err
+    assert "fold_batchnorm  false (the control flow of the model may" in capsys.readouterr().err
 
 
 def test_a_model_that_reads_no_values_still_stops_early() -> None:
@@ -317,7 +317,7 @@ def test_timed_passes_compare_rows_at_the_precision_of_the_run() -> None:
     with bound(backbone_of(HalfScale()), "block", images=images) as engine:
         engine.seconds_per_image(images)
         engine.configure_compute(Compute("bf16", False, False, 16))
-        with pytest.raises(ModelError, match="block: the row of one image changes"):
+        with pytest.raises(ModelError, match="block: the row of an image changes"):
             engine.seconds_per_image(images)
     with bound(backbone_of(Net()), "block", images=images) as engine:
         for precision in ("fp32", "bf16", "fp16"):

@@ -62,7 +62,7 @@ def test_threads_of_a_batch_and_batches_at_once(
     monkeypatch.setattr("featx.engine.batch_parallelism.is_kept_in_threads", lambda: kept)
     engine = types.SimpleNamespace(replicable=replicable)
     found = _on_cpu(cpus, engine, room, None)
-    beside = f", and {replicas} batches side by side" if replicas > 1 else ""
+    beside = f", and {replicas} parallel batches" if replicas > 1 else ""
     assert found == BatchParallelism(
         threads, replicas, replicas > 1, {"threads": f"{threads}{beside}"}
     )
@@ -80,7 +80,7 @@ def test_a_store_keeps_its_threads(
     begun: Any = types.SimpleNamespace(resolved={"threads": stored}, what="the store was")
     found = _on_cpu(cpus, engine, 4, begun)
     assert (found.threads, found.replicas) == (stored, replicas)
-    assert (f"here it would be {here}" in found.choices["threads"]) == (here is not None)
+    assert (f"; {here} here would give" in found.choices["threads"]) == (here is not None)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_value_that_is_none_is_the_same_as_itself() -> None:
         assert replicas_agree(engine, torch.full((2, 3, 8, 8), torch.nan), 2)
 
 
-NO_ROOM = "1 (memory does not suffice for more batches at once)"
-OTHER_BITS = "1 (beside each other batches come to other last bits here)"
+NO_ROOM = "1 (there is not enough memory for parallel batches)"
+OTHER_BITS = "1 (parallel batches give other last bits here)"
 
 
 def filled(size: int) -> torch.Tensor:

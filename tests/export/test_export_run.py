@@ -118,7 +118,7 @@ def test_files_that_are_whole_are_not_written_again(
     capsys.readouterr()
     export("parquet")
     assert len(written) == 1
-    assert "all of it was there" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
 
 
 def test_what_the_record_does_not_name_is_written_anew(store: Path) -> None:
@@ -280,7 +280,9 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
 
     with monkeypatch.context() as full:
         full.setattr(Parquet, "_write", fails)
-        with pytest.raises(RunError, match="Make room and give the same command again") as failed:
+        with pytest.raises(
+            RunError, match="Free some space and give the same command again"
+        ) as failed:
             export("parquet", overwrite=True)
     assert failed.value.exit_code == 1
     assert len(list(Path("out/data").iterdir())) == 1

@@ -182,7 +182,7 @@ def test_names_that_a_shard_has_already(name: str) -> None:
 
 def test_a_name_that_zarr_has_no_place_for() -> None:
     make_store({"zarr.json": [1, 2, 3, 4, 5, 6, 7]})
-    with pytest.raises(ConfigError, match=r"zarr\.json.*Export another format"):
+    with pytest.raises(ConfigError, match=r"zarr\.json.*Choose another export\.format"):
         export("zarr")
     assert not Path("out").exists()
 

@@ -81,8 +81,8 @@ def test_a_whole_store(photos: Path, capsys: pytest.CaptureFixture[str]) -> None
     data = data_of()
     assert [each["name"] for each in data["maps"]] == ["conv", "deep", "pool"]
     assert len(data["rows"]) == 21
-    assert len(data["pictures"]) == 21
-    assert all(uri.startswith("data:image/webp;base64,") for uri in data["pictures"].values())
+    assert len(data["thumbnails"]) == 21
+    assert all(uri.startswith("data:image/webp;base64,") for uri in data["thumbnails"].values())
     assert data["keys"][0] == "cat/000.png"
     assert [row[i] for i, row in enumerate(data["similarity"]["cka"])] == pytest.approx([1, 1, 1])
     assert sum(map(sum, data["confusion"]["counts"])) > 0
@@ -132,7 +132,7 @@ def test_secrets_stay_out(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "swordfish" not in Path("store/report.html").read_text(encoding="utf-8")
 
 
-def test_without_labels_and_without_pictures(tmp_path: Path) -> None:
+def test_without_labels_and_without_thumbnails(tmp_path: Path) -> None:
     root = write_pictures(tmp_path / "photos")
     for path in list(root.glob("*/*.png")):
         path.rename(root / path.name)
@@ -140,8 +140,8 @@ def test_without_labels_and_without_pictures(tmp_path: Path) -> None:
     root.rename(tmp_path / "elsewhere")
     page = report()
     assert "No row has a label." in page.text
-    assert "There are no thumbnails: none of 21 pictures could be read now" in page.words
-    assert data_of()["pictures"] == {}
+    assert "There are no thumbnails: none of 21 images can be read now" in page.words
+    assert data_of()["thumbnails"] == {}
     page = report(data={"name": "folder", "root": str(tmp_path / "elsewhere")})
     assert "21 thumbnails" in page.words
 
@@ -166,13 +166,13 @@ def test_pictures_that_went_are_counted(photos: Path) -> None:
     (photos / "cat" / "000.png").unlink()
     (photos / "cat" / "006.png").write_bytes(b"no picture any more")
     words = report(report={"thumbnails": 40}).words
-    assert "1 pictures could not be read now" in words
-    assert "1 picture cannot be decoded now: cat/006.png." in words
+    assert "1 image could not be read now" in words
+    assert "1 image cannot be decoded now: cat/006.png." in words
     data = data_of()
     gone, damaged = (str(data["keys"].index(f"cat/{name}.png")) for name in ("000", "006"))
     assert data["unread"] == {gone: "cannot be read", damaged: "cannot be decoded"}
-    assert not {gone, damaged} & data["pictures"].keys()
-    assert "asks for none" in report(report={"thumbnails": 0}).words
+    assert not {gone, damaged} & data["thumbnails"].keys()
+    assert "leaves them out" in report(report={"thumbnails": 0}).words
     page = report(report={"thumbnails": 5})
     assert "5 thumbnails" in page.words
     assert "points of the maps beyond that have none" in page.words
@@ -240,7 +240,7 @@ def test_a_file_alone() -> None:
     make_run(12).write(Path("made"), packed=True)
     Path("made/features.h5").rename("alone.h5")
     assert run_job("report", store="alone.h5", device="cpu", report={"tsne": False}) == 0
-    assert "A single file tells nothing of time" in Path("report.html").read_text()
+    assert "A single file records no times" in Path("report.html").read_text()
 
 
 def test_where_it_goes() -> None:
@@ -249,7 +249,7 @@ def test_where_it_goes() -> None:
     report("page.html", out="page.html")
     report("page.html", out="page.html")  # its own page is written anew
     Path("mine.html").write_text("<p>mine")
-    with pytest.raises(StoreError, match=r"mine\.html is there and is no report"):
+    with pytest.raises(StoreError, match=r"mine\.html exists and is no report"):
         report(out="mine.html")
     assert Path("mine.html").read_text() == "<p>mine"
     with pytest.raises(StoreError, match="cannot"):

@@ -279,8 +279,8 @@ def test_a_file_where_the_events_should_go_is_a_warning(
     Path("store/tensorboard").write_text("mine")
     assert extract(photos, tensorboard=True).complete
     told = capfd.readouterr().err
-    assert "The features go on without their events." in told
-    assert "The store is not touched by it." in told
+    assert "The run continues without events." in told
+    assert "The store is not affected." in told
     assert Path("store/tensorboard").read_text() == "mine"
 
 

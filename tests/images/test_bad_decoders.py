@@ -104,7 +104,7 @@ def test_the_command_goes_on_by_itself(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= num_crashes
+    assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= num_crashes
     assert f"{num_crashes} crashes decoder, such as" in done.stderr
     assert_only_the_bad_ones_failed(photos, tmp_path / "store", bad)
     assert set(os.listdir("store")) >= {"features.h5", "failures.csv", ".suspects"}
@@ -142,7 +142,7 @@ def test_jobs_that_write_to_no_store_go_on_as_well(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= 2
+    assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= 2
     if job == "predict":
         with Path("predicted/predictions.csv").open(newline="") as file:
             rows = {row["key"]: row["status"] for row in csv.DictReader(file)}
@@ -165,7 +165,7 @@ def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stderr.count("The decoder of a picture ended the process") == 1
+    assert done.stderr.count("The decoder of an image crashed the process") == 1
     assert "1 different" in done.stdout
     assert "dog/005.gif" in done.stdout
 
@@ -190,13 +190,13 @@ def test_a_report_is_finished_without_the_thumbnails_that_crash_and_hang(
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     crashing = [name for name in BAD if BAD[name][0] in (CRASH, ABORT)]
-    assert 1 <= done.stderr.count("The decoder of a picture ended the process") <= len(crashing)
+    assert 1 <= done.stderr.count("The decoder of an image crashed the process") <= len(crashing)
     assert f"{len(BAD)} images cannot be decoded now, such as" in done.stderr
     assert f"; {len(BAD)} cannot be decoded now" in done.stdout
     text = Path("store/report.html").read_text("utf-8")
     data = json.loads(text.split('<script type="application/json" id="data">')[1].split("<")[0])
     bad = {str(data["keys"].index(name)) for name in BAD}
     assert data["unread"] == dict.fromkeys(bad, "cannot be decoded")
-    assert data["pictures"].keys() == {str(row) for row in data["rows"]} - bad
+    assert data["thumbnails"].keys() == {str(row) for row in data["rows"]} - bad
     assert sorted(os.listdir("store")) == sorted([*files, "report.html"])
     assert not list((tmp_path / "temporary").iterdir())

@@ -67,7 +67,7 @@ def test_the_same_fault() -> None:
 def test_a_crash_is_a_fault(comment: bytes, name: str) -> None:
     fault = fault_of(gif(PICTURE, comment))
     assert (fault.status, fault.error) == (Status.CRASHES_DECODER, name)
-    assert str(fault) == f"decoding it ends the process with {name}, also by itself"
+    assert str(fault) == f"decoding it ends the process with {name}, also in a subprocess"
 
 
 @pytest.mark.usefixtures("broken")

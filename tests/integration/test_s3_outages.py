@@ -107,7 +107,10 @@ def test_a_server_that_is_gone_for_good_ends_the_run_which_goes_on_later(
         server.kill()
         assert driver.finish() == 1, driver.said
     said = driver.said.strip().splitlines()
-    assert "Nothing committed is lost. When the object store accepts it, give the same" in said[-2]
+    assert (
+        "Nothing committed is lost. When the object store accepts the request, give the same"
+        in said[-2]
+    )
     assert said[-1].startswith("python -m featx ")
     assert "Traceback" not in driver.said
     server.start()

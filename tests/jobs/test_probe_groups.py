@@ -241,6 +241,6 @@ def test_extracted_boxes_are_grouped_and_the_same_images_in_two_stores_are_told(
     notes = probe(test_store="others-store", layers=["conv"])["notes_on_rows"]
     # Other keys, and two images of the same bytes.
     assert [note for note in notes if "byte for byte" in note] == [
-        "2 test rows of probe.test_store are of images that training rows are of, byte for byte: "
+        "2 test rows of probe.test_store are of the same images as training rows, byte for byte: "
         "the accuracy is too high"
     ]

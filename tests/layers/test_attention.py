@@ -223,9 +223,9 @@ def test_globs_and_presets_take_every_attention_module() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        ("blocks.1:attention", r"a Block is no attention module.*below it: blocks\.1\.attn"),
-        ("norm:attention", "a LayerNorm is no attention module.*elsewhere name the softmax"),
-        ("embedding:attention", "needs the name of a layer"),
+        ("blocks.1:attention", r"attention weights of a Block\..*below it: blocks\.1\.attn"),
+        ("norm:attention", r"attention weights of a LayerNorm\..*elsewhere name the softmax"),
+        ("embedding:attention", "does not apply to it. Name a layer"),
         ("blocks.0.attn:weights", "one of output, input, grad_output, grad_input, attention"),
     ],
 )
@@ -244,7 +244,7 @@ def test_functional_attention_is_named_by_its_softmax() -> None:
         choose(model, "features.3.0.attn:attention")
     values, plain = run(model, noise(4, SIDE), ["features.3.0.attn.softmax"])
     assert (values["features.3.0.attn.softmax"].shape, plain) == ((4, 2, 4, 4), [])
-    with pytest.raises(LayerError, match="the batch is not in front"):
+    with pytest.raises(LayerError, match="first dimension is not the batch"):
         choose(model, "features.1.0.attn.softmax")
     with pytest.raises(LayerError, match=r"\(8, 2, 4, 4\) for a batch of 2: of windows"):
         choose(model, "features.1.0.attn:attention")
@@ -266,7 +266,7 @@ def test_weights_that_do_not_add_up_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.attn_drop(x)
 
-    with pytest.raises(LayerError, match="do not add up to 1"):
+    with pytest.raises(LayerError, match="rows whose sums are not 1"):
         run(nn.Sequential(nn.Identity(), Odd()), noise(4, SIDE), ["1:attention"])
 
 

@@ -121,7 +121,7 @@ def test_what_cannot_be_an_embedding_is_refused(vector: str, message: str) -> No
 def test_an_embedding_that_the_pass_never_makes_is_refused() -> None:
     backbone = backbone_of(Timm())
     backbone.embedding = LibraryEmbedding(lambda x: x.flatten(1)[:, :4].cumsum(1), lambda: None)
-    with pytest.raises(LayerError, match="no tensor of its forward pass"):
+    with pytest.raises(LayerError, match="not a tensor of its forward pass"):
         embedding(backbone, noise())
 
 
@@ -165,7 +165,9 @@ class TwoHeads(nn.Module):
 def test_a_last_linear_layer_that_decides_nothing_alone_is_no_classifier(
     module: nn.Module, last: str
 ) -> None:
-    with pytest.raises(LayerError, match=f"last linear layer here, {last}, is none"):
+    with pytest.raises(
+        LayerError, match=f"last linear layer of this model, {last}, is not its classifier"
+    ):
         embedding(backbone_of(module), noise())
 
 

@@ -261,7 +261,9 @@ def test_gradients_of_a_model_with_named_outputs() -> None:
 
 
 def test_a_layer_that_no_gradient_reaches_is_named() -> None:
-    with pytest.raises(LayerError, match=r"aside:grad_output: no gradient of target=predicted"):
+    with pytest.raises(
+        LayerError, match=r"aside:grad_output: target=predicted has no gradient there"
+    ):
         gradients(backbone_of(Residual()), torch.randn(2, 3, SIDE, SIDE), "aside:grad_output")
 
 

@@ -201,7 +201,7 @@ def test_all_and_leaves_leave_out_what_has_no_rows_and_say_so() -> None:
         "pool",
         "fc",
     ]
-    assert everything.left_out == ["turn (16, 2, 8) (the batch is not in front)"]
+    assert everything.left_out == ["turn (16, 2, 8) (the first dimension is not the batch)"]
     leaves = chosen("leaves")
     assert leaves == [
         "layer1.0",
@@ -412,7 +412,10 @@ def test_several_inputs_are_told_apart_or_refused() -> None:
 
 @pytest.mark.parametrize(
     ("request_", "message"),
-    [("fc:grad", "one of output, input"), ("embedding:input", "needs the name of a layer")],
+    [
+        ("fc:grad", "one of output, input"),
+        ("embedding:input", "does not apply to it. Name a layer"),
+    ],
 )
 def test_unknown_kinds_and_kinds_of_an_embedding_are_refused(request_: str, message: str) -> None:
     with pytest.raises(LayerError, match=message):

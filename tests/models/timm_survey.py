@@ -349,14 +349,14 @@ def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def _first_sentence(error: FeatxError) -> str:
     """Why a preset was refused, in a few words."""
-    text = str(error).rpartition("cannot be taken: ")[2]
+    text = str(error).rpartition("cannot be captured: ")[2]
     return re.split(r"(?<=[a-z)\]'])(?:[.;] | \(\[|, so )", text)[0].rstrip(".")
 
 
 def _reason(error: ReduceError) -> str:
     """Why a grid was refused, without the name of the layer."""
     text = str(error)
-    if "cannot be shown to lie" in text:
+    if "not in the row-major order" in text:
         return "positions not proven"
     return "smaller than 2 x 2" if "cells are more than" in text else "no map"
 

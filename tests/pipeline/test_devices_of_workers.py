@@ -201,7 +201,7 @@ def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
     assert extract(photos).complete
     assert seen[-1] == 3
     assert torch.get_num_threads() == 2, "the caller's number is given back"
-    assert "3 (as the store was begun; here it would be 2" in capfd.readouterr().err
+    assert "3 (as the store was started; 2 here would give" in capfd.readouterr().err
 
 
 def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:

@@ -361,7 +361,7 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("seed=0", "1, and 2 batches side by side"),
+        ("seed=0", "1, and 2 parallel batches"),
         ("executor.workers=2", "threads         1\n"),
     ],
 )
@@ -387,6 +387,6 @@ def test_statistics_are_the_same_beside_others(
     monkeypatch.chdir(tmp_path)
     keys = ("job=stats", "layers=[avgpool]")
     assert "threads         1\n" in printed(photos, "out=one", *keys, cpus=1)
-    assert "1, and 2 batches side by side" in printed(photos, "out=other", *keys)
+    assert "1, and 2 parallel batches" in printed(photos, "out=other", *keys)
     one, other = (dataset_digests(Path(out, "stats.h5")) for out in ("one", "other"))
     assert one == other

@@ -405,7 +405,7 @@ def test_in_a_bucket_nobody_else_writes_while_tasks_of_a_dead_driver_live(bucket
     run.write(root, [0])
     with (
         Heartbeat(S3Folder(root), "task 9 on cuda", outlives=True),
-        pytest.raises(StoreLockedError, match=r"by task 9 on cuda .*goes on without its driver"),
+        pytest.raises(StoreLockedError, match=r"by task 9 on cuda .*continues without its driver"),
         run.session(root).hold(),
     ):
         pass
@@ -534,7 +534,7 @@ def test_killed_in_a_bucket_nothing_is_lost(
         code = again.returncode
         if code:  # its tasks are at it still
             assert code == 2, again.stderr
-            assert "goes on without its driver" in again.stderr
+            assert "continues without its driver" in again.stderr
             time.sleep(0.5)
     assert rows_of(package.open(out)) == rows_of(near)
     assert check_store(place(out)).complete

@@ -92,7 +92,7 @@ def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:
     (failure,) = store.failures
     assert failure["key"] == f"{lines[4][0]}#40,7,20,31"
     assert failure["status"] == "transform error"
-    assert "reaches outside the picture of 48 x 48" in failure["message"]
+    assert "reaches outside the image of 48 x 48" in failure["message"]
     for row in np.flatnonzero(store.ok):
         key = store.keys[row]
         np.testing.assert_allclose(store["conv"][row], good["conv"][good.row(key)], atol=1e-2)
@@ -158,7 +158,7 @@ def test_a_run_goes_on_grows_and_is_verified_as_any_other(photos: Path) -> None:
 
 def test_whole_pictures_are_not_exported_as_regions(photos: Path) -> None:
     boxed(photos, write_boxes(boxes_of(photos)))
-    with pytest.raises(ConfigError, match="regions of pictures"):
+    with pytest.raises(ConfigError, match="boxes of images"):
         run_job("export", store="store", export={"format": "webdataset"})
 
 

@@ -153,7 +153,7 @@ def test_a_file_of_strangers_reads_no_other_file(tmp_path: Path) -> None:
         file.create_dataset("raw", (1, 10, 10), np.uint8, external=[("secret", 0, 1000)])
         file.create_dataset("huge", (10**9, 8, 9, 3), np.uint8, chunks=(1, 8, 9, 3))
     for name in ("soft", "outside"):
-        refused(tmp_path / "x.h5", "points to another place; refused", dataset=name)
+        refused(tmp_path / "x.h5", "links to another object; refused", dataset=name)
     for name in ("virtual", "raw"):
         refused(tmp_path / "x.h5", "no plain dataset; refused", dataset=name)
     refused(tmp_path / "x.h5", "/huge claims .* bytes", dataset="huge")

@@ -228,7 +228,7 @@ def test_the_same_object_goes_on_and_another_one_is_refused(
     with pytest.raises(StoreMismatchError, match="1 new images"):
         extract([*data, (paths[0], 0)])
     assert len(extract([*data, (paths[0], 0)], grow=True, pack=False)) == 22
-    with pytest.raises(DataError, match="can be opened from there only"):
+    with pytest.raises(DataError, match="only a Python program can open it"):
         run_job("verify", store="store", verify={"reextract_rows": 2})
 
 
@@ -281,4 +281,4 @@ def test_other_keys_of_the_group_go_beside_the_object(photos: Path) -> None:
 def test_a_command_cannot_name_an_object(featx: Callable[..., Any]) -> None:
     done = featx("data.name=python")
     assert done.returncode == 2
-    assert "can be opened from there only: featx.extract(data=dataset" in done.stderr
+    assert "only a Python program can open it: featx.extract(data=dataset" in done.stderr

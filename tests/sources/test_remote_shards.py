@@ -131,7 +131,7 @@ def test_errors_of_a_web_server_name_the_shard(tmp_path: Path, server: Any) -> N
     write_shards(tmp_path / "www", 6, 1)
     with pytest.raises(DataError, match=r"train-001\.tar is not there"):
         shards(f"{server.url}/train-{{000..001}}.tar").listing()
-    with pytest.raises(DataError, match="does not say what lies in a folder"):
+    with pytest.raises(DataError, match="does not list the files of a folder"):
         shards(f"{server.url}/").listing()
     source = shards(f"{server.url}/train-000.tar")
     key = source.listing().keys.tolist()[0]

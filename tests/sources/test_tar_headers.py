@@ -141,7 +141,7 @@ def test_two_tars_joined_by_cat_are_not_taken_for_one() -> None:
     data = tar_of({"a.jpg": b"1"}) + tar_of({"b.jpg": b"2"})
     names, error = cut_off(data)
     assert names == [b"a.jpg"]
-    assert "goes on behind its end mark" in str(error)
+    assert "has bytes after its end marker" in str(error)
 
 
 def test_an_extended_header_that_claims_gigabytes_is_not_read() -> None:

@@ -121,7 +121,7 @@ def test_a_frame_that_crashes_or_hangs_its_process_fails_alone(
     assert len(keys) == 3
     assert source.read(keys[0]).endswith(bytes([7] * 12))
     for key, status in ((keys[1], Status.CRASHES_DECODER), (keys[2], Status.TIMEOUT)):
-        with pytest.raises(ImageFault, match="also by itself") as caught:
+        with pytest.raises(ImageFault, match="also in a subprocess") as caught:
             source.read(key)
         assert caught.value.status == status
         assert source.read(keys[0]).endswith(bytes([7] * 12))
@@ -151,7 +151,7 @@ def test_a_run_a_resume_and_a_changed_video() -> None:
     again = extract(data, pack=False)
     assert again["conv"][:].tobytes() == whole["conv"][:].tobytes()
     assert run_job("verify", store="store", verify={"reextract_rows": 4}) == 0
-    with pytest.raises(ConfigError, match="frames of videos, and webdataset takes pictures"):
+    with pytest.raises(ConfigError, match="frames of videos, and webdataset holds images"):
         run_job("export", store="store", export={"format": "webdataset"}, out="out")
     write_video(Path("set/y/2.mp4"), 36, first=5)
     with pytest.raises(StoreMismatchError, match=r"9 images have changed .* y/2\.mp4@00000\.000, "):

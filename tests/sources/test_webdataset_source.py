@@ -251,7 +251,7 @@ def test_a_compressed_shard_out_of_order_is_said(
     with caplog.at_level(logging.WARNING):
         source = shards(path)
         assert contents(source) == {b"x.tar.gz/1.jpg": b"1", b"x.tar.gz/2.jpg": b"2"}
-    assert "decompressed anew up to 2 times" in caplog.text
+    assert "decompressed again up to 2 times" in caplog.text
 
 
 def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
     monkeypatch.setattr(s3_client, "request", MemoryServer())
     root = place("s3://bucket/run")
     with (
-        pytest.raises(StorageError, match="When the object store accepts it") as told,
+        pytest.raises(StorageError, match="When the object store accepts the request") as told,
         S3Folder(root).locked(root / ".lock"),
     ):
         raise ObjectStoreError(errno.EAGAIN, "no answer", "s3://bucket/run/parts")

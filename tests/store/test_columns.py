@@ -239,6 +239,6 @@ def test_columns_that_lead_to_another_file_are_refused(tmp_path: Path) -> None:
         del file["columns/age"]
         file["columns/age"] = h5py.ExternalLink("/etc/other.h5", "/age")
     store = FeatureStore(tmp_path / "features.h5")
-    with pytest.raises(StoreError, match="columns/age points to another place"):
+    with pytest.raises(StoreError, match="columns/age links to another object"):
         store.column("age")
     assert not check_store(tmp_path).complete

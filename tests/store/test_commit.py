@@ -103,7 +103,7 @@ def test_publish_whatever_call_fails_leaves_all_or_nothing(
         assert "part.h5" in message
         assert os.strerror(int(error)) in message
         assert "Nothing committed is lost" in message
-        assert ("Make room" in message) == (error == errno.ENOSPC)
+        assert ("Free some space" in message) == (error == errno.ENOSPC)
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])

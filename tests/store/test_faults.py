@@ -133,9 +133,9 @@ class Acknowledged:
 def assert_clear(message: str, root: Path, error: int) -> None:
     assert str(root) in message
     assert os.strerror(error) in message
-    assert any(way in message for way in ("same command", "Make room", "Choose another out=DIR")), (
-        message
-    )
+    assert any(
+        way in message for way in ("same command", "Free some space", "Choose another out=DIR")
+    ), message
 
 
 @pytest.mark.parametrize("lasting", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -197,7 +197,7 @@ def test_files_that_may_not_grow_stop_the_run_with_a_message(tmp_path: Path, lim
     assert done.returncode == 7, done.stderr
     assert os.strerror(errno.EFBIG) in done.stdout
     assert str(tmp_path / "store") in done.stdout
-    assert "Make room and give the same command again" in done.stdout
+    assert "Free some space and give the same command again" in done.stdout
     assert temporary_files(tmp_path) == []
     run = make_run(**LARGE)
     run.finish(tmp_path / "store", packed=True)
@@ -312,7 +312,7 @@ print(json.dumps({"message": message, "stray": stray, "missing": missing, "same"
 def test_a_mount_that_vanishes_in_the_middle_stops_the_run(tmp_path: Path) -> None:
     said = with_mounts(VANISHING, tmp_path)
     assert "No such file or directory" in said["message"]
-    assert "When the disk answers again, give the same command again" in said["message"]
+    assert "When the disk works again, give the same command again" in said["message"]
     assert said["stray"] == [], "rows were written where the mount had been"
     assert said["missing"] == [1, 2, 3]
     assert said["same"]
@@ -480,7 +480,7 @@ def check_or_open_again(store):
     try:
         return check(store), store
     except featx.errors.StoreError as error:
-        assert "open it again" in str(error), error
+        assert "Open it again" in str(error), error
         store = featx.open(root)
         return check(store), store
 

@@ -149,7 +149,7 @@ def test_other_numbers_under_the_old_sum_are_damage() -> None:
     text = one_run().to_json()
     changed = text.replace(b'"num_rows": 29', b'"num_rows": 28')
     assert changed != text
-    with pytest.raises(DamagedManifestError, match="sha256 that it states"):
+    with pytest.raises(DamagedManifestError, match="differs from its own sha256"):
         Manifest.from_json(changed, HERE)
 
 

@@ -340,7 +340,7 @@ def test_places() -> None:
     assert parse_path(Path("s3://bucket/run")) == place
     assert pickle.loads(pickle.dumps(part)) == part
     assert not isinstance(parse_path("runs/s3:bucket"), S3Path)
-    with pytest.raises(OSError, match="this needs a disk"):
+    with pytest.raises(OSError, match="this operation needs a disk"):
         os.stat(part)  # noqa: PTH116 - what a stranger to S3Path would do
     for wrong in ("gs://bucket/run", "s3://bucket", "s3://bucket/", "s3://bucket/../run"):
         with pytest.raises(ConfigError):

@@ -362,7 +362,7 @@ def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replac
     s3_client.write(part.bucket, part.key, data[: len(data) // 2])
     with caplog.at_level(logging.WARNING):
         finish(RUN, finished)
-    assert "part-000001.h5 does not count" in caplog.text
+    assert "part-000001.h5 is not valid" in caplog.text
     check_store_of(RUN, finished)
     assert part.read_bytes() == data
     [kept] = (finished / layout.QUARANTINE).glob("*")
@@ -409,7 +409,7 @@ def test_a_server_that_ignores_a_condition_is_refused(
 
     monkeypatch.setattr(s3_client, "request", careless)
     root = next(places)
-    with pytest.raises(StoreError, match=f"does not keep to {condition} of a PUT"):
+    with pytest.raises(StoreError, match=f"ignores {condition} of a PUT"):
         finish(RUN, root)
     assert not (root / layout.DESCRIPTOR).exists()
 
@@ -479,7 +479,7 @@ def test_layers_are_added_by_one_at_a_time(
         begin(self, before)
 
     monkeypatch.setattr(StoreSession, "_begin", overtaken)
-    with pytest.raises(StoreError, match="was changed meanwhile"):
+    with pytest.raises(StoreError, match="was changed by another process"):
         finish(second, finished)
     store = FeatureStore(finished)
     assert store.layers == ("flat", "late", "map")

@@ -174,10 +174,10 @@ def test_swapped_or_foreign_parts_are_refused(run: MadeRun, tmp_path: Path) -> N
     with pytest.raises(StoreError, match=r"part-000002\.h5 holds the rows of another part"):
         pack(tmp_path / "a")
     shutil.copy(tmp_path / "b" / "parts" / "part-000002.h5", parts / "part-000002.h5")
-    with pytest.raises(StoreError, match=r"part-000002\.h5 is of another run"):
+    with pytest.raises(StoreError, match=r"part-000002\.h5 belongs to another run"):
         pack(tmp_path / "a")
     shutil.copytree(tmp_path / "b" / "parts", parts, dirs_exist_ok=True)
-    with pytest.raises(StoreError, match=r"part-000000\.h5 is of another run"):
+    with pytest.raises(StoreError, match=r"part-000000\.h5 belongs to another run"):
         pack(tmp_path / "a")
     assert not (tmp_path / "a" / "features.h5").exists()
     assert temporary_files(tmp_path) == []

@@ -204,7 +204,9 @@ def test_a_value_that_changes_on_its_way_into_the_file_is_noticed(
         file["classes"] = np.array([b"cat"])
 
     monkeypatch.setattr("featx.store.part_builder.write_classes", lossy)
-    with pytest.raises(RunError, match="features/flat reads back differently"):
+    with pytest.raises(
+        RunError, match="reading /features/flat back from memory gives other values"
+    ):
         run.builder(Part(0, 0, 8)).build(run.as_run(), run.listing, b"{}")
 
 

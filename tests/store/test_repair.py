@@ -323,7 +323,7 @@ def test_a_full_disk_leaves_the_packed_file_where_it_is(
     report = check_store(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(RunError, match="Make room"):
+        with pytest.raises(RunError, match="Free some space"):
             set_damage_aside(report)
     assert (tmp_path / "features.h5").read_bytes() == bad
     assert not (tmp_path / "quarantine").exists()

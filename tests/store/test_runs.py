@@ -307,7 +307,7 @@ class TestRefused:
     def test_rows_for_some_layers_only(self, first: MadeRun, tmp_path: Path) -> None:
         first.finish(tmp_path, packed=True)
         make_added(first, MORE).finish(tmp_path, packed=True)
-        refused(make_grown(first, 3), tmp_path, "rows can be added to all of them", grow=True)
+        refused(make_grown(first, 3), tmp_path, "rows can only be added to all of them", grow=True)
 
     def test_fewer_rows(self, first: MadeRun, tmp_path: Path) -> None:
         make_grown(first, 5).finish(tmp_path)
@@ -323,14 +323,14 @@ class TestRefused:
         self, first: MadeRun, tmp_path: Path
     ) -> None:
         first.finish(tmp_path, at_most=2)
-        refused(make_added(first, MORE), tmp_path, "is not finished")
+        refused(make_added(first, MORE), tmp_path, "is not complete")
 
     def test_other_layers_while_layers_are_being_added(
         self, first: MadeRun, tmp_path: Path
     ) -> None:
         first.finish(tmp_path, packed=True)
         make_added(first, MORE).finish(tmp_path, at_most=1)
-        refused(make_added(first, {"third": (2,)}), tmp_path, "is not finished")
+        refused(make_added(first, {"third": (2,)}), tmp_path, "is not complete")
 
     def test_a_layer_of_the_same_name_and_another_shape(
         self, first: MadeRun, tmp_path: Path
@@ -387,7 +387,7 @@ def test_a_packed_file_lost_while_layers_are_added_costs_the_first_run_only(
     added.finish(root)
     kept = {p.name: p.read_bytes() for p in (root / "parts").iterdir()}
     (root / "features.h5").write_bytes(b"")
-    with pytest.raises(StoreMismatchError, match="is not finished"):
+    with pytest.raises(StoreMismatchError, match="is not complete"):
         added.finish(root)
     first.finish(root)
     now = {p.name: p.read_bytes() for p in (root / "parts").iterdir()}
@@ -406,7 +406,7 @@ def test_a_packed_file_of_another_store_is_refused_while_rows_are_added(
     root = first.finish(tmp_path / "s", packed=True)
     make_grown(first, 9).finish(root, grow=True, at_most=1)
     shutil.copy(tmp_path / "other" / "features.h5", root / "features.h5")
-    with pytest.raises(StoreError, match="is of another run"):
+    with pytest.raises(StoreError, match="belongs to another run"):
         FeatureStore(root)
     assert not check_store(root).complete
 

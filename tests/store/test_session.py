@@ -183,7 +183,7 @@ def test_a_damaged_part_is_set_aside_and_done_again(
     with caplog.at_level(logging.WARNING):
         lost = missing(run, tmp_path)
     assert lost in ([], [0])  # no more than its chunks are needed to make it anew
-    assert "part-000000.h5 does not count" in caplog.text
+    assert "part-000000.h5 is not valid" in caplog.text
     aside = list((tmp_path / "quarantine").iterdir())
     assert len(aside) == 1
     assert aside[0].name.startswith("part-000000.h5.")
@@ -226,7 +226,7 @@ def test_parts_of_another_run_do_not_count(run: MadeRun, tmp_path: Path) -> None
     other.write(tmp_path / "other")
     run.write(tmp_path / "store", [0])
     shutil.copy(part_path(tmp_path / "other", 1), part_path(tmp_path / "store", 1))
-    with pytest.raises(StoreError, match="of another run"):
+    with pytest.raises(StoreError, match="belongs to another run"):
         FeatureStore(tmp_path / "store")["flat"][8]
     assert missing(run, tmp_path / "store") == [1, 2, 3]
 
@@ -460,7 +460,9 @@ def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> Non
     descriptor = json.loads((tmp_path / "featx.json").read_text())
     (tmp_path / "featx.json").write_text(json.dumps({**descriptor, "featx_format": 3}))
     with (
-        pytest.raises(StoreError, match=r"format 3, this featx reads up to 2\. Upgrade featx"),
+        pytest.raises(
+            StoreError, match=r"format 3, but this featx reads formats up to 2\. Upgrade featx"
+        ),
         run.session(tmp_path).hold(),
     ):
         pass

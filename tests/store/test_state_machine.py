@@ -141,7 +141,7 @@ class StoreLife(RuleBasedStateMachine):
                     session.commit(job.builder(part))
         except StoreMismatchError as error:
             # The packed file of earlier runs is gone, and this is not the command that made it.
-            if "is not finished" not in str(error):
+            if "is not complete" not in str(error):
                 raise
             return False
         if (self.root / "parts").exists():

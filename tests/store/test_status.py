@@ -76,7 +76,7 @@ def test_nobody_at_work_leaves_no_time_and_says_so(run: MadeRun, tmp_path: Path)
     committed_at(tmp_path, {0: 30, 1: 20})
     status = store_status(tmp_path)
     assert status.seconds_left is None
-    assert "3 parts are missing and nobody is at work" in status.stuck[0]
+    assert "3 parts are missing and no process writes the store" in status.stuck[0]
 
 
 def test_a_packed_store_is_complete(run: MadeRun, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_who_wrote_lately_is_alive_and_who_did_not_is_told(run: MadeRun, tmp_pat
     status = store_status(tmp_path)
     assert [worker.alive for worker in status.workers] == [True, False, True]
     assert len(status.stuck) == 1
-    assert "pid 2 on elsewhere) was heard of 100 s ago" in status.stuck[0]
+    assert "pid 2 on elsewhere): last heartbeat 100 s ago" in status.stuck[0]
 
 
 def test_on_this_machine_a_process_that_is_gone_is_told_at_once(

@@ -384,7 +384,7 @@ def test_a_packed_file_alone_vouches_for_its_listing(
         (change if name == "classes" else summed(name, change))(file)
     # The checksum of /classes, which was not changed along, differs as well.
     damage, *_ = check_store(path).damages
-    assert "not those that the rows were made from" in damage.what
+    assert "not those of the extracted rows" in damage.what
 
 
 def test_what_is_no_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ def test_what_is_no_store_is_refused(run: MadeRun, tmp_path: Path) -> None:
     for path, words in (
         (tmp_path, "holds no store"),
         (tmp_path / "nothing", "holds no store"),
-        (tmp_path / "plain.h5", "no featx store"),
+        (tmp_path / "plain.h5", "not a featx store"),
         (part_path(tmp_path / "s", 0), "one part of a store"),
     ):
         with pytest.raises(StoreError, match=words):

@@ -357,14 +357,14 @@ class Attributor(Engine):
         to_map = map_view(point.name, tuple(kept[0].shape[1:]), self.backbone)
         if to_map(kept[0]).shape[2:].numel() == 1:
             raise LayerError(
-                f"{point.name} has one position only, so it can say nothing of where. Give "
+                f"{point.name} has only one position, so it gives no heat map. Choose an "
                 "attribute.layer in front of the pooling; job=layers lists the layers."
             )
         if gradient is None or not to_map(gradient).any():
             raise LayerError(
-                f"no gradient of target={self._target} arrives at the positions of {point.name}: "
-                "what the model says does not depend on them (behind a transformer's last block "
-                "only the class token counts). Give attribute.layer before that."
+                f"target={self._target} has no gradient at the positions of {point.name}, because "
+                "the output of the model does not depend on them (after the last block of a "
+                "transformer only the class token counts). Choose an earlier attribute.layer."
             )
         self._check_positions_of(point, tuple(kept[0].shape[1:]), to_map)
         return to_map

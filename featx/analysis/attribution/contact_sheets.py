@@ -40,12 +40,12 @@ class Tile:
     """One image of a sheet.
 
     Attributes:
-        picture: (H, W, 3) uint8, the crop that the model received.
+        pixels: (H, W, 3) uint8, the crop that the model received.
         maps: one (h, w) heat map of any size for each column of the sheet.
         caption: two lines: the image, and the explained target.
     """
 
-    picture: Pixels
+    pixels: Pixels
     maps: Sequence[Numbers]
     caption: tuple[str, str]
 
@@ -63,11 +63,11 @@ def contact_sheet(
     """
     width = _PANEL * (1 + len(methods)) + _GAP * len(methods)
     across = max(1, min(len(tiles), (_WIDEST - _MARGIN) // (width + _MARGIN)))
-    panel_height = _height_of(tiles[0].picture)
+    panel_height = _height_of(tiles[0].pixels)
     height = panel_height + 84
     top, down = 96, -(-len(tiles) // across)
     if set(methods) & set(SIGNED):
-        subtitle += "; red for it, blue against"
+        subtitle += "; red: in favour, blue: against"
     across_px = max(_NARROWEST, across * (width + _MARGIN) + _MARGIN)
     sheet = _paper(across_px, top + down * height, title, subtitle)
     draw = ImageDraw.Draw(sheet)
@@ -75,26 +75,26 @@ def contact_sheet(
         x = _MARGIN + (i % across) * (width + _MARGIN)
         y = top + (i // across) * height
         if i < across:
-            for column, name in enumerate(["picture", *methods]):
+            for column, name in enumerate(["image", *methods]):
                 _write(draw, x + column * (_PANEL + _GAP), y - 20, name, 13, _UNDERFLOW, _PANEL)
-        sheet.paste(_resized(tile.picture, panel_height), (x, y))
+        sheet.paste(_resized(tile.pixels, panel_height), (x, y))
         for column, (name, values) in enumerate(zip(methods, tile.maps, strict=True), 1):
             left = x + column * (_PANEL + _GAP)
-            _draw_map(sheet, (left, y), tile.picture, values, name)
+            _draw_map(sheet, (left, y), tile.pixels, values, name)
         _write(draw, x, y + panel_height + 25, tile.caption[0], 13, _UNDERFLOW, width)
         _write(draw, x, y + panel_height + 41, tile.caption[1], 16, _INK, width)
     return sheet
 
 
 def feature_map_grid(
-    title: str, subtitle: str, picture: Pixels, maps: Numbers, most: int = 64
+    title: str, subtitle: str, pixels: Pixels, maps: Numbers, most: int = 64
 ) -> Image.Image:
     """Draw an image and the strongest channels of a layer, each on its own scale.
 
     Args:
         title: first line on top.
         subtitle: second line on top; the number of channels is appended.
-        picture: (H, W, 3) uint8.
+        pixels: (H, W, 3) uint8.
         maps: (C, h, w) feature maps.
         most: maximum number of channels, chosen by mean magnitude.
     """
@@ -110,10 +110,10 @@ def feature_map_grid(
         f"   {len(strongest)} of {len(maps)} channels, strongest first, each on its own scale: "
         f"{scale}"
     )
-    inner = max(_height_of(picture), down * (cell_height + 20))
+    inner = max(_height_of(pixels), down * (cell_height + 20))
     width = max(_NARROWEST, left + across * (side + _GAP) + _MARGIN)
     sheet = _paper(width, top + inner + 16, title, subtitle)
-    sheet.paste(_resized(picture, _height_of(picture)), (_MARGIN, top))
+    sheet.paste(_resized(pixels, _height_of(pixels)), (_MARGIN, top))
     draw = ImageDraw.Draw(sheet)
     for i, channel in enumerate(strongest.tolist()):
         x = left + (i % across) * (side + _GAP)
@@ -127,22 +127,22 @@ def feature_map_grid(
     return sheet
 
 
-def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
+def overlay(pixels: Pixels, values: Numbers, signed: bool) -> Pixels:
     """Blend a heat map with its image.
 
     Args:
-        picture: (H, W, 3) uint8.
+        pixels: (H, W, 3) uint8.
         values: (h, w), resized to the size of the image.
         signed: whether 0 is the middle of the scale.
 
     Returns:
         (H, W, 3) uint8.
     """
-    height, width = picture.shape[:2]
+    height, width = pixels.shape[:2]
     scale, _ = scaled(coarse(values), signed)
     grown = Image.fromarray(scale).resize((width, height), Image.Resampling.BILINEAR)
     heat = np.asarray(grown, np.float32)
-    grey = picture.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+    grey = pixels.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
     strength: Numbers
     below: Numbers
     if signed:
@@ -151,7 +151,7 @@ def overlay(picture: Pixels, values: Numbers, signed: bool) -> Pixels:
         colours = _coloured((heat + 1) / 2, _AGAINST_FOR)
     else:
         strength = 0.25 + 0.55 * heat[..., None]
-        below = 0.5 * grey[..., None] + 0.5 * picture
+        below = 0.5 * grey[..., None] + 0.5 * pixels
         colours = _coloured(heat, _HEAT)
     mixed = below * (1 - strength) + colours * strength
     return np.clip(mixed, 0, 255).astype(np.uint8)
@@ -188,13 +188,13 @@ def scaled(values: Numbers, signed: bool) -> tuple[Numbers, float]:
 
 
 def _draw_map(
-    sheet: Image.Image, place: tuple[int, int], picture: Pixels, values: Numbers, method: str
+    sheet: Image.Image, place: tuple[int, int], pixels: Pixels, values: Numbers, method: str
 ) -> None:
     """Draw a heat map over its image, with a scale bar below."""
     x, y = place
     signed = method in SIGNED
-    height = _height_of(picture)
-    sheet.paste(_resized(overlay(picture, values, signed), height), place)
+    height = _height_of(pixels)
+    sheet.paste(_resized(overlay(pixels, values, signed), height), place)
     _, largest = scaled(coarse(values), signed)
     ramp = np.linspace(0, 1, _PANEL)[None].repeat(_BAR, 0)
     bar = _coloured(ramp, _AGAINST_FOR if signed else _HEAT)
@@ -232,14 +232,14 @@ def _paper(width: int, height: int, title: str, subtitle: str) -> Image.Image:
     return sheet
 
 
-def _height_of(picture: Pixels) -> int:
+def _height_of(pixels: Pixels) -> int:
     """Return the height in pixels of an image that is `_PANEL` pixels wide."""
-    return max(1, round(_PANEL * int(picture.shape[0]) / int(picture.shape[1])))
+    return max(1, round(_PANEL * int(pixels.shape[0]) / int(pixels.shape[1])))
 
 
-def _resized(picture: Pixels, height: int) -> Image.Image:
+def _resized(pixels: Pixels, height: int) -> Image.Image:
     """Resize an image to `_PANEL` pixels of width."""
-    return Image.fromarray(picture).resize((_PANEL, height), Image.Resampling.BICUBIC)
+    return Image.fromarray(pixels).resize((_PANEL, height), Image.Resampling.BICUBIC)
 
 
 def _write(

@@ -93,6 +93,6 @@ def map_view(
         )
     except ReduceError as error:
         raise LayerError(
-            f"{name} gives rows of shape {row_shape}, expected a map (C, h, w) or (h, w, C) of the "
-            "picture's proportions, or patch tokens (T, C). job=layers lists every layer."
+            f"{name} gives rows of shape {row_shape}, expected a map (C, h, w) or (h, w, C) with "
+            "the proportions of the image, or patch tokens (T, C). job=layers lists every layer."
         ) from error

@@ -101,7 +101,7 @@ def shared_with(training: Labelled, testing: Labelled, column: str | None) -> li
     if kind != "video" and (sums > NO_IMAGE).all() and (their_sums > NO_IMAGE).all():
         if count := int(np.isin(their_sums, sums).sum()):
             notes.append(
-                f"{count} test rows of probe.test_store are of images that training rows are of, "
+                f"{count} test rows of probe.test_store are of the same images as training rows, "
                 "byte for byte: the accuracy is too high"
             )
     elif count := int((both := np.isin(theirs, ours)).sum()):

@@ -55,14 +55,14 @@ def labelled_rows(store: FeatureStore, column: str | None = None) -> Labelled:
     if not store.complete:
         raise StoreError(
             f"{store.root} is not complete: {store.num_rows_present} of {len(store)} rows are "
-            "there. The command that began it goes on; then probe it."
+            "there. Complete it with the command that started it, then give this one again."
         )
     labels, classes = (store.labels, store.classes) if column is None else _from(store, column)
     rows = np.flatnonzero(store.ok & (labels >= 0))
     if not len(rows):
         raise DataError(
-            f"{store.root} has no labels{'' if column is None else f' in {column}'}, so there is "
-            "nothing to probe for. With data=folder the first sub-folder of a picture is its label."
+            f"{store.root} has no labels{'' if column is None else f' in {column}'}, which a probe "
+            "needs. With data=folder the first sub-folder of an image is its label."
         )
     present, y = np.unique(labels[rows], return_inverse=True)
     notes = []
@@ -236,8 +236,9 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
     crop = re.search(r"crop (\d+)x(\d+)", str(store.attrs.get("transform", "")))
     if len(shape) != 3 or crop is None:
         raise ReduceError(
-            f"{layer} has rows of shape {shape}, {numbers} numbers: too many to take as they are, "
-            "and no map to average. Extract it with a reduction, or leave it out with layers=."
+            f"{layer} has rows of shape {shape}, {numbers} numbers: too many for a probe, and "
+            "not a map that it could average. Extract it with a reduction, or leave it out with "
+            "layers=."
         )
     size = int(crop.group(1)), int(crop.group(2))
     last = channels_last("averaging before a probe", layer, shape, size)

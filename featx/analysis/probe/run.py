@@ -244,8 +244,8 @@ def _result(
     notes = list(task.notes)
     if count := found[best]["repeated_rows"]:
         notes.append(
-            f"{count} test rows have the very vector of a training row in {best}: the same "
-            "images twice?"
+            f"{count} test rows have the same vector as a training row in {best}; these may be "
+            "the same images"
         )
     if near["rows"]:
         notes.append(

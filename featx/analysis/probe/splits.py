@@ -175,7 +175,7 @@ def roles_of(said: npt.NDArray[Any], where: str) -> npt.NDArray[np.str_]:
     found = np.empty(len(said), dtype="U10")
     for text in np.unique(said).tolist():
         if text != "" and text not in ROLES:
-            raise DataError(f"{where} says {text!r}; expected train, validation or test.")
+            raise DataError(f"{where} is {text!r}; expected train, validation or test.")
         found[said == text] = ROLES.get(text, "")
     return found
 

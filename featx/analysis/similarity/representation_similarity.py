@@ -91,7 +91,7 @@ def layer_similarity(
     """
     rows, other_rows = _common_rows(store, other)
     if len(rows) < 4:
-        raise ConfigError(f"{len(rows)} pictures are ok in common; expected at least 4.")
+        raise ConfigError(f"{len(rows)} common images are ok; expected at least 4.")
     count = min(num_rows, len(rows))
     chosen = np.sort(np.random.default_rng(seed).permutation(len(rows))[:count])
     where = float64_home(choose_device(device))

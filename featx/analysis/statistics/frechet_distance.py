@@ -57,8 +57,8 @@ def refuse_other_values(a: dict[str, Any], b: dict[str, Any], what: str) -> None
     ]
     if changed:
         raise StoreMismatchError(
-            f"{what}: these are statistics of different values, so a distance between them says "
-            "nothing of the pictures:\n" + "\n".join(changed)
+            f"{what}: these are statistics of different values, so a distance between them does "
+            "not compare the images:\n" + "\n".join(changed)
         )
 
 

@@ -143,7 +143,7 @@ class MomentsTree:
         """
         merged = self._merged(0, self.num_rows)
         created = self._publish(self.path, 0, self.num_rows, merged)
-        require(created, f"somebody else wrote {self.path} without the lock")
+        require(created, f"another process wrote {self.path} without the lock")
         return tuple(merged.failures)
 
     def file(self, start: int, stop: int) -> Path:
@@ -208,8 +208,8 @@ class MomentsTree:
         if not path.exists():
             if stop - start == 1:
                 raise StoreError(
-                    f"no file of {self.folder} has row {start} any more; give the same command "
-                    "again."
+                    f"no file in {self.folder} has row {start} any more. Give the same command "
+                    "again to compute it."
                 )
             return self._joined(start, stop)
         with reading(path) as file:

@@ -442,6 +442,6 @@ def _check_complete(path: Path, root: Mapping[str, Any]) -> None:
     """
     if not root["complete"]:
         raise StoreError(
-            f"{path} holds rows {root['start']} to {root['stop']} of a run that goes on; its "
-            "statistics are in the file beside the folder when it is complete."
+            f"{path} holds rows {root['start']} to {root['stop']} of a run that is not complete. "
+            "Its statistics will be in the file next to the folder."
         )

@@ -68,7 +68,7 @@ def layer_map(
     pooled = taken.pooled is not None
     scores, shares = principal_components(vectors, COMPONENTS)
     if not shares.sum() > 0:
-        same = "All rows looked at have the same vector."
+        same = "All selected rows have the same vector."
         return LayerMap(layer, taken.width, pooled, None, (0, 0), None, same)
     explained = float(shares[0]), float(shares[1]) if len(shares) > 1 else 0.0
     plane = np.zeros((len(rows), 2))

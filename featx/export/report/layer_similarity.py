@@ -49,7 +49,7 @@ def similarity_of(
     """
     if len(layers) < 2:
         return LayerSimilaritySection(
-            layers, [], [], 0, "One layer has nothing to be compared with."
+            layers, [], [], 0, "There is only one layer, so none can be compared."
         )
     try:
         found = layer_similarity(store, None, layers, min(rows, ROWS), seed, device)

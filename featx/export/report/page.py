@@ -166,7 +166,7 @@ def _for_plots(page: Page) -> dict[str, Any]:
         "keys": [page.key(row) for row in page.rows.tolist()],
         "labels": labels.tolist(),
         "classes": [as_utf8(name) for name in page.store.classes],
-        "pictures": {str(row): page.thumbnails.uris[row] for row in _with_picture(page)},
+        "thumbnails": {str(row): page.thumbnails.uris[row] for row in _rows_with_thumbnail(page)},
         "unread": {str(row): why_not for row, why_not in page.thumbnails.unread.items()},
         "maps": [_map_for_plots(each) for each in page.maps if each.pca is not None],
         "parts": page.speed.parts,
@@ -189,7 +189,7 @@ def _for_plots(page: Page) -> dict[str, Any]:
     }
 
 
-def _with_picture(page: Page) -> list[int]:
+def _rows_with_thumbnail(page: Page) -> list[int]:
     """Return the rows of the maps that have a thumbnail."""
     return [row for row in page.rows.tolist() if row in page.thumbnails.uris]
 

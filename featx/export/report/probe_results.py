@@ -107,8 +107,8 @@ def probes_of(store: FeatureStore) -> Probes:
     try:
         if found["fingerprint"] != str(store.attrs.get("fingerprint")):
             note = (
-                f"{layout.PROBE} is of another state of this store (its fingerprint differs): "
-                "run job=probe again. What follows is what it said then."
+                f"{layout.PROBE} belongs to another state of this store (its fingerprint differs). "
+                "The results below are of that state; run job=probe again."
             )
         else:
             note = ""
@@ -151,9 +151,9 @@ def _nested(found: Mapping[str, Any]) -> list[str]:
         return []
     low, high = found["interval"]
     return [
-        f"With the layer chosen anew within the training rows of each fold, the accuracy is "
-        f"{found['accuracy']:.1%} ({low:.1%} to {high:.1%}); the lines below are of layers named "
-        "beforehand, and the best of them is a lucky one."
+        f"With the layer chosen within the training rows of each fold, the accuracy is "
+        f"{found['accuracy']:.1%} ({low:.1%} to {high:.1%}). The lines below are of layers chosen "
+        "beforehand, and the best of them is an optimistic estimate."
     ]
 
 

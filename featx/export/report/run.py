@@ -47,8 +47,8 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         tell: called with a line of text before slow steps, and about missing contents.
 
     Returns:
-        file, bytes, rows_looked_at, layers, pictures, without_pictures (the reason),
-        pictures_not_decoded, complete and seconds, as JSON types.
+        file, bytes, rows_looked_at, layers, thumbnails, without_thumbnails (the reason),
+        thumbnails_not_decoded, complete and seconds, as JSON types.
 
     Raises:
         FeatxError: the store or a layer does not exist, or the page cannot be written.
@@ -62,7 +62,7 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     disk = AtomicFolder(path.parent)
     disk.make_folder(path.parent)  # first, so that an unusable path fails early
     if not store.complete:
-        tell(f"{store.root} is not complete; the page says so, and shows what is there")
+        tell(f"{store.root} is not complete; the page says so and shows the existing rows")
     page = _looked_at(config, store, layers, tell)
     page.seconds = time.perf_counter() - begun
     text = render(page)
@@ -72,9 +72,9 @@ def run_report(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
         "bytes": len(text.encode()),
         "rows_looked_at": len(page.rows),
         "layers": list(layers),
-        "pictures": len(page.thumbnails.uris),
-        "without_pictures": page.thumbnails.why_none,
-        "pictures_not_decoded": len(page.thumbnails.undecoded),
+        "thumbnails": len(page.thumbnails.uris),
+        "without_thumbnails": page.thumbnails.why_none,
+        "thumbnails_not_decoded": len(page.thumbnails.undecoded),
         "complete": store.complete,
         "seconds": round(time.perf_counter() - begun, 3),
     }
@@ -96,7 +96,7 @@ def _looked_at(
         strips = [nearest_strips(store, name, ok, queries, seed, config.device) for name in mapped]
     # Thumbnails come before the slow steps, because an image that crashes its decoder restarts the
     # job.
-    thumbnails = _pictures_of(config, store, reasons, strips, rows, tell)
+    thumbnails = _thumbnails_of(config, store, reasons, strips, rows, tell)
     tell(f"statistics of {len(layers)} layers over {len(rows)} of {len(ok)} ok rows")
     statistics = [layer_statistics(store, layer, rows) for layer in layers if len(rows)]
     maps = []
@@ -123,7 +123,7 @@ def _looked_at(
     )
 
 
-def _pictures_of(
+def _thumbnails_of(
     config: Config,
     store: FeatureStore,
     reasons: list[Reason],
@@ -184,7 +184,7 @@ def _file_of(config: Config, store: FeatureStore) -> Path:
         raise StoreError(f"cannot write {path}: {error.strerror}. Choose another out.") from error
     if not ours:
         raise StoreError(
-            f"{path} is there and is no report of featx; it is left alone. Choose another "
+            f"{path} exists and is no report of featx, so it is not replaced. Choose another "
             "out=NAME.html."
         )
     return path

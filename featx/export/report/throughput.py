@@ -15,7 +15,7 @@ from featx.store.reader import FeatureStore
 _STAGES = {
     "read": "reading the files, all threads together",
     "decode": "decoding and resizing, all threads together",
-    "wait": "the model waited for pictures",
+    "wait": "the model waited for images",
     "model": "the forward passes",
     "copy": "values from the device",
     "statistics": "summing up",
@@ -68,7 +68,7 @@ class Speed:
 def speed_of(store: FeatureStore) -> Speed:
     """Collect the speed of a store's runs."""
     if store.root.is_file():
-        alone = "A single file tells nothing of time; summary.json stands in the store's folder."
+        alone = "A single file records no times; summary.json is in the folder of the store."
         return Speed([], alone, [], "")
     runs, missing = _runs(store)
     parts, parts_missing = _parts(store)
@@ -116,8 +116,8 @@ def _parts(store: FeatureStore) -> tuple[list[tuple[float, int]], str]:
             times.append((path.stat().st_mtime, part.stop - part.start))
     if not times:
         return [], (
-            "The parts were packed, and their times went with them: speed is known of each run as "
-            "a whole."
+            "The parts were packed, which drops their times: the speed is known for each run as a "
+            "whole."
         )
     if len(times) < 3:
         return [], "There are too few parts for a curve."

@@ -60,7 +60,7 @@ class Thumbnails:
         self.uris: dict[int, str] = {}
         self.unread: dict[int, str] = {}
         self.limit = limit
-        self.why_none = "" if limit else "report.thumbnails=0 asks for none."
+        self.why_none = "" if limit else "report.thumbnails=0 leaves them out."
         self._store = store
         self._data = data
         self._bytes = 0
@@ -119,8 +119,8 @@ class Thumbnails:
         """End the addition of thumbnails, and set `why_none` if no image could be read."""
         if self.unread and not self.uris and not self.why_none:
             self.why_none = (
-                f"none of {len(self.unread)} pictures could be read now ({self._said}). If they "
-                "lie elsewhere, say where: data=folder data.root=DIR."
+                f"none of {len(self.unread)} images can be read now ({self._said}). If they are in "
+                "another folder, give data=folder data.root=DIR."
             )
 
     @property
@@ -155,10 +155,10 @@ class Thumbnails:
             ImageFault: the image is missing or cannot be decoded.
             OSError: the disk or mount fails.
         """
-        picture = self._decoder.image(key, self._source.read(key))
+        decoded = self._decoder.image(key, self._source.read(key))
         if isinstance(self._source, RegionSource):
-            picture = cut_out(picture, self._source.box(key))
-        return _thumbnail(picture)
+            decoded = cut_out(decoded, self._source.box(key))
+        return _thumbnail(decoded)
 
     def add_every(self, rows: list[int]) -> None:
         """Make thumbnails of rows that are evenly spaced in a list, as many as the limit allows."""
@@ -169,11 +169,11 @@ class Thumbnails:
             self.add(missing[int(i * step)] for i in range(min(room, len(missing))))
 
 
-def _thumbnail(picture: Image.Image) -> str:
+def _thumbnail(decoded: Image.Image) -> str:
     """Return an image as a small WebP in a data URI."""
-    scale = PIXELS / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    small = picture.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else picture
+    scale = PIXELS / max(decoded.size)
+    size = (max(1, round(decoded.width * scale)), max(1, round(decoded.height * scale)))
+    small = decoded.resize(size, Image.Resampling.BICUBIC, reducing_gap=2) if scale < 1 else decoded
     buffer = io.BytesIO()
     small.save(buffer, "WEBP", quality=_QUALITY)
     return f"data:image/webp;base64,{base64.b64encode(buffer.getvalue()).decode()}"

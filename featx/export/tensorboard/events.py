@@ -126,7 +126,7 @@ class RunEvents(RunObserver):
             self._append(_part_record(part.stop, scalars, self._histograms))
         except OSError as error:
             self._failed = True
-            log_message(f"warning: {_failure_text(error)} The features go on without their events.")
+            log_message(f"warning: {_failure_text(error)} The run continues without events.")
 
     def run_finished(self) -> None:
         """Write the graph of the model and the projector, after all features are computed."""
@@ -140,7 +140,7 @@ class RunEvents(RunObserver):
             there = [name for name in layers if name in store]
             write_projector(self._session.disk, self._context, store, there, num_rows)
         except (OSError, FeatxError) as error:
-            log_message(f"warning: {_failure_text(error)} The store is not touched by it.")
+            log_message(f"warning: {_failure_text(error)} The store is not affected.")
             return
         log_message(f"tensorboard --logdir {self._folder.parent} shows the run")
 

@@ -36,7 +36,7 @@ _BATCH_ROWS = 64
 """Rows that are read at a time."""
 _CONFIG = "projector_config.pbtxt"
 _FILES = "projector"
-_NO_PICTURE = 128
+_GREY = 128
 """Grey level of a sprite without an image."""
 _SPELLED = str.maketrans({"\t": r"\t", "\n": r"\n", "\r": r"\r"})
 """Replacements for characters that no cell of a TSV file can contain."""
@@ -216,7 +216,7 @@ def sprite_sheet(
     height, width = context.engine.backbone.preprocess.crop
     longest = min(SPRITE_PIXELS, max(height, width))
     h, w = (max(1, round(n * longest / max(height, width))) for n in (height, width))
-    places = np.full((side * side, h, w, 3), _NO_PICTURE, dtype=np.uint8)
+    places = np.full((side * side, h, w, 3), _GREY, dtype=np.uint8)
     missing = 0
     for place, sprite in enumerate(_sprites(context, rows, (w, h))):
         if sprite is None:
@@ -243,8 +243,8 @@ def _sprites(
                 yield None
                 continue
             shown = preprocess.as_uint8(x).permute(1, 2, 0).contiguous().numpy()
-            picture = Image.fromarray(shown)
-            sprite = picture.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
+            image = Image.fromarray(shown)
+            sprite = image.resize(size, Image.Resampling.BILINEAR, reducing_gap=2)
             yield np.asarray(sprite)
 
 

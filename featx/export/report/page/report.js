@@ -46,10 +46,10 @@
   const tip = byId("tip");
   const pointAt = (event) => {
     const at = event.points[0].customdata;
-    const [picture, key, kind] = tip.children;
-    const uri = data.pictures[data.rows[at]];
-    picture.hidden = !uri;
-    if (uri) picture.src = uri; else picture.removeAttribute("src");
+    const [image, key, kind] = tip.children;
+    const uri = data.thumbnails[data.rows[at]];
+    image.hidden = !uri;
+    if (uri) image.src = uri; else image.removeAttribute("src");
     key.firstElementChild.textContent = data.keys[at];
     const named = data.labels[at] < 0 ? "" : nameOf(data.labels[at]);
     kind.textContent = [named, data.unread[data.rows[at]]].filter(Boolean).join(", ");

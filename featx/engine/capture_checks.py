@@ -27,8 +27,8 @@ def check_gradients_arrive(
     silent = [point.name for point in points if point.is_gradient and point.name not in fired]
     if silent:
         raise LayerError(
-            f"{', '.join(silent)}: target={target} has no gradient there, because the output of the "
-            "model does not depend on it."
+            f"{', '.join(silent)}: target={target} has no gradient there, because the output of "
+            "the model does not depend on it."
         )
 
 
@@ -74,8 +74,8 @@ def check_batch_dimension(point: CapturePoint, value: torch.Tensor, batch_size: 
     shape = tuple(value.shape)
     if shape[:1] != (batch_size,):
         raise LayerError(
-            f"{point.name} has shape {shape} for a batch of {batch_size}: its first dimension is not "
-            "the batch, so it has no row per image. Choose a layer around it."
+            f"{point.name} has shape {shape} for a batch of {batch_size}: its first dimension is "
+            "not the batch, so it has no row per image. Choose a layer around it."
         )
     if point.capture == "attention":
         check_weights(point.name, value)

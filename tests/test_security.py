@@ -1,4 +1,4 @@
-"""docs/security.md: every promise names a test, and those that had none have one here."""
+"""docs/security.md: every guarantee names a test, and those that had none have one here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.usefixtures("packing_in_process")
 PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 
 
-def promises() -> list[tuple[str, str]]:
-    """(promise, test) of every line of the page's tables."""
+def guarantees() -> list[tuple[str, str]]:
+    """(guarantee, test) of every line of the page's tables."""
     lines = re.findall(
-        r"^\| (?!promise|trusted|not trusted|assumed|-|\|)(.+) \| (`test_.+`) \|$", PAGE, re.M
+        r"^\| (?!guarantee|trusted|not trusted|assumed|-|\|)(.+) \| (`test_.+`) \|$", PAGE, re.M
     )
     return [(text, name) for text, names in lines for name in re.findall(r"`(test_\w+)`", names)]
 
@@ -47,9 +47,9 @@ def names_of_tests() -> set[str]:
     return found
 
 
-def test_every_promise_names_a_test_that_there_is() -> None:
-    named = promises()
-    section = PAGE[PAGE.index("## Promises") : PAGE.index("## Not promised")]
+def test_every_guarantee_names_an_existing_test() -> None:
+    named = guarantees()
+    section = PAGE[PAGE.index("## Guarantees") : PAGE.index("## Not guaranteed")]
     rows = [
         line for line in section.splitlines() if line.startswith("| ") and "| test |" not in line
     ]

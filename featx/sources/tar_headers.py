@@ -40,7 +40,7 @@ class Member(NamedTuple):
 
 
 class CutOffError(Exception):
-    """The tar ends before its end mark, or continues with something that is not a header.
+    """The tar ends before its end marker, or continues with something that is not a header.
 
     Attributes:
         at: offset of the first byte that belongs to no complete member.
@@ -115,7 +115,7 @@ def members(read: Read) -> Iterator[Member]:
 
 
 def _check_end(read: Read, at: int) -> None:
-    """Check that only zeros follow the end mark.
+    """Check that only zeros follow the end marker.
 
     Raises:
         CutOffError: other data follow, such as a concatenated tar, whose members would be missed.

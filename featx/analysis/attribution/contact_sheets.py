@@ -1,4 +1,4 @@
-"""Contact sheets of heat maps over images, and grids of feature maps; drawn with Pillow alone."""
+"""Contact sheets of heat maps over images, and grids of feature maps; drawn with Pillow only."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def build(config: ModelConfig, seed: int) -> Backbone:
                 module = models.get_model(name, weights=entry)
         except RuntimeError as error:  # from load_state_dict in the builder
             reason = " ".join(str(error).split())[:300]
-            raise WeightsError(f"{file or entry} is not of this model: {reason}") from error
+            raise WeightsError(f"{file or entry} does not fit this model: {reason}") from error
         weights = file or str(entry)
     else:
         module = untrained(config, seed)

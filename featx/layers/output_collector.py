@@ -70,7 +70,7 @@ class OutputCollector:
         shape = tuple(tensor.shape)
         if shape[1:] != self._row_shapes[point.name]:
             raise RunError(
-                f"{point.name} gave rows of shape {shape}, but the calibration pass gave "
+                f"{point.name} gave rows of shape {shape[1:]}, but the calibration pass gave "
                 f"{self._row_shapes[point.name]}."
             )
         tensor = tensor.detach()  # drop the graph, if gradients are taken

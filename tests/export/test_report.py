@@ -198,7 +198,7 @@ def test_layers_that_are_being_added() -> None:
     run.finish(Path("store"))
     make_added(run, {"later": (4,)}, part_rows=16).finish(Path("store"), at_most=1)
     page = report()
-    assert "Layers are being added and do not show before they are whole: later." in page.words
+    assert "Layers are being added and are shown when they are complete: later." in page.words
     assert [each["name"] for each in data_of()["maps"]] == ["flat", "map"]
 
 

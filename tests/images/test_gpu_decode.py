@@ -233,7 +233,7 @@ def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
         return decode
 
     monkeypatch.setattr(gpu_decode, "decode_jpegs", failing(torch.OutOfMemoryError("full")))
-    with pytest.raises(RunError, match="out of memory on cpu while decoding 1 pictures there"):
+    with pytest.raises(RunError, match="out of memory on cpu while decoding 1 images on it"):
         loaded([picture(0)], SHARES)
     broken = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(gpu_decode, "decode_jpegs", failing(broken))

@@ -246,7 +246,7 @@ def test_functional_attention_is_named_by_its_softmax() -> None:
     assert (values["features.3.0.attn.softmax"].shape, plain) == ((4, 2, 4, 4), [])
     with pytest.raises(LayerError, match="first dimension is not the batch"):
         choose(model, "features.1.0.attn.softmax")
-    with pytest.raises(LayerError, match=r"\(8, 2, 4, 4\) for a batch of 2: of windows"):
+    with pytest.raises(LayerError, match=r"\(8, 2, 4, 4\) for a batch of 2: these are windows"):
         choose(model, "features.1.0.attn:attention")
     with (
         pytest.raises(LayerError, match=r"'features\.3\.0\.attn\.softmax'"),

@@ -406,7 +406,7 @@ def test_a_part_that_appears_meanwhile_is_kept_only_if_it_is_ours(
     other.write(tmp_path / "other")
     with run.session(tmp_path / "store").hold() as session:
         shutil.copy(part_path(tmp_path / "other", 0), part_path(tmp_path / "store", 0))
-        with pytest.raises(StoreError, match=r"appeared meanwhile.*another run"):
+        with pytest.raises(StoreError, match=r"written by another process.*another run"):
             session.commit(run.builder(run.grid.part(0)))
         assert 0 in [part.index for part in session.missing()]
 
@@ -417,7 +417,7 @@ def test_a_manifest_that_appears_meanwhile_is_not_written_over(
     """Where locks do nothing: the process that linked featx.json first has the store."""
     run.changed(model="other").write(tmp_path, [])
     monkeypatch.setattr("featx.store.session.load_manifest", lambda _: (None, True))
-    with pytest.raises(StoreError, match="appeared meanwhile"), run.session(tmp_path).hold():
+    with pytest.raises(StoreError, match="created by another process"), run.session(tmp_path).hold():
         pytest.fail("two runs in one store")
 
 

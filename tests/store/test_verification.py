@@ -228,12 +228,12 @@ IN_A_FILE: dict[str, tuple[Change, str]] = {
     "labels as floats": (replaced("label", lambda v: v.astype("f8")), "/label is"),
     "wide status": (replaced("status", lambda v: v.astype("u2")), "/status is"),
     "fewer keys": (replaced("key", lambda v: v[:-1]), "/key is"),
-    "a soft link": (link("features/flat", h5py.SoftLink("/features/map")), "another place"),
-    "an external link": (link("features/flat", h5py.ExternalLink("x.h5", "/a")), "another place"),
+    "a soft link": (link("features/flat", h5py.SoftLink("/features/map")), "another object"),
+    "an external link": (link("features/flat", h5py.ExternalLink("x.h5", "/a")), "another object"),
     "checksums elsewhere": (
-        link("checksums/features/flat", h5py.ExternalLink("/etc/x", "/a")), "another place"),
+        link("checksums/features/flat", h5py.ExternalLink("/etc/x", "/a")), "another object"),
     "failures elsewhere": (
-        link("failures/error", h5py.ExternalLink("/etc/x", "/a")), "another place"),
+        link("failures/error", h5py.ExternalLink("/etc/x", "/a")), "another object"),
 }  # fmt: skip
 
 

@@ -114,9 +114,9 @@ def check_calls(
         if (now := calls.get(place, 0)) != before:
             raise RunError(
                 f"the layer {place[0]!r} is called {_times(now)} in a pass over images, and was "
-                f"called {_times(before)} in the first pass. The name means different calls for "
-                "different batches, so its rows are not reproducible. Choose a layer that is "
-                "called equally often for every image."
+                f"called {_times(before)} in the first pass. The model runs different layers for "
+                "different batches, so the name means different calls and its rows are not "
+                "reproducible. Choose a layer that is called equally often for every image."
             )
 
 

@@ -468,7 +468,7 @@ def test_mistaken_settings_are_refused(settings: dict[str, Any], expected: str) 
     [
         ({"layers": ["conv"]}, "layers has no effect with job=attribute"),
         ({"capture": "input"}, "capture has no effect with job=attribute"),
-        ({"compile": True}, "compile=true is not possible because gradients"),
+        ({"compile": True}, "compile=true does not go with gradients"),
     ],
 )
 def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> None:

@@ -417,7 +417,10 @@ def test_a_manifest_that_appears_meanwhile_is_not_written_over(
     """Where locks do nothing: the process that linked featx.json first has the store."""
     run.changed(model="other").write(tmp_path, [])
     monkeypatch.setattr("featx.store.session.load_manifest", lambda _: (None, True))
-    with pytest.raises(StoreError, match="created by another process"), run.session(tmp_path).hold():
+    with (
+        pytest.raises(StoreError, match="created by another process"),
+        run.session(tmp_path).hold(),
+    ):
         pytest.fail("two runs in one store")
 
 

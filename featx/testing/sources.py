@@ -140,7 +140,7 @@ class SourceContract:
             assert min(box.x, box.y) >= 0
             assert min(box.width, box.height) > 0
             data = _comparable(_bytes_or_fault(source, key))
-            assert bytes_of.setdefault(source.picture(key), data) == data
+            assert bytes_of.setdefault(source.image_key(key), data) == data
 
 
 def _bytes_or_fault(source: Source, key: bytes) -> bytes | ImageFault:

@@ -306,7 +306,7 @@ class _Packing:
     def _take(self, source: h5py.File, piece: _Piece) -> None:
         """Copy the rows of one file to their positions."""
         if source.attrs["fingerprint"] != piece.identity:
-            raise StoreError(f"{piece.path} is of another run.")
+            raise StoreError(f"{piece.path} belongs to another run.")
         rows = slice(piece.start, piece.stop)
         num_rows = piece.stop - piece.start
         if source.attrs.get("start", 0) != piece.start or len(source[layout.KEY]) != num_rows:

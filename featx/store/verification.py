@@ -157,7 +157,7 @@ def _manifest_of_file(path: Path, report: Report) -> Manifest | None:
     try:
         with open_hdf5(path) as file:
             if "featx_format" not in file.attrs:
-                raise StoreError(f"{path} is an HDF5 file, but no featx store.")
+                raise StoreError(f"{path} is an HDF5 file, but not a featx store.")
             if "part" in file.attrs:
                 raise StoreError(f"{path} is one part of a store; verify the store's folder.")
             if layout.MANIFEST not in file.attrs:

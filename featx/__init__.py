@@ -14,7 +14,7 @@ from featx.errors import FeatxError
 
 if TYPE_CHECKING:
     from featx.analysis.prediction import predict
-    from featx.analysis.statistics.frechet_distance import frechet_distance
+    from featx.analysis.statistics.frechet import frechet_distance
     from featx.analysis.statistics.stats_file import Statistics, open_stats
     from featx.jobs.export import export_store
     from featx.jobs.extract import extract
@@ -50,7 +50,7 @@ _HOME = {
     "write_report": "featx.jobs.report",
     "open_stats": "featx.analysis.statistics.stats_file",
     "Statistics": "featx.analysis.statistics.stats_file",
-    "frechet_distance": "featx.analysis.statistics.frechet_distance",
+    "frechet_distance": "featx.analysis.statistics.frechet",
 }
 
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base.supervisor import end_process, is_echo, supervised
+from featx.base import end_process, is_echo, supervised
 
 if TYPE_CHECKING:
-    from featx.cli.overrides import CommandLine
+    from featx.cli import CommandLine
 
 
 def main() -> None:
@@ -30,11 +30,9 @@ def run_command() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from featx.base.console import log_message, print_result, stop_saying
-    from featx.base.paths import shipped
+    from featx.base import log_message, print_result, shipped, stop_saying
     from featx.base.version import __version__
-    from featx.cli import hydra_config
-    from featx.cli.overrides import read_command_line
+    from featx.cli import hydra_config, read_command_line
     from featx.errors import FeatxError
     from featx.jobs import JOBS
 
@@ -83,7 +81,7 @@ def _guarded(node: Any, line: CommandLine, debug: bool) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from featx import jobs
-    from featx.base.console import log_as_json, log_message
+    from featx.base import log_as_json, log_message
     from featx.cli import hydra_config
     from featx.config import saved_config, schema
     from featx.errors import FeatxError, StorageError
@@ -135,14 +133,14 @@ def _interrupted(signum: int, frame: object) -> None:
 
 
 def _terminated(signum: int, frame: object) -> None:
-    from featx.pipeline.stop_signals import Interrupted
+    from featx.pipeline import Interrupted
 
     if not is_echo(signum):
         raise Interrupted(signum)
 
 
 def _was_decoding(folder: Path, pid: int) -> bool:
-    from featx.images.crash_journal import was_decoding
+    from featx.images import was_decoding
 
     return was_decoding(folder, pid)
 

@@ -15,9 +15,7 @@ import torch
 from torch.utils.data import Dataset, Sampler, Subset
 
 from featx.errors import StoreError
-from featx.store.chunk_check import Verify
-from featx.store.layer_array import LayerArray
-from featx.store.reader import FeatureStore, check_rows_present
+from featx.store import FeatureStore, LayerArray, Verify, check_rows_present
 
 BLOCK_BYTES = 256 << 10
 """Target size of a block in bytes, if `block_rows` is not given.

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from featx.config.layer_requests import layer_requests
-from featx.pipeline.engine_spec import EngineSpec
+from featx.config import layer_requests
+from featx.pipeline import EngineSpec
 
 # torch takes seconds to import, and a job selects its engine before it needs torch.
 if TYPE_CHECKING:
     import torch
 
-    from featx.config import ReduceConfig
-    from featx.config.run_config import Config
-    from featx.engine.engine import Engine
-    from featx.layers.projection import ChosenLayers
-    from featx.layers.selection import Selection
-    from featx.layers.trace import CapturePoint
-    from featx.models.base import Backbone
+    from featx.config import Config, ReduceConfig
+    from featx.engine import Engine
+    from featx.layers import CapturePoint, ChosenLayers, Selection
+    from featx.models import Backbone
 
 
 def engine_spec(job: str) -> EngineSpec:
@@ -28,14 +25,14 @@ def engine_spec(job: str) -> EngineSpec:
 
 def _feature_engine(config: Config, backbone: Backbone, device: torch.device, dtype: str) -> Engine:
     """Create an engine that computes captured tensors."""
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
     return Engine(backbone, device, dtype, config.target)
 
 
 def _requested_layers(config: Config, engine: Engine) -> Selection:
     """Select the layers that the config requests, with one traced forward pass."""
-    from featx.layers.selection import select
+    from featx.layers import select
 
     backbone = engine.backbone
     requests = layer_requests(config)

@@ -19,26 +19,32 @@ from featx.analysis.engine_specs import FEATURES
 from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.labelled_rows import as_vectors
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
-from featx.config import DataConfig, ModelConfig
-from featx.config.layer_requests import with_statistics_at
-from featx.config.run_config import Config, in_this_process
-from featx.config.saved_config import from_saved
+from featx.config import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    from_saved,
+    in_this_process,
+    with_statistics_at,
+)
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
-from featx.pipeline.feature_sink import Rows, compute_rows
-from featx.pipeline.loop import run_parts
-from featx.pipeline.run_context import RunContext, build_run_context
-from featx.pipeline.run_metrics import RunMetrics
-from featx.pipeline.run_target import PART_SECONDS, list_images
-from featx.sources.base import FolderSource
-from featx.sources.folder import FolderOptions
-from featx.store import layout
-from featx.store.dtypes import from_raw
-from featx.store.layout import PART_BYTES, Grid
+from featx.pipeline import (
+    PART_SECONDS,
+    Rows,
+    RunContext,
+    RunMetrics,
+    build_run_context,
+    compute_rows,
+    list_images,
+    run_parts,
+)
+from featx.sources import FolderOptions, FolderSource
+from featx.store import PART_BYTES, Grid, from_raw, layout
 from featx.types import Batch, Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
-    from featx.layers.projection import ChosenLayers
+    from featx.engine import Engine
+    from featx.layers import ChosenLayers
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def run_prediction(config: Config, path: Path, files: Sequence[Path] | None = No
     """
     import torch
 
-    from featx.base.devices import choose_device
+    from featx.base import choose_device
 
     head, about = read_head(path.expanduser(), choose_device(config.device))
     spec = _spec_of(path, about)
@@ -402,7 +408,7 @@ def head_of_store(store: Path, layer: str | None) -> Path:
     """
     import json
 
-    from featx.store.reader import FeatureStore
+    from featx.store import FeatureStore
 
     opened = FeatureStore(store)
     folder = opened.root if opened.root.is_dir() else opened.root.parent

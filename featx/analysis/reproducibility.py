@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.engine_specs import engine_spec
-from featx.config import PROJECTIONS, ReduceConfig
-from featx.config.layer_requests import layer_requests, with_statistics_at
-from featx.config.run_config import Config, in_this_process
-from featx.config.saved_config import data_of_saved, from_saved
+from featx.config import (
+    PROJECTIONS,
+    Config,
+    ReduceConfig,
+    data_of_saved,
+    from_saved,
+    in_this_process,
+    layer_requests,
+    with_statistics_at,
+)
 from featx.errors import ConfigError, FeatxError, LayerError, StoreError, StoreMismatchError
-from featx.pipeline.feature_sink import compute_rows
-from featx.pipeline.image_changes import image_changes
-from featx.pipeline.run_context import RunContext, build_run_context
+from featx.pipeline import RunContext, build_run_context, compute_rows, image_changes
 from featx.sources import open_source
-from featx.storage.s3_path import is_url
-from featx.store.dtypes import from_raw
-from featx.store.listing import read_listing
-from featx.store.manifest import Manifest, Run
-from featx.store.reader import FeatureStore
-from featx.store.session import missing_parts
+from featx.storage import is_url
+from featx.store import FeatureStore, Manifest, Run, from_raw, missing_parts, read_listing
 from featx.types import Batch, LayerSpec, Part, Status
 
 MIN_AGREEMENT = 0.999

@@ -1,7 +1,9 @@
 """Helpers that know nothing of features: machine limits, devices, console, processes, text.
 
 In: numbers, texts, paths and tensors. Out: the same; messages go to stderr, results to stdout.
-Names for others: every public name of its modules, above all `console.log_message`,
-`console.print_result`, `progress.Progress`, `machine.num_cpus`, `devices.choose_device`,
-`fingerprint.digest`, `supervisor.supervised` and `thread_pool.ReplaceableThreadPool`.
+Names for others: those in `__init__.pyi`.
 """
+
+from featx.base.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -2,6 +2,9 @@
 
 In: the arguments of `python -m featx` and the YAML files of conf/.
 Out: the composed config, the help text, and tables as text.
-Names for others: `hydra_config` (all of it), `overrides.read_command_line`,
-`layer_table.layer_table` and `layer_table.layer_rows`.
+Names for others: those in `__init__.pyi`.
 """
+
+from featx.base.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

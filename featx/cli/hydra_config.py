@@ -19,12 +19,16 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from featx.base.families import family
-from featx.base.registry import Member, Registry
+from featx.base import Member, Registry, family
 from featx.cli.overrides import is_path
-from featx.config.all_options import described_options, member_groups
-from featx.config.option_types import Kind, option_types
-from featx.config.schema import config_schema, known_keys
+from featx.config import (
+    Kind,
+    config_schema,
+    described_options,
+    known_keys,
+    member_groups,
+    option_types,
+)
 from featx.errors import ConfigError, nearest
 
 _STR = "tag:yaml.org,2002:str"

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from featx.base.families import family
-from featx.config.option_types import Kind, OptionType, option_types
+from featx.base import family
+from featx.config import Kind, OptionType, option_types
 from featx.errors import ConfigError, nearest
 
 _WITH_VALUE = (

@@ -12,7 +12,7 @@ from dataclasses import field, fields, is_dataclass, make_dataclass
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from featx.base.families import family, family_options
+from featx.base import family, family_options
 from featx.config.member_options import (
     MemberGroup,
     option_owners,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
-from featx.base.families import family
+from featx.base import family
 from featx.errors import ConfigError, FeatxError
 
 OptionsT = TypeVar("OptionsT")

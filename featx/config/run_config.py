@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from featx.base.families import family
+from featx.base import family
 from featx.config import (
     GRADIENTS,
     MAX_PICTURES,
@@ -36,9 +36,9 @@ from featx.config import (
     VerifyConfig,
     check_choice,
 )
-from featx.config.layer_requests import layer_requests
+from featx.config.requested_layers import layer_requests
 from featx.errors import ConfigError, StoreError
-from featx.storage.s3_path import is_url, parse_path
+from featx.storage import is_url, parse_path
 from featx.types import ITEM_BYTES
 
 MAX_SEED = 2**32 - 1

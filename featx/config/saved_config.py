@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
-from featx.base.families import family
+from featx.base import family
 from featx.config import DataConfig
 from featx.config.all_options import group_class, member_groups
 from featx.config.member_options import option_owners

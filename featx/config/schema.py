@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base.families import family
+from featx.base import family
 from featx.config import OBJECT_SOURCE, DataConfig
 from featx.config.all_options import all_options, config_class, group_class, member_groups
 from featx.config.member_options import (
@@ -19,7 +19,7 @@ from featx.config.member_options import (
     options_class,
     refuse_options_of_others,
 )
-from featx.config.option_types import Kind, option_types
+from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
 from featx.errors import ConfigError, nearest
 

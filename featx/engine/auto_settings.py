@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
-from featx.base.devices import may_have_bf16
-from featx.base.machine import free_memory
-from featx.base.text import size_text
-from featx.config.run_config import Config
+from featx.base import free_memory, may_have_bf16, size_text
+from featx.config import Config
 from featx.engine.compute import MIN_COSINE, MIN_SPEEDUP, Compute
 from featx.engine.engine import Engine
 from featx.engine.row_checks import row_cosines
 from featx.errors import ConfigError, RunError
-from featx.images.loader import PREFETCH_BATCHES
+from featx.images import PREFETCH_BATCHES
 from featx.store import layout
 from featx.types import ResumeState
 

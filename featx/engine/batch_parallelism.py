@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from featx.base.allocator import is_kept_in_threads
-from featx.base.machine import free_memory, num_cpus, resident_memory
-from featx.config.run_config import Config
+from featx.base import free_memory, is_kept_in_threads, num_cpus, resident_memory
+from featx.config import Config
 from featx.engine.row_checks import same_bits
 from featx.types import ResumeState
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from featx.errors import LayerError, RunError
-from featx.layers.attention import check_weights
-from featx.layers.trace import CapturePoint, Trace
+from featx.layers import CapturePoint, Trace, check_weights
 
 
 def check_gradients_arrive(

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from featx.layers.projection import StoredReduce
-from featx.layers.trace import CapturePoint
+from featx.layers import CapturePoint, StoredReduce
 from featx.types import LayerSpec
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -21,8 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from featx.base.allocator import keep_freed_memory
-from featx.base.devices import OwnStream, away, exact_cuda, synchronise, to_cpu
+from featx.base import OwnStream, away, exact_cuda, keep_freed_memory, synchronise, to_cpu
 from featx.engine.batch_independence import (
     Buffers,
     MovedRows,
@@ -43,18 +42,31 @@ from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
 from featx.engine.row_checks import same_row
 from featx.engine.weight_casting import Captured, CastableWeights, castable_weights, weights_cast
 from featx.errors import FeatxError, ModelError, RunError, require
-from featx.layers.attention import needs_plain_attention, plain_attention
-from featx.layers.capture_hooks import CaptureHooks, Copies, Expected, Keep, check_calls
-from featx.layers.embedding import is_exposed, with_evidence
-from featx.layers.gradient_target import target_values
-from featx.layers.output_collector import OutputCollector, check_storable
-from featx.layers.position_checks import check_positions
-from featx.layers.projection import StoredReduce, bound_reduction, reads_positions
-from featx.layers.reductions import has_known_positions, map_view
-from featx.layers.trace import CapturePoint, Trace
-from featx.layers.tracer import no_fast_path, trace
-from featx.models.base import Backbone
-from featx.models.batchnorm_folding import Pair, foldable_pairs, folded
+from featx.layers import (
+    CaptureHooks,
+    CapturePoint,
+    Copies,
+    Expected,
+    Keep,
+    OutputCollector,
+    StoredReduce,
+    Trace,
+    bound_reduction,
+    check_calls,
+    check_positions,
+    check_storable,
+    has_known_positions,
+    is_exposed,
+    map_view,
+    needs_plain_attention,
+    no_fast_path,
+    plain_attention,
+    reads_positions,
+    target_values,
+    trace_forward,
+    with_evidence,
+)
+from featx.models import Backbone, Pair, foldable_pairs, folded
 from featx.types import LayerSpec
 
 logger = logging.getLogger(__name__)
@@ -167,13 +179,13 @@ class Engine:
         self._plain += fused
         x = self._noise(_TRACE_BATCH)
         with self._named_failure(x):
-            self._traced = trace(self._module, x)
+            self._traced = trace_forward(self._module, x)
         if "embedding" in requests:
             library = self.backbone.embedding
             with self._named_failure(x):
                 self._traced = with_evidence(self._traced, self._module, x, library)
                 if is_exposed(self._traced):  # with_evidence has just added the module
-                    traced = trace(self._module, x)
+                    traced = trace_forward(self._module, x)
                     self._traced = with_evidence(traced, self._module, x, library)
         return self._traced
 

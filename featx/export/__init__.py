@@ -1,7 +1,11 @@
 """A store in other forms: seven file formats, the HTML report, TensorBoard.
 
 In: a `FeatureStore` and the options of `export` or `report`. Out: files in a folder of their own.
-Names for others: `run.run_export`, `report.run.run_report`, `tensorboard.events.RunEvents`.
+Names for others: those in `__init__.pyi`.
 A format subclasses `base.Format`, which lists its `base.File` objects; `selection.Selection` gives
 it the rows in blocks that fit in memory, and `run` does the bookkeeping.
 """
+
+from featx.base.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

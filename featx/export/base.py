@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.base.registry import Member, Registry
-from featx.config import ExportConfig
-from featx.config.run_config import Config
+from featx.base import Member, Registry
+from featx.config import Config, ExportConfig
 from featx.errors import ConfigError, FeatxError
 from featx.export.selection import Selection
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from featx.base.fingerprint import digest
+from featx.base import digest
 from featx.errors import MissingExtraError
 from featx.export.base import (
     FORMATS,

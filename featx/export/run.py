@@ -14,18 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from featx.base.console import log_message
-from featx.base.fingerprint import differences
-from featx.base.progress import CountProgress
-from featx.base.text import facts, size_text
-from featx.config.run_config import Config
+from featx.base import CountProgress, differences, facts, log_message, size_text
+from featx.config import Config
 from featx.errors import ConfigError, RunError, StoreError, StoreMismatchError, counted
 from featx.export.base import FORMATS, File, Format
 from featx.export.selection import Selection
-from featx.storage.local_folder import TEMPORARY, AtomicFolder, exclusive_lock
-from featx.store import layout
-from featx.store.layer_selection import matching_layers
-from featx.store.reader import FeatureStore
+from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
+from featx.store import FeatureStore, layout, matching_layers
 from featx.types import Status
 
 RECORD = "_export.json"

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore, check_rows_present
+from featx.store import FeatureStore, check_rows_present
 from featx.types import Status
 
 BLOCK_BYTES = 32 << 20

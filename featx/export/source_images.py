@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from featx.config import DataConfig
-from featx.config.saved_config import data_of_saved, from_saved
+from featx.config import DataConfig, data_of_saved, from_saved
 from featx.errors import ConfigError, StoreError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 
 def data_of_store(store: FeatureStore, asked: DataConfig) -> DataConfig:

@@ -2,6 +2,9 @@
 
 In: a `Source`, its `Listing`, and `Preprocess`, the preprocessing of the weights.
 Out: `Batch` objects, (B, 3, H, W), in the order of the listing, with the failures of their rows.
-Names for others: `loader.Loader`, `decode_settings.DecodeSettings`, `preprocess.Preprocess`,
-`fault_tolerant_decode.FaultTolerantDecoder`, `crash_journal.CrashList`.
+Names for others: those in `__init__.pyi`.
 """
+
+from featx.base.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

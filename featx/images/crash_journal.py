@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from featx.base import supervisor
-from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_path import S3Path
+from featx.storage import AtomicFolder, S3Path
 
 _NOTES = ".decoding-"
 """Beginning of the file names of in-flight journals."""

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import AvifImagePlugin, Image, ImageColor, ImageFile, UnidentifiedImageError
 
-from featx.base.process_setting import ProcessSetting
+from featx.base import ProcessSetting
 from featx.config import DataConfig
 from featx.errors import ConfigError
 from featx.images.rgb_conversion import to_rgb

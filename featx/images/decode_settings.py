@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field, replace
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import ConfigError, require
 from featx.images.crash_journal import CrashList
 from featx.images.decode import PILLOW, ImagePolicy, heif_version, jpeg_decoder

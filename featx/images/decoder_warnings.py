@@ -21,7 +21,7 @@ from typing import Any
 
 from PIL import _imaging
 
-from featx.base.process_setting import ProcessSetting
+from featx.base import ProcessSetting
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from featx.base.machine import num_cpus
-from featx.base.thread_pool import ReplaceableThreadPool
+from featx.base import ReplaceableThreadPool, num_cpus
 from featx.errors import RunError
 from featx.images.crash_journal import CrashList
 from featx.images.decode import EncodedJpeg, ImagePolicy, coded_jpeg, decode, decode_pixels

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from featx.base.devices import OwnStream
+from featx.base import OwnStream
 from featx.errors import ConfigError, RunError
 from featx.images.decode import EncodedJpeg
 from featx.images.preprocess import Preprocess

@@ -9,8 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from featx.base.devices import cpu_threads
-from featx.base.machine import num_cpus
+from featx.base import cpu_threads, num_cpus
 from featx.errors import ConfigError
 from featx.images.decode import EncodedJpeg, coded_jpeg, decode_pixels
 from featx.images.decode_settings import SHARES, DecodeSettings

@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from torch.profiler import record_function
 
-from featx.base.thread_pool import ReplaceableThreadPool
+from featx.base import ReplaceableThreadPool
 from featx.errors import RunError
 from featx.images.decode import EncodedJpeg
 from featx.images.decode_settings import DecodeSettings

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from featx.base.child_process import module_command, module_environment
-from featx.base.supervisor import CRASHES
+from featx.base import CRASHES, module_command, module_environment
 from featx.errors import RunError
 from featx.images.decode import ImagePolicy, decode_pixels
 from featx.types import ImageFault, Status

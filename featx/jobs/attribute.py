@@ -10,23 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from featx.analysis.attribution.contact_sheets import Tile, contact_sheet, feature_map_grid
-from featx.analysis.engine_specs import ATTRIBUTIONS
-from featx.base.console import log_message, print_result
-from featx.config import METHODS, OF_A_LAYER, AttributeConfig
-from featx.config.run_config import Config
+from featx.analysis import ATTRIBUTIONS
+from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
+from featx.base import log_message, print_result
+from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
-from featx.pipeline.extraction import run_extraction, store_exit_code
-from featx.pipeline.run_context import RunContext
-from featx.pipeline.run_observer import RunObserver
-from featx.pipeline.run_summary import describe_end
-from featx.storage.s3_path import parse_path
-from featx.store import layout
-from featx.store.reader import FeatureStore
-from featx.store.session import StoreSession
+from featx.pipeline import RunContext, RunObserver, describe_end, run_extraction, store_exit_code
+from featx.storage import parse_path
+from featx.store import FeatureStore, StoreSession, layout
 
 if TYPE_CHECKING:
-    from featx.images.loader import Loader
+    from featx.images import Loader
 
 MAX_SHEETS = 50
 """Largest number of classes for which contact sheets are drawn."""
@@ -162,7 +156,7 @@ def _feature_maps(
 ) -> tuple[str, Image.Image]:
     """Return file name and grid of the feature maps of attribute.feature_map_layer for a row."""
     layer = context.config.attribute.feature_map_layer
-    from featx.analysis.attribution.attributor import Attributor  # which imports torch
+    from featx.analysis.attribution import Attributor  # which imports torch
 
     assert isinstance(context.engine, Attributor)
     maps = context.engine.feature_maps(loader.load([row]))[0].numpy()

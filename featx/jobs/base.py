@@ -12,13 +12,17 @@ from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any
 
-from featx.base.console import print_result
-from featx.base.registry import Member, Registry
-from featx.config.run_config import Config
-from featx.config.saved_config import saved_yaml
-from featx.config.schema import from_keywords, from_omegaconf, given_by_value, given_keywords
+from featx.base import Member, Registry, print_result
+from featx.config import (
+    Config,
+    from_keywords,
+    from_omegaconf,
+    given_by_value,
+    given_keywords,
+    saved_yaml,
+)
 from featx.errors import ConfigError
-from featx.storage.s3_path import is_url
+from featx.storage import is_url
 
 RUN_OPTIONS = (
     *("model", "data", "layers", "capture", "reduce", "target", "out", "precision", "dtype"),

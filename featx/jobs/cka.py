@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.progress import CountProgress
-from featx.base.text import facts, table
-from featx.config import CkaConfig
-from featx.config.run_config import Config
+from featx.base import CountProgress, facts, table
+from featx.config import CkaConfig, Config
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import open_input, result_folder
-from featx.store.layer_selection import matching_layers
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, matching_layers
 
 if TYPE_CHECKING:
     from featx.analysis.similarity import LayerSimilarity

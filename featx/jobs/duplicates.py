@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.progress import CountProgress
-from featx.base.text import facts
-from featx.config import DuplicatesConfig
-from featx.config.run_config import Config
+from featx.base import CountProgress, facts
+from featx.config import Config, DuplicatesConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
-from featx.store.layer_selection import only_layer
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, only_layer
 
 
 def run(config: Config, config_yaml: str) -> int:
@@ -73,7 +70,7 @@ def _members(
     store: FeatureStore, layer: str, groups: list[npt.NDArray[np.int64]]
 ) -> Iterable[tuple[Any, ...]]:
     """Yield the lines of duplicates.csv, one per row of a group."""
-    from featx.analysis.similarity.duplicates import cosines_to_first
+    from featx.analysis.similarity import cosines_to_first
 
     for number, group in enumerate(groups):
         cosines = cosines_to_first(store, layer, group)

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from featx.config import ExportConfig
-from featx.config.run_config import Config
-from featx.export.run import describe_export, run_export
+from featx.config import Config, ExportConfig
+from featx.export import describe_export, run_export
 from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from featx.analysis.engine_specs import FEATURES
-from featx.base.console import print_result
-from featx.config.run_config import Config
-from featx.config.schema import without_object
-from featx.export.tensorboard.events import RunEvents, require_tensorboard
+from featx.analysis import FEATURES
+from featx.base import print_result
+from featx.config import Config, without_object
+from featx.export.tensorboard import RunEvents, require_tensorboard
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call
-from featx.pipeline.extraction import run_extraction, store_exit_code
-from featx.pipeline.run_summary import describe_end
+from featx.pipeline import describe_end, run_extraction, store_exit_code
 from featx.sources import source_of
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 from featx.types import Source
 
 

@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base.console import log_message, print_result
-from featx.base.text import facts
-from featx.config import DataConfig
-from featx.config.layer_requests import captures
-from featx.config.run_config import Config
+from featx.base import facts, log_message, print_result
+from featx.config import Config, DataConfig, captures
 from featx.errors import DataError, MissingExtraError, ModelError
-from featx.images.crash_journal import CrashList
+from featx.images import CrashList
 from featx.jobs.base import JOBS, Input, Job
-from featx.layers.trace import Trace
+from featx.layers import Trace
 from featx.models import build_backbone, resolve_library
-from featx.pipeline.run_target import list_images
+from featx.pipeline import list_images
 from featx.types import Listing, Source
 
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine.engine import Engine
-    from featx.models.base import Backbone
+    from featx.engine import Engine
+    from featx.models import Backbone
 
 _TRIED_IMAGES = 16
 """Number of images that are tried until one can be read."""
@@ -45,10 +42,9 @@ def run(config: Config, config_yaml: str) -> int:
     resolve_library(config.model)
     source, listing, config, missing = _images(config)
     # These import torch, which is not needed to report that the data set cannot be read.
-    from featx.base.devices import choose_device
-    from featx.cli.layer_table import WIDTH, layer_rows, layer_table, remarks
-    from featx.engine.compute import Compute
-    from featx.engine.engine import Engine
+    from featx.base import choose_device
+    from featx.cli import WIDTH, layer_rows, layer_table, remarks
+    from featx.engine import Compute, Engine
 
     device = choose_device(config.device)
     backbone = build_backbone(config.model, config.seed)
@@ -70,7 +66,7 @@ def run(config: Config, config_yaml: str) -> int:
             print_result(heading)
             _watch(engine, images)
             return 0
-        from featx.layers.profiling import profile
+        from featx.layers import profile
 
         with engine.as_computed(images) as (module, x):
             profiled = profile(module, x, _MEASURED[show])
@@ -107,8 +103,7 @@ def _first_image(
     config: Config, source: Source, listing: Listing, backbone: Backbone
 ) -> tuple[torch.Tensor, str]:
     """Return the first readable image, (1, 3, H, W) as the loader gives it, and its key."""
-    from featx.images.decode_settings import DecodeSettings
-    from featx.images.loader import Loader
+    from featx.images import DecodeSettings, Loader
 
     decoding = DecodeSettings.of_run(config, backbone.preprocess, listing, CrashList(None))
     with Loader(source, listing, decoding, batch_size=1) as loader:
@@ -160,7 +155,7 @@ def _trace(engine: Engine) -> Trace:
 
 def _watch(engine: Engine, images: torch.Tensor) -> None:
     """Print every call during one forward pass."""
-    from featx.layers.forward_log import log_forward
+    from featx.layers import log_forward
 
     print_result(
         "shapes include the batch; ms are of this first pass, and include those of inner layers"

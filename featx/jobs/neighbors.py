@@ -7,15 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.base.console import log_message
-from featx.base.progress import CountProgress
-from featx.base.text import facts, table
-from featx.config import NeighborsConfig
-from featx.config.run_config import Config
+from featx.base import CountProgress, facts, log_message, table
+from featx.config import Config, NeighborsConfig
 from featx.jobs.base import JOBS, Input, Job, print_summary
 from featx.jobs.similarity_files import class_name, open_input, result_folder, write_csv
-from featx.store.layer_selection import only_layer
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, only_layer
 
 if TYPE_CHECKING:
     from featx.analysis.similarity import Neighbours, RowIndex

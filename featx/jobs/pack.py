@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from featx.base.console import print_result
-from featx.base.text import facts, size_text
-from featx.config.run_config import Config
+from featx.base import facts, print_result, size_text
+from featx.config import Config
 from featx.errors import ConfigError, StoreError
 from featx.jobs.base import JOBS, Input, Job
-from featx.storage.s3_path import is_url
-from featx.store import layout
-from featx.store.pack import pack_store
+from featx.storage import is_url
+from featx.store import layout, pack_store
 
 
 def run(config: Config, config_yaml: str) -> int:

@@ -6,17 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from featx.analysis.engine_specs import FEATURES
-from featx.base.machine import num_cpus
-from featx.base.text import facts, size_text, time_text
-from featx.config.run_config import Config
+from featx.analysis import FEATURES
+from featx.base import facts, num_cpus, size_text, time_text
+from featx.config import Config
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
-from featx.pipeline.run_context import RunContext, build_run_context
-from featx.pipeline.run_summary import describe_run
-from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_path import is_url, parse_path
-from featx.store.leftovers import leftover_bytes
-from featx.store.pack import packed_size_bound
+from featx.pipeline import RunContext, build_run_context, describe_run
+from featx.storage import AtomicFolder, is_url, parse_path
+from featx.store import leftover_bytes, packed_size_bound
 from featx.types import Part
 
 _TRIAL_BATCHES = 2

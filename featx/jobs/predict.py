@@ -9,17 +9,15 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base.console import log_message
-from featx.base.text import facts
-from featx.config.run_config import Config
+from featx.base import facts, log_message
+from featx.config import Config
 from featx.errors import ConfigError
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
-from featx.pipeline.row_failures import exit_code
-from featx.pipeline.run_summary import trial_rows
-from featx.storage.local_folder import AtomicFolder
+from featx.pipeline import exit_code, trial_rows
+from featx.storage import AtomicFolder
 
 if TYPE_CHECKING:
-    from featx.analysis.prediction import Predictions
+    from featx.analysis import Predictions
 
 PREDICTIONS_CSV = "predictions.csv"
 COLUMNS = ("key", "class", "probability", "status", "reason")
@@ -27,7 +25,7 @@ COLUMNS = ("key", "class", "probability", "status", "reason")
 
 def run(config: Config, config_yaml: str) -> int:
     """Classify the images, write the file and print a summary; returns the exit code."""
-    from featx.analysis.prediction import head_of_store, run_prediction  # which import torch
+    from featx.analysis import head_of_store, run_prediction  # which import torch
 
     head = head_of_store(config.place_of_store(), _layer(config))
     log_message(f"head        {head}")

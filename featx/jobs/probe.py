@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from featx.base.console import log_message
-from featx.base.text import facts, table
-from featx.config import ProbeConfig
-from featx.config.run_config import Config
+from featx.base import facts, log_message, table
+from featx.config import Config, ProbeConfig
 from featx.errors import counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.storage.s3_path import parse_path
+from featx.storage import parse_path
 from featx.store import layout
 
 
 def run(config: Config, config_yaml: str) -> int:
     """Fit and test the classifiers and print the best layer; returns the exit code 0."""
     config.place_of_store()  # reports a missing store before torch is imported
-    from featx.analysis.probe.run import run_probe  # which imports torch
+    from featx.analysis.probe import run_probe  # which imports torch
 
     result = run_probe(config, log_message)
     print_summary(config, result, _text(config, result))

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import log_message
-from featx.base.text import facts, size_text
-from featx.config import ReportConfig
-from featx.config.run_config import Config
+from featx.base import facts, log_message, size_text
+from featx.config import Config, ReportConfig
 from featx.jobs.base import JOBS, Input, Job, config_of_call, print_summary
 
 
@@ -27,7 +25,7 @@ def write_report(**keys: Any) -> Path:
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    from featx.export.report.run import run_report  # which imports torch
+    from featx.export.report import run_report  # which imports torch
 
     config, _ = config_of_call("report", keys)
     return Path(run_report(config, log_message)["file"])
@@ -35,7 +33,7 @@ def write_report(**keys: Any) -> Path:
 
 def run(config: Config, config_yaml: str) -> int:
     """Write the page and print where it is; returns the exit code 0."""
-    from featx.export.report.run import run_report  # which imports torch
+    from featx.export.report import run_report  # which imports torch
 
     summary = run_report(config, log_message)
     print_summary(config, summary, _text(summary))

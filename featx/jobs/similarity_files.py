@@ -7,10 +7,10 @@ import io
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
-from featx.base.console import log_message
-from featx.config.run_config import Config
-from featx.storage.local_folder import AtomicFolder
-from featx.store.reader import FeatureStore
+from featx.base import log_message
+from featx.config import Config
+from featx.storage import AtomicFolder
+from featx.store import FeatureStore
 
 
 def open_input(config: Config) -> FeatureStore:

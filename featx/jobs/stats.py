@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from featx.base.console import print_result
-from featx.base.text import facts, table
-from featx.config import StatsConfig
-from featx.config.run_config import Config
-from featx.config.schema import without_object
+from featx.base import facts, print_result, table
+from featx.config import Config, StatsConfig, without_object
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, config_of_call, print_summary
-from featx.pipeline.row_failures import exit_code
-from featx.pipeline.run_summary import seconds_text, trial_rows
+from featx.pipeline import exit_code, seconds_text, trial_rows
 from featx.sources import source_of
 
 if TYPE_CHECKING:
-    from featx.analysis.statistics.stats_file import Statistics
+    from featx.analysis.statistics import Statistics
 
 
 def stats(**keys: Any) -> Statistics:
@@ -36,8 +32,10 @@ def stats(**keys: Any) -> Statistics:
     Raises:
         FeatxError: an error that the command would report with exit code 1 or 2.
     """
-    from featx.analysis.statistics.run import run_stats  # which imports torch
-    from featx.analysis.statistics.stats_file import Statistics
+    from featx.analysis.statistics import (
+        Statistics,
+        run_stats,  # which imports torch
+    )
 
     keys, given = without_object(keys)
     config, config_yaml = config_of_call("stats", keys)
@@ -49,8 +47,10 @@ def stats(**keys: Any) -> Statistics:
 
 def run(config: Config, config_yaml: str) -> int:
     """Compute the statistics and print a summary; returns the exit code."""
-    from featx.analysis.statistics.run import run_stats  # which imports torch
-    from featx.analysis.statistics.session import FAILURES_CSV
+    from featx.analysis.statistics import (
+        FAILURES_CSV,
+        run_stats,  # which imports torch
+    )
 
     summary = run_stats(config, config_yaml)
     print_summary(config, summary, _text(summary))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from featx.base.text import facts, time_text
-from featx.config.run_config import Config
+from featx.base import facts, time_text
+from featx.config import Config
 from featx.errors import StoreError, counted
 from featx.jobs.base import JOBS, Input, Job, print_summary
-from featx.store.heartbeat import HeartbeatRecord
-from featx.store.status import StoreStatus, store_status
+from featx.store import HeartbeatRecord, StoreStatus, store_status
 
 
 def run(config: Config, config_yaml: str) -> int:

@@ -6,29 +6,30 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from featx.analysis.engine_specs import engine_spec
-from featx.analysis.reproducibility import (
+from featx.analysis import (
     ImagesReport,
     ReproducibilityReport,
     check_images,
     config_of_run,
+    engine_spec,
     recheck_rows,
 )
-from featx.base.console import log_message
-from featx.base.text import facts, size_text
-from featx.config import VerifyConfig
-from featx.config.run_config import Config
+from featx.base import facts, log_message, size_text
+from featx.config import Config, VerifyConfig
 from featx.errors import ConfigError, StoreError, counted
 from featx.jobs.base import CUSTOM_CODE, JOBS, Input, Job, print_summary
-from featx.pipeline.extraction import run_extraction
-from featx.pipeline.image_changes import unknown_images_text
-from featx.storage.s3_path import is_url
-from featx.store import layout
-from featx.store.manifest import Manifest, load_manifest
-from featx.store.pack import pack_store
-from featx.store.repair import set_damage_aside
-from featx.store.session import missing_parts
-from featx.store.verification import Report, check_store
+from featx.pipeline import run_extraction, unknown_images_text
+from featx.storage import is_url
+from featx.store import (
+    Manifest,
+    Report,
+    check_store,
+    layout,
+    load_manifest,
+    missing_parts,
+    pack_store,
+    set_damage_aside,
+)
 
 EXIT_DAMAGED = 2
 EXIT_INCOMPLETE = 1

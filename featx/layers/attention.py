@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base.globs import glob_to_regex
+from featx.base import glob_to_regex
 from featx.errors import LayerError
 from featx.layers.layer_names import split_capture
 from featx.layers.operations import of_module, unwatched

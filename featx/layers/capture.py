@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base.torchscript import refuse_scripted
+from featx.base import refuse_scripted
 from featx.errors import LayerError
 from featx.layers.attention import needs_plain_attention, plain_attention
 from featx.layers.capture_hooks import CaptureHooks, PassRecord

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base.nested_tensors import elements
+from featx.base import elements
 from featx.errors import LayerError, RunError
 from featx.layers.attention import weight_hooks
 from featx.layers.operations import OperationRecorder, of_module, unwatched

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from featx.base.nested_tensors import Path, elements
+from featx.base import Path, elements
 from featx.errors import LayerError
 from featx.layers.operations import OperationRecorder, unwatched
 from featx.layers.selection import last_linear
 from featx.layers.trace import CapturePoint, Trace
-from featx.models.base import LibraryEmbedding
+from featx.models import LibraryEmbedding
 
 _ROUNDING = 1e-6
 """Largest accepted difference to the library's embedding, relative to its largest magnitude.

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base.devices import synchronise
-from featx.base.nested_tensors import elements
+from featx.base import elements, synchronise
 from featx.errors import ModelError
 from featx.layers.call_hooks import OpenCall, every_call
 

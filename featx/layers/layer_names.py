@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from featx.base.nested_tensors import Path
+from featx.base import Path
 from featx.config import CAPTURES, PRESETS
 from featx.errors import LayerError, nearest
 from featx.layers.trace import CapturePoint

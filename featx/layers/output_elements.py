@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from featx.base.nested_tensors import Path, elements, shapes_of
+from featx.base import Path, elements, shapes_of
 from featx.errors import LayerError
 from featx.layers.trace import CapturePoint, element_name
 

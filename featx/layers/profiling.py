@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from featx.base.devices import synchronise
-from featx.base.nested_tensors import Path, elements
+from featx.base import Path, elements, synchronise
 from featx.layers.call_hooks import OpenCall, every_call
 from featx.layers.operations import OperationRecorder, unwatched
 

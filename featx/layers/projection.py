@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from featx.base.devices import plain_tensors
+from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
 from featx.layers.reductions import Reduction, channel_axis, reduction

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from featx.base.globs import glob_to_regex
-from featx.base.nested_tensors import Path
+from featx.base import Path, glob_to_regex
 from featx.config import PRESETS, ReduceConfig
 from featx.errors import ConfigError, LayerError, nearest
 from featx.layers.layer_names import (

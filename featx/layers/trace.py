@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from featx.config import GRADIENTS, PRESETS
 
 if TYPE_CHECKING:
-    from featx.base.nested_tensors import Path
+    from featx.base import Path
 
 
 def element_name(path: Path) -> str:

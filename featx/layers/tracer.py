@@ -11,14 +11,13 @@ from torch import nn
 from torch.overrides import resolve_name
 from torch.utils.hooks import RemovableHandle
 
-from featx.base.nested_tensors import shapes_of
-from featx.base.process_setting import ProcessSetting
+from featx.base import ProcessSetting, shapes_of
 from featx.layers.attention import WeightShapes
 from featx.layers.operations import OperationRecorder
 from featx.layers.trace import Call, Operation, Trace
 
 
-def trace(module: nn.Module, x: torch.Tensor) -> Trace:
+def trace_forward(module: nn.Module, x: torch.Tensor) -> Trace:
     """Run one whole forward pass and record every call of a module and every operation.
 
     Args:

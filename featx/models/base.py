@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from featx.base.torchscript import refuse_scripted
+from featx.base import refuse_scripted
 from featx.errors import ModelError
-from featx.images.preprocess import Preprocess
+from featx.images import Preprocess
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from featx.base.nested_tensors import elements
+from featx.base import elements
 
 _CONVOLUTIONS = frozenset({"Conv2d", "Conv2dSame"})
 """Classes whose forward uses weight and bias as nn.Conv2d does. Classes that standardise their

@@ -16,10 +16,9 @@ from torch import nn
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as TF
 
-from featx.config import ModelConfig, TransformConfig
-from featx.config.saved_config import is_secret
+from featx.config import ModelConfig, TransformConfig, is_secret
 from featx.errors import ModelError, WeightsError, nearest
-from featx.images.preprocess import Preprocess
+from featx.images import Preprocess
 from featx.models.base import Backbone, random_id, seeded
 from featx.models.checkpoint import load_weights, read_weights
 

@@ -14,7 +14,7 @@ import torch
 
 from featx.config import ModelConfig
 from featx.errors import MissingExtraError, ModelError
-from featx.images.preprocess import Preprocess
+from featx.images import Preprocess
 from featx.models.base import Backbone, random_id, seeded, timm_classes, timm_stages
 from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 

@@ -16,7 +16,7 @@ import torch
 
 from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.images.preprocess import Preprocess
+from featx.images import Preprocess
 from featx.models.base import (
     Backbone,
     LibraryEmbedding,

@@ -19,7 +19,7 @@ from torchvision.transforms._presets import ImageClassification, SemanticSegment
 
 from featx.config import ModelConfig
 from featx.errors import ModelError, WeightsError
-from featx.images.preprocess import Preprocess
+from featx.images import Preprocess
 from featx.models.base import Backbone, random_id, seeded
 from featx.models.checkpoint import is_weights_file, load_weights, read_weights
 

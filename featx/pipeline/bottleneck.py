@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from featx.base.progress import WAITING_SHARE
+from featx.base import WAITING_SHARE
 
 
 def bottleneck(

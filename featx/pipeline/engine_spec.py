@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from featx.config import ReduceConfig
-    from featx.config.run_config import Config
-    from featx.engine.engine import Engine
-    from featx.layers.projection import ChosenLayers
-    from featx.layers.selection import Selection
-    from featx.layers.trace import CapturePoint
-    from featx.models.base import Backbone
+    from featx.config import Config, ReduceConfig
+    from featx.engine import Engine
+    from featx.layers import CapturePoint, ChosenLayers, Selection
+    from featx.models import Backbone
 
 
 @dataclass(frozen=True)

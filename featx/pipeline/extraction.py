@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import log_message
-from featx.config.run_config import Config
+from featx.base import log_message
+from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError, counted
+from featx.pipeline.changed_images import changed_images_text, rows_of_two_images
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.executors.worker_stats import RunOutcome
 from featx.pipeline.feature_sink import FeatureSink, StorePartTask
-from featx.pipeline.image_changes import changed_images_text, rows_of_two_images
 from featx.pipeline.overwriting import OverwriteMark
 from featx.pipeline.row_failures import exit_code
 from featx.pipeline.row_updates import (
@@ -29,11 +29,8 @@ from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_summary import describe_run
 from featx.pipeline.run_target import RunTarget, StoreTarget
-from featx.storage.s3_path import is_url, parse_path
-from featx.store import layout
-from featx.store.heartbeat import Heartbeat
-from featx.store.pack import pack_in_child, packed_size_bound
-from featx.store.session import StoreSession
+from featx.storage import is_url, parse_path
+from featx.store import Heartbeat, StoreSession, layout, pack_in_child, packed_size_bound
 from featx.types import Source
 
 Observe = Callable[[RunContext, StoreSession], RunObserver]

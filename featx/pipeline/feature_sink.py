@@ -16,17 +16,21 @@ from featx.errors import RunError
 from featx.pipeline.row_failures import failures_of
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
-from featx.storage.s3_folder import open_folder
-from featx.store import layout
-from featx.store.heartbeat import Heartbeat
-from featx.store.listing import read_listing
-from featx.store.manifest import Manifest, read_manifest
-from featx.store.part_builder import PartBuilder
-from featx.store.part_files import part_names, publish_part
+from featx.storage import open_folder
+from featx.store import (
+    Heartbeat,
+    Manifest,
+    PartBuilder,
+    layout,
+    part_names,
+    publish_part,
+    read_listing,
+    read_manifest,
+)
 from featx.types import Batch, Failure, Listing, Part
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ def compute_rows(context: RunContext, engine: Engine, batch: Batch) -> Rows:
     Raises:
         NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
     """
-    from featx.engine.row_checks import stored_bits
+    from featx.engine import stored_bits
 
     values = engine.run(batch.images, context.labels_of(batch))
     failures = failures_of(context, engine, batch, values)

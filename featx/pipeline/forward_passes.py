@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from featx.base.thread_pool import ReplaceableThreadPool
+from featx.base import ReplaceableThreadPool
 from featx.errors import RunError
 from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Part
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
 _LEAVE_S = 1.0
 """Seconds to wait for running forward passes after an abort; their values are discarded."""

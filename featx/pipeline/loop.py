@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.base.machine import num_cpus
-from featx.base.progress import Progress, SilentProgress
+from featx.base import Progress, SilentProgress, num_cpus
 from featx.pipeline.bottleneck import bottleneck
 from featx.pipeline.forward_passes import Passes
 from featx.pipeline.row_failures import refuse_failures
@@ -20,10 +19,10 @@ from featx.pipeline.stop_signals import Interrupted, stop_signals
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
-    from featx.images.loader import Loader
+    from featx.engine import Engine
+    from featx.images import Loader
     from featx.pipeline.profiler_trace import Timeline
-    from featx.storage.local_folder import AtomicFolder
+    from featx.storage import AtomicFolder
 
 
 class PartSource(Protocol):

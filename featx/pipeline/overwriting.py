@@ -16,12 +16,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from featx.base.console import log_message
-from featx.config import JobConfig, LogConfig
-from featx.config.run_config import Config, in_this_process
+from featx.base import log_message
+from featx.config import Config, JobConfig, LogConfig, in_this_process
 from featx.errors import StoreMismatchError
-from featx.storage.local_folder import AtomicFolder
-from featx.store.manifest import DamagedManifestError
+from featx.storage import AtomicFolder
+from featx.store import DamagedManifestError
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from featx.base.console import log_message
-from featx.storage.local_folder import AtomicFolder
+from featx.base import log_message
+from featx.storage import AtomicFolder
 from featx.store import layout
 
 TRACE = layout.TRACE

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from importlib.metadata import version as version_of
 from typing import TYPE_CHECKING, Any
 
-from featx.config import GRADIENTS
-from featx.config.run_config import Config
-from featx.images.decode import PILLOW
-from featx.store.listing import listing_identity
+from featx.config import GRADIENTS, Config
+from featx.images import PILLOW
+from featx.store import listing_identity
 from featx.types import LayerSpec, Listing, StoreHeader
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
-    from featx.images.decode_settings import DecodeSettings
-    from featx.models.base import Backbone
+    from featx.engine import Engine
+    from featx.images import DecodeSettings
+    from featx.models import Backbone
 
 _VERSIONED = ("torch", "torchvision", "timm", "pillow")
 

@@ -12,12 +12,11 @@ import numpy.typing as npt
 from featx.errors import require
 from featx.pipeline.feature_sink import Rows, compute_rows
 from featx.pipeline.run_context import RunContext
-from featx.store.part_builder import PartBuilder
-from featx.store.session import StoreSession
+from featx.store import PartBuilder, StoreSession
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
 
 def readable_again(context: RunContext, rows: Sequence[int]) -> list[int]:

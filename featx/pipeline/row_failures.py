@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from featx.base.console import log_message
-from featx.config.run_config import Config
+from featx.base import log_message
+from featx.config import Config
 from featx.errors import EXIT_TOO_MANY_FAILURES, NonFiniteError, TooManyFailuresError, counted
 from featx.pipeline.run_context import RunContext
 from featx.types import Batch, Failure, Status
@@ -16,7 +16,7 @@ from featx.types import Batch, Failure, Status
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
 EARLY_STOP_S = 60.0
 """Least seconds of remaining work for which too many failures end a run early."""
@@ -36,7 +36,7 @@ def failures_of(
     Raises:
         NonFiniteError: a feature is NaN or infinite, and nonfinite=error.
     """
-    from featx.engine.row_checks import finite_rows
+    from featx.engine import finite_rows
 
     failures = list(batch.failures)
     failed = {failure.row for failure in failures}

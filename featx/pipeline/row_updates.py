@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import log_message
+from featx.base import log_message
 from featx.errors import ConfigError, StoreMismatchError, counted
-from featx.pipeline.image_changes import (
+from featx.pipeline.changed_images import (
     ImageChanges,
     changed_images_text,
     changed_text,
@@ -24,7 +24,7 @@ from featx.pipeline.image_changes import (
 from featx.pipeline.loop import run_parts
 from featx.pipeline.retry import RetrySink, readable_again
 from featx.pipeline.run_context import RunContext
-from featx.store.session import StoreSession
+from featx.store import StoreSession
 from featx.types import Status
 
 

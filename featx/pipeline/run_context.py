@@ -12,27 +12,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from featx.base.allocator import keep_freed_memory
-from featx.base.machine import num_cpus, resident_memory
-from featx.config.run_config import Config
-from featx.images.crash_journal import CrashList
-from featx.images.decode import ImagePolicy
+from featx.base import keep_freed_memory, num_cpus, resident_memory
+from featx.config import Config
+from featx.images import CrashList, ImagePolicy
 from featx.models import build_backbone, resolve_library
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.provenance import fingerprint, header
 from featx.pipeline.run_target import RunTarget, StoreTarget
-from featx.store import codecs
-from featx.store.layout import Grid
-from featx.store.manifest import Run
+from featx.store import Grid, Run, codecs
 from featx.types import Batch, LayerSpec, Listing, Source, StoreHeader
 
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine.batch_parallelism import BatchParallelism
-    from featx.engine.engine import Engine
-    from featx.images.decode_settings import DecodeSettings
-    from featx.images.loader import Loader
+    from featx.engine import BatchParallelism, Engine
+    from featx.images import DecodeSettings, Loader
     from featx.pipeline.trial import TrialSpeed
 
 
@@ -115,7 +109,7 @@ class RunContext:
 
     def loader(self, batch_size: int) -> Loader:
         """Create a Loader for the images of the run; it is a context manager."""
-        from featx.images.loader import Loader  # imports torch
+        from featx.images import Loader  # imports torch
 
         device = self.engine.device
         return Loader(self.source, self.listing, self.decoding, batch_size, device)
@@ -149,12 +143,9 @@ def build_run_context(
     codecs.filters(config.codec)
 
     # From here on torch is needed, which takes seconds to import.
-    from featx.base.devices import choose_devices, cpu_threads
-    from featx.engine import batch_parallelism
-    from featx.engine.auto_settings import AutoSettings
-    from featx.images.decode_settings import DecodeSettings
-    from featx.images.gpu_decode_share import check_device, with_share
-    from featx.images.preprocess import check_reference
+    from featx.base import choose_devices, cpu_threads
+    from featx.engine import AutoSettings, batch_parallelism
+    from featx.images import DecodeSettings, check_device, check_reference, with_share
     from featx.pipeline.trial import TrialSpeed
 
     executor = config.executor
@@ -227,8 +218,8 @@ def _load_trial_images(
         normalised or uint8 images (n, 3, H, W), and the busy seconds of one thread for reading and
         for decoding one image.
     """
-    from featx.engine.auto_settings import TRIAL_IMAGES
-    from featx.images.loader import Loader
+    from featx.engine import TRIAL_IMAGES
+    from featx.images import Loader
 
     rows = np.unique(np.linspace(0, len(listing) - 1, TRIAL_IMAGES).astype(int))
     with Loader(source, listing, decoding, batch_size=1) as loader:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from featx.base.console import announce, log_message
-from featx.config.run_config import Config
+from featx.base import announce, log_message
+from featx.config import Config
 from featx.errors import counted
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.executors import check_executor, run_distributed
@@ -26,7 +26,7 @@ from featx.pipeline.run_context import RunContext, build_run_context
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.run_observer import RunObserver
 from featx.pipeline.run_target import RunTarget
-from featx.store.heartbeat import Heartbeat
+from featx.store import Heartbeat
 from featx.types import Failure
 
 

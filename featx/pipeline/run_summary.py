@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from featx.base.text import facts, size_text
+from featx.base import facts, size_text
 from featx.errors import counted
 from featx.types import LayerSpec
 

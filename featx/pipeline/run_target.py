@@ -7,23 +7,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
 from featx.pipeline.provenance import layer_line
 from featx.sources import open_source, with_boxes
-from featx.storage.s3_path import parse_path
-from featx.store import layout
-from featx.store.compatibility import growth_refused, refuse_difference
-from featx.store.layout import PART_BYTES
-from featx.store.listing import in_stored_order, listing_identity, read_listing
-from featx.store.manifest import Manifest, load_manifest
-from featx.store.session import missing_parts
+from featx.storage import parse_path
+from featx.store import (
+    PART_BYTES,
+    Manifest,
+    growth_refused,
+    in_stored_order,
+    layout,
+    listing_identity,
+    load_manifest,
+    missing_parts,
+    read_listing,
+    refuse_difference,
+)
 from featx.types import LayerSpec, Listing, ResumeState, Source
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
-    from featx.layers.projection import ChosenLayers, StoredReduce
-    from featx.layers.trace import CapturePoint
+    from featx.engine import Engine
+    from featx.layers import CapturePoint, ChosenLayers, StoredReduce
 
 PART_SECONDS = 60.0
 """Upper bound of the work per part in seconds, and so of the work that a kill can cost."""

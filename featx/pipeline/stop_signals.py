@@ -7,8 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from featx.base.console import log_message
-from featx.base.supervisor import is_echo
+from featx.base import is_echo, log_message
 from featx.storage import s3_client
 
 GRACE_S = 5.0

@@ -2,58 +2,9 @@
 
 In: a `DataConfig`. Out: a `Source`: its `listing()` gives keys, labels and columns of all rows, its
 `read(key)` the encoded bytes of one image.
-Names for others: `open_source`, `source_of` (an object from Python), `with_boxes`, `SOURCES`,
-`source_member`, `base.FolderSource`, `key_forms`.
+Names for others: those in `__init__.pyi`.
 """
 
-from __future__ import annotations
+from featx.base.exports import lazy_exports
 
-import importlib
-from pathlib import Path
-
-from featx.config import DataConfig
-from featx.sources.registry import SOURCES, SourceMember, source_member
-from featx.types import Source
-
-__all__ = ["SOURCES", "SourceMember", "open_source", "source_member", "source_of", "with_boxes"]
-
-
-def open_source(config: DataConfig) -> Source:
-    """Open the data set that the option group `data` describes.
-
-    Args:
-        config: options of the group; `name` selects the kind, `boxes` adds a table of boxes.
-
-    Raises:
-        ConfigError: there is no source of this name.
-        DataError: the data set does not exist or cannot be read.
-        MissingExtraError: the kind needs a package that is not installed.
-    """
-    return with_boxes(SOURCES.get(config.name).open(config), config)
-
-
-def with_boxes(source: Source, config: DataConfig) -> Source:
-    """Apply the option data.boxes to a source.
-
-    Returns:
-        a `BoxedSource` with one row per box, or `source` itself if data.boxes is not set.
-    """
-    if config.boxes is None:
-        return source
-    from featx.sources.boxes import BoxedSource
-
-    return BoxedSource(source, Path(config.boxes).expanduser())
-
-
-def source_of(given: object) -> Source:
-    """Turn a data set object of a Python program into a Source.
-
-    Args:
-        given: a Source, which is checked but otherwise used as it is, or a map-style data set
-            (`__len__` and `__getitem__`), which is wrapped.
-
-    Raises:
-        DataError: the object is neither.
-    """
-    source: Source = importlib.import_module("featx.sources.python").source_of_object(given)
-    return source
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -24,8 +24,7 @@ from featx.sources.labels import Labels, from_names, from_numbers
 from featx.sources.pixel_encoding import encode_pixels
 from featx.sources.registry import SOURCES, source_member
 from featx.sources.row_keys import numbered_keys, row_of, sampled_marks
-from featx.store import codecs, layout
-from featx.store.hdf5_files import check_plain, open_hdf5
+from featx.store import check_plain, codecs, layout, open_hdf5
 from featx.types import ImageFault, Listing, Source, Status
 
 _CACHE_BYTES = 64 << 20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from featx.base.registry import Member, Registry
+from featx.base import Member, Registry
 from featx.config import DataConfig
 from featx.errors import FeatxError
 from featx.types import Source

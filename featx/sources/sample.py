@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from featx.base.paths import shipped
+from featx.base import shipped
 from featx.config import DataConfig
 from featx.sources.base import FolderSource
 from featx.sources.registry import SOURCES, source_member

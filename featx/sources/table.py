@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.config.checks import column_name_problem
+from featx.config import column_name_problem
 from featx.errors import ConfigError, DataError, MissingExtraError, nearest
 from featx.sources.base import FolderSource
 from featx.sources.labels import Labels, from_numbers, named, renumbered

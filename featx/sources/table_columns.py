@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config.checks import column_name_problem
+from featx.config import column_name_problem
 from featx.errors import DataError
 
 MAX_TEXT_BYTES = 4096

@@ -13,9 +13,7 @@ import time
 import weakref
 from typing import Any
 
-from featx.base.child_process import module_command, module_environment
-from featx.base.machine import num_cpus
-from featx.base.supervisor import CRASHES
+from featx.base import CRASHES, module_command, module_environment, num_cpus
 from featx.errors import MissingExtraError, RunError
 from featx.types import ImageFault, Status
 

@@ -2,6 +2,9 @@
 
 In: rows of features with their status and checksums. Out: a folder that plain h5py can read.
 Reading needs numpy and h5py only.
-Names for others: `reader.FeatureStore` and `reader.open`, `session.StoreSession`,
-`part_builder.PartBuilder`, `manifest`, `listing`, `heartbeat`, `layout` (every name of the format).
+Names for others: those in `__init__.pyi`.
 """
+
+from featx.base.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage.local_file import RawFile
-from featx.storage.s3_file import S3File
+from featx.storage import RawFile, S3File
 from featx.store import dtypes, layout
 from featx.store.chunk_cache import process
 from featx.store.chunk_check import ChunkCheck, repair_hint

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage.s3_file import S3File
+from featx.storage import S3File
 from featx.store import codecs, layout
 from featx.store.checksums import chunks_with_verdict, failures_agree, row_datasets
 from featx.store.dtypes import NAMES, hdf5_type, name_of, raw_dtype, read_raw

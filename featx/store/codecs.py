@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from featx.base.registry import Member, Registry
+from featx.base import Member, Registry
 from featx.errors import MissingExtraError
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from featx.base.fingerprint import differences
+from featx.base import differences
 from featx.errors import StoreMismatchError
 from featx.store import layout
 from featx.store.manifest import Manifest, Run

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
-from featx.storage.s3_file import S3File
-from featx.storage.s3_path import S3Path
+from featx.storage import S3File, S3Path
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts
 from featx.store.chunk_check import ChunkCheck, Verify, repair_hint

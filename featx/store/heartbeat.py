@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from featx.errors import StoreLockedError
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.types import Part
 

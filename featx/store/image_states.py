@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError
-from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_file import fetched_ahead
+from featx.storage import AtomicFolder, fetched_ahead
 from featx.store import layout
 from featx.store.checksums import chunks_with_verdict
 from featx.store.hdf5_files import damage_text, open_metadata

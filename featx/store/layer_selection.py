@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from featx.base.globs import glob_to_regex
+from featx.base import glob_to_regex
 from featx.errors import ConfigError, LayerError, nearest
 from featx.store.reader import FeatureStore
 

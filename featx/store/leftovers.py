@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from featx.storage.local_folder import TEMPORARY, AtomicFolder
+from featx.storage import TEMPORARY, AtomicFolder
 from featx.store import layout
 
 _FOLDERS = (

@@ -17,7 +17,7 @@ from typing import Any
 
 import h5py
 
-from featx.base.fingerprint import digest
+from featx.base import digest
 from featx.errors import StoreError
 from featx.store import layout
 from featx.store.hdf5_files import open_metadata

@@ -19,9 +19,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.child_process import module_command, module_environment
+from featx.base import module_command, module_environment
 from featx.errors import FeatxError, RunError, StoreError, counted
-from featx.storage.local_folder import AtomicFolder, exclusive_lock
+from featx.storage import AtomicFolder, exclusive_lock
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.checksums import check_chunks, good_chunks

@@ -12,9 +12,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.machine import num_cpus
+from featx.base import num_cpus
 from featx.errors import require
-from featx.storage.local_folder import reads_back_differently
+from featx.storage import reads_back_differently
 from featx.store import codecs, layout
 from featx.store.attribute_checksums import check_texts, seal_texts
 from featx.store.chunk_table import write_chunk_table

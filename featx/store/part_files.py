@@ -10,8 +10,7 @@ import h5py
 import numpy as np
 
 from featx.errors import RunError, StoreError
-from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_file import S3File, fetched_ahead
+from featx.storage import AtomicFolder, S3File, fetched_ahead
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.dtypes import memory_dtype

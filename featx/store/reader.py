@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import LayerError, StoreError, nearest
-from featx.storage.s3_path import parse_path
+from featx.storage import parse_path
 from featx.store import layout
 from featx.store.chunk_check import Verify, check_verify
 from featx.store.chunk_reader import ChunkRows

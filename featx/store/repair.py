@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import FeatxError, StoreError
-from featx.storage.local_folder import AtomicFolder
-from featx.storage.s3_folder import open_folder
+from featx.storage import AtomicFolder, open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.chunk_table import LOST_TEXT, DamagedFile

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import StoreError, StoreLockedError
-from featx.storage.local_folder import TEMPORARY, AtomicFolder
-from featx.storage.s3_folder import open_folder
+from featx.storage import TEMPORARY, AtomicFolder, open_folder
 from featx.store import layout
 from featx.store.checksums import check_chunks
 from featx.store.compatibility import merge_manifest

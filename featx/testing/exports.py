@@ -14,7 +14,7 @@ import pytest
 
 import featx
 from featx.errors import StoreMismatchError
-from featx.export.run import run_export
+from featx.export import run_export
 from featx.jobs import config_of_call
 from featx.testing.tiny_extraction import extract, write_images
 

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch.utils._pytree import tree_leaves
 
-from featx.models.base import Backbone, state_sha256
+from featx.models import Backbone, state_sha256
 
 
 class ModelLibraryContract:

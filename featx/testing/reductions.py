@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from featx.layers.reductions import Reduction
+from featx.layers import Reduction
 
 
 class ReductionContract:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from featx.base.paths import shipped
 from featx.cli import hydra_config
 from featx.cli.overrides import read_command_line
-from featx.config.option_types import Kind, option_types
+from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
 from featx.config.saved_config import from_saved, saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf

@@ -11,7 +11,7 @@ from featx import jobs
 from featx.base.fingerprint import differences, digest
 from featx.config import DataConfig, ModelConfig, ReduceConfig
 from featx.config.all_options import described_options
-from featx.config.layer_requests import layer_requests
+from featx.config.requested_layers import layer_requests
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, known_keys

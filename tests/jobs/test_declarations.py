@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tiny_model import KEYS, MODEL, extract, run_job
 
-from featx.config.option_types import Kind, option_types
+from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, given_keywords

@@ -13,7 +13,7 @@ from featx.base.nested_tensors import elements
 from featx.errors import LayerError, RunError
 from featx.layers.capture_hooks import CaptureHooks, Expected, StopForward
 from featx.layers.trace import CapturePoint
-from featx.layers.tracer import trace
+from featx.layers.tracer import trace_forward
 from featx.models.base import state_sha256
 
 
@@ -234,7 +234,7 @@ def test_the_users_own_hooks_stay(x: torch.Tensor) -> None:
     handle = model.bn.register_forward_hook(lambda *args: seen.append(1))
     with featx.capture(model, ["bn"]):
         model(x)
-    trace(model, x)
+    trace_forward(model, x)
     model(x)
     assert (len(seen), num_hooks(model)) == (3, 1)
     handle.remove()
@@ -362,7 +362,7 @@ def test_elements_of_nested_values() -> None:
 def test_trace_records_shapes_calls_and_operations() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.ReLU(), nn.Flatten()).eval()
     model.append(nn.Linear(4 * 6 * 6, 10))
-    found = trace(model, torch.zeros(2, 3, 8, 8))
+    found = trace_forward(model, torch.zeros(2, 3, 8, 8))
     assert [call.module for call in found.calls] == ["0", "1", "2", "3", ""]
     conv, relu, _, linear, root = found.calls
     assert conv.outputs == {(): (2, 4, 6, 6)}
@@ -383,5 +383,5 @@ def test_trace_records_shapes_calls_and_operations() -> None:
 def test_trace_removes_its_hooks_after_an_exception_inside_forward() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(99, 2)).eval()
     with pytest.raises(RuntimeError, match="shape"):
-        trace(model, torch.zeros(2, 3, 8, 8))
+        trace_forward(model, torch.zeros(2, 3, 8, 8))
     assert num_hooks(model) == 0

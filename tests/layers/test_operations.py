@@ -26,7 +26,7 @@ from featx.layers.operations import OperationRecorder, plain_name
 from featx.layers.profiling import measure_operations
 from featx.layers.selection import select
 from featx.layers.trace import CapturePoint
-from featx.layers.tracer import trace
+from featx.layers.tracer import trace_forward
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -80,11 +80,11 @@ def num_hooks(model: nn.Module) -> int:
 
 
 def names_of(model: nn.Module, x: torch.Tensor) -> list[str]:
-    return [operation.name for operation in trace(model.eval(), x).operations]
+    return [operation.name for operation in trace_forward(model.eval(), x).operations]
 
 
 def chosen(module: nn.Module, *requests: str, side: int = 8) -> list[str]:
-    found = trace(module.eval(), noise(2, side))
+    found = trace_forward(module.eval(), noise(2, side))
     return [
         point.name
         for point, _ in select([(r, ReduceConfig()) for r in requests], found, None, None).chosen
@@ -117,7 +117,7 @@ def test_every_spelling_has_its_plain_name() -> None:
 
 
 def test_what_an_operation_is_stands_in_the_trace() -> None:
-    found = trace(Plain().eval(), noise(2))
+    found = trace_forward(Plain().eval(), noise(2))
     by_name = found.by_operation
     assert by_name["block.chunk"].outputs == {(0,): (2, 2, 8, 8), (1,): (2, 2, 8, 8)}
     assert by_name["block.sigmoid"].function == "torch.sigmoid"
@@ -159,7 +159,7 @@ def in_torchvisions_ops(model: nn.Module, operation: str) -> bool:
 def test_names_and_values_are_those_of_torchvisions_feature_extraction(name: str) -> None:
     """Names in the same order, values bit for bit; where the names differ, why."""
     model, x = without_in_place(name), noise(2, 64)
-    found = trace(model, x)
+    found = trace_forward(model, x)
     ours = list(found.by_operation)
     nodes = get_graph_node_names(model)[1]
     modules = dict(model.named_modules())

@@ -11,7 +11,7 @@ from featx.config import ReduceConfig
 from featx.engine.engine import Engine
 from featx.errors import ReduceError
 from featx.layers.selection import select
-from featx.layers.tracer import trace
+from featx.layers.tracer import trace_forward
 
 
 class Patches(nn.Module):
@@ -105,7 +105,7 @@ def test_gradients_are_checked_by_the_tensor_they_belong_to() -> None:
     backbone = backbone_of(module, 16)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
         requests = [("0.tokens:grad_output", ReduceConfig("grid"))]
-        chosen = select(requests, trace(module, noise(2, 16)), None, None).chosen
+        chosen = select(requests, trace_forward(module, noise(2, 16)), None, None).chosen
         with pytest.raises(ReduceError, match="positions are not in the row-major order"):
             engine.attach_captures(chosen)
 

@@ -21,7 +21,7 @@ from featx.layers.profiling import (
     profile,
     summarise,
 )
-from featx.layers.tracer import trace
+from featx.layers.tracer import trace_forward
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ def test_values_are_those_of_the_moment_and_of_each_call() -> None:
 
 def test_calls_are_numbered_as_in_the_trace() -> None:
     model, x = Model().eval(), torch.ones(2, 2)
-    keys = [(call.module, call.number) for call in trace(model, x).calls]
+    keys = [(call.module, call.number) for call in trace_forward(model, x).calls]
     assert list(measure_values(model, x)) == keys
     assert list(measure_memory(model, x)) == keys
     assert set(measure_times(model, x).total) == set(keys)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from featx.cli.layer_table import layer_rows
+from featx.cli.layer_tables import layer_rows
 from featx.config import PRESETS, ModelConfig, ReduceConfig
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
@@ -18,7 +18,7 @@ from featx.errors import ConfigError, LayerError
 from featx.layers.layer_names import parse_capture_point
 from featx.layers.selection import Selection, select
 from featx.layers.trace import Trace
-from featx.layers.tracer import no_fast_path, trace
+from featx.layers.tracer import no_fast_path, trace_forward
 from featx.models import build_backbone
 from featx.models.base import Backbone
 
@@ -67,7 +67,7 @@ class Odd(nn.Module):
 @functools.cache
 def odd_trace() -> Trace:
     with no_fast_path:
-        return trace(Odd().eval(), torch.randn(2, 3, 4, 4))
+        return trace_forward(Odd().eval(), torch.randn(2, 3, 4, 4))
 
 
 @functools.cache
@@ -123,7 +123,7 @@ def test_a_glob_tells_what_it_left_out() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1))
     model.forward = lambda x: model[0](x)  # type: ignore[method-assign]
     model.append(nn.ReLU())
-    found = selection("?", of=trace(model.eval(), torch.zeros(2, 3, 4, 4)))
+    found = selection("?", of=trace_forward(model.eval(), torch.zeros(2, 3, 4, 4)))
     assert [point.name for point, _ in found.chosen] == ["0"]
     assert found.left_out == ["1 (never called)"]
 
@@ -246,7 +246,7 @@ def test_a_preset_is_a_preset_beside_a_module_of_that_name(name: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1))
     model.add_module(name, nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)))
     model.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)])
-    found = trace(model.eval(), torch.zeros(2, 3, 8, 8))
+    found = trace_forward(model.eval(), torch.zeros(2, 3, 8, 8))
     expected = {
         "embedding": ["embedding"],
         "stages": ["0", f"{name}@1"],
@@ -271,7 +271,7 @@ def test_a_preset_is_a_preset_beside_a_module_of_that_name(name: str) -> None:
 def test_a_module_list_named_like_a_preset_is_not_spoken_of() -> None:
     """It is never called, so nothing can be meant but the preset."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(256, 2))
-    found = trace(model.eval(), torch.zeros(2, 3, 8, 8))
+    found = trace_forward(model.eval(), torch.zeros(2, 3, 8, 8))
     model.add_module("leaves", nn.ModuleList())
     names = {**found.names, "leaves": "leaves"}
     assert selection("leaves", of=replace(found, names=names)).left_out == []
@@ -279,13 +279,15 @@ def test_a_module_list_named_like_a_preset_is_not_spoken_of() -> None:
 
 def test_no_embedding_without_a_linear_layer_at_the_end() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval()
-    found = trace(model, torch.zeros(2, 3, 4, 4))
+    found = trace_forward(model, torch.zeros(2, 3, 4, 4))
     with pytest.raises(LayerError, match=r"ends in a linear layer; the last layer.*here is 1"):
         selection("embedding", of=found)
 
 
 def test_stages_of_a_model_without_any() -> None:
-    found = trace(nn.Sequential(nn.Flatten(), nn.Linear(48, 5)).eval(), torch.zeros(2, 3, 4, 4))
+    found = trace_forward(
+        nn.Sequential(nn.Flatten(), nn.Linear(48, 5)).eval(), torch.zeros(2, 3, 4, 4)
+    )
     with pytest.raises(LayerError, match="found no feature maps and no transformer blocks"):
         selection("stages", of=found)
 

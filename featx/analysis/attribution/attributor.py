@@ -31,18 +31,22 @@ from featx.analysis.attribution.captum_methods import (
 from featx.analysis.attribution.gradcam import grad_cam, kept_output, map_view
 from featx.analysis.attribution.guided_backpropagation import check_rectifiers, guided_rectifiers
 from featx.config import BY_CAPTUM, OF_A_LAYER, AttributeConfig, ReduceConfig
-from featx.engine.batch_independence import Buffers, check_row
-from featx.engine.compute import COMPUTE_DTYPES, Compute, Formats, spec_of
-from featx.engine.engine import Engine
+from featx.engine import COMPUTE_DTYPES, Buffers, Compute, Engine, Formats, check_row, spec_of
 from featx.errors import ConfigError, LayerError
-from featx.layers.gradient_target import logits_of, target_classes, values_of_classes
-from featx.layers.position_checks import check_positions
-from featx.layers.projection import StoredReduce
-from featx.layers.reductions import has_known_positions
-from featx.layers.selection import Selection, named_point
-from featx.layers.stages import find_stages
-from featx.layers.trace import CapturePoint, Trace
-from featx.models.base import Backbone
+from featx.layers import (
+    CapturePoint,
+    Selection,
+    StoredReduce,
+    Trace,
+    check_positions,
+    find_stages,
+    has_known_positions,
+    logits_of,
+    named_point,
+    target_classes,
+    values_of_classes,
+)
+from featx.models import Backbone
 from featx.types import LayerSpec
 
 NUMBERS = ("target", "score", "probability")

@@ -10,7 +10,7 @@ from torch import nn
 
 from featx.config import BY_CAPTUM
 from featx.errors import MissingExtraError
-from featx.layers.gradient_target import logits_of, values_of_classes
+from featx.layers import logits_of, values_of_classes
 
 _BLUR_SHARE = 1 / 16
 """Standard deviation of baseline=blur, as a share of the shorter side of the image."""

@@ -10,10 +10,8 @@ import torch
 from torch import nn
 
 from featx.errors import LayerError, ReduceError
-from featx.layers import reductions
-from featx.layers.output_elements import path_to, pick, with_element
-from featx.layers.trace import CapturePoint
-from featx.models.base import Backbone
+from featx.layers import CapturePoint, path_to, pick, reductions, with_element
+from featx.models import Backbone
 
 
 def grad_cam(activations: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:

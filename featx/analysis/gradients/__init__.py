@@ -17,7 +17,6 @@ Three kinds of hooks exist, and all of them are removed at the end of the block:
 Norms stay on the device until the step and are copied to the CPU together.
 """
 
-from featx.analysis.gradients.alarms import Alarm, GradientAlarm, Limits, Step
-from featx.analysis.gradients.log import GradientLog, watch
+from featx.base.exports import lazy_exports
 
-__all__ = ["Alarm", "GradientAlarm", "GradientLog", "Limits", "Step", "watch"]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -28,8 +28,7 @@ from featx.analysis.gradients.alarms import (
 )
 from featx.analysis.gradients.flow import Flow
 from featx.analysis.gradients.norms import by_module, norm_of_norms, norms_of, to_host
-from featx.base.text import table
-from featx.base.torchscript import refuse_scripted
+from featx.base import refuse_scripted, table
 from featx.errors import ConfigError, LayerError, RunError, nearest
 
 

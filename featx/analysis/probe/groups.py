@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis.probe.labelled_rows import Labelled
-from featx.sources.key_forms import origin_of
+from featx.sources import origin_of
 from featx.types import NO_IMAGE
 
 GroupNumbers = npt.NDArray[np.int64]

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.labelled_rows import Features
-from featx.base.devices import float64_home
+from featx.base import float64_home
 from featx.errors import StoreError
-from featx.storage.s3_path import S3Path
+from featx.storage import S3Path
 from featx.store import layout
 
 FORMAT = 1

@@ -10,7 +10,7 @@ import torch
 
 from featx.analysis.probe.labelled_rows import Features
 from featx.analysis.similarity.nearest_neighbours import best_of_blocks
-from featx.base.devices import float64_home
+from featx.base import float64_home
 
 K_GRID = (1, 5, 10, 20, 50, 100, 200)
 """Numbers of neighbours to try, as far as there are enough rows."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from featx.errors import DataError, ReduceError, StoreError, counted
-from featx.layers.reductions import channels_last
-from featx.store.reader import FeatureStore
+from featx.layers import channels_last
+from featx.store import FeatureStore
 
 MAX_FLAT = 8192
 """Number of values up to which a map or tokens are flattened; larger ones are averaged."""

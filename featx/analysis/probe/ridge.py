@@ -10,7 +10,7 @@ import torch
 
 from featx.analysis.probe.heads import Head, Scaler
 from featx.analysis.probe.labelled_rows import Features
-from featx.base.devices import float64_home
+from featx.base import float64_home
 from featx.errors import ConfigError
 
 STRENGTHS = (10.0, 1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5)

@@ -22,15 +22,11 @@ from featx.analysis.probe.leakage import near_duplicates, repeated_rows
 from featx.analysis.probe.logistic_regression import threads_for
 from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
 from featx.analysis.probe.task import Task, make_task
-from featx.base.allocator import keep_freed_memory
-from featx.base.devices import choose_device, exact_cuda
-from featx.config.run_config import Config
+from featx.base import choose_device, exact_cuda, keep_freed_memory
+from featx.config import Config
 from featx.errors import ConfigError, RunError
-from featx.storage.s3_folder import open_folder
-from featx.store import layout
-from featx.store.layer_selection import matching_layers
-from featx.store.manifest import load_manifest
-from featx.store.reader import FeatureStore
+from featx.storage import open_folder
+from featx.store import FeatureStore, layout, load_manifest, matching_layers
 
 FORMAT = 1
 """Version of the format of probe.json."""

@@ -14,9 +14,9 @@ from featx.analysis.probe import splits
 from featx.analysis.probe.groups import Groups, divided_groups, row_groups, shared_with
 from featx.analysis.probe.labelled_rows import Labelled, labelled_rows, matched_by_name
 from featx.analysis.probe.splits import Split
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import ConfigError, DataError, StoreMismatchError, counted
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,6 @@ duplicates.py                 groups of near-duplicates
 representation_similarity.py  linear CKA and RSA between layers
 """
 
-from __future__ import annotations
+from featx.base.exports import lazy_exports
 
-from featx.analysis.similarity.duplicates import duplicate_groups
-from featx.analysis.similarity.faiss_index import RowIndex
-from featx.analysis.similarity.nearest_neighbours import Neighbours, nearest_rows
-from featx.analysis.similarity.representation_similarity import (
-    LayerSimilarity,
-    layer_similarity,
-    linear_cka,
-    rsa,
-)
-
-__all__ = [
-    "LayerSimilarity",
-    "Neighbours",
-    "RowIndex",
-    "duplicate_groups",
-    "layer_similarity",
-    "linear_cka",
-    "nearest_rows",
-    "rsa",
-]
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -10,9 +10,9 @@ import torch
 
 from featx.analysis.similarity import row_vectors as sizes
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base.devices import choose_device, float64_home
+from featx.base import choose_device, float64_home
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 SLACK = 1e-6
 """Amount by which a cosine may miss the threshold, since two equal float32 vectors have a cosine of

@@ -26,10 +26,10 @@ from featx.analysis.similarity.nearest_neighbours import (
     nearest_among,
 )
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base.devices import choose_device
+from featx.base import choose_device
 from featx.config import METRICS, check_choice
 from featx.errors import ConfigError, MissingExtraError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 SAMPLE = 1000
 """Number of random rows that choose how many lists are searched. The recall is then measured on as

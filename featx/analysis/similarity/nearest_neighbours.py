@@ -12,10 +12,10 @@ import torch
 
 from featx.analysis.similarity import row_vectors as sizes
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base.devices import choose_device
+from featx.base import choose_device
 from featx.config import METRICS, check_choice
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 from featx.types import Status
 
 _FAR_SQUARE = (sizes.FAR / 2) ** 2

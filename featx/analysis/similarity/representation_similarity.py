@@ -25,10 +25,9 @@ import torch
 
 from featx.analysis.similarity import row_vectors as sizes
 from featx.analysis.similarity.row_vectors import Vectors
-from featx.base.devices import choose_device, float64_home
+from featx.base import choose_device, float64_home
 from featx.errors import ConfigError
-from featx.store.layer_selection import matching_layers
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, matching_layers
 
 MEASURES = ("cka", "cka_debiased", "rsa")
 ROWS = 2000

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from featx.base.devices import float64_home
+from featx.base import float64_home
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore, check_rows_present
+from featx.store import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 128 << 20
 """Maximum bytes of one block of float32 vectors, and of one block of dot products."""

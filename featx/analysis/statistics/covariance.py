@@ -9,7 +9,7 @@ import torch
 
 from featx.analysis.statistics.moments import Moments
 from featx.errors import ConfigError
-from featx.layers.projection import Projection
+from featx.layers import Projection
 
 MAX_SPECTRUM = 4096
 """Maximum number of features for which principal variances are computed for a table, which takes

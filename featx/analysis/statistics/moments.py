@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from featx.base.devices import float64_home, plain_tensors
+from featx.base import float64_home, plain_tensors
 from featx.errors import ConfigError, NonFiniteError
 from featx.store import layout
 

@@ -28,9 +28,9 @@ from featx.analysis.statistics.stats_file import (
     read_layer,
     reading,
 )
-from featx.base.fingerprint import differences, digest
+from featx.base import differences, digest
 from featx.errors import StoreError, StoreMismatchError, require
-from featx.storage.local_folder import AtomicFolder
+from featx.storage import AtomicFolder
 from featx.store import layout
 from featx.types import UNKNOWN_IMAGE, Failure, Part, StoreHeader
 

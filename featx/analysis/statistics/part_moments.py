@@ -24,7 +24,7 @@ from featx.analysis.statistics.moments import (
     of_block,
     rows_that_fit,
 )
-from featx.base.devices import plain_tensors
+from featx.base import plain_tensors
 from featx.errors import ConfigError, require
 from featx.store import layout
 from featx.types import LayerSpec, Part

@@ -10,15 +10,13 @@ import torch
 
 from featx.analysis.statistics.covariance import principal_components, whitening
 from featx.analysis.statistics.stats_file import Statistics
-from featx.config import GRADIENTS, PROJECTIONS, ReduceConfig
-from featx.config.run_config import Config
+from featx.config import GRADIENTS, PROJECTIONS, Config, ReduceConfig
 from featx.errors import ConfigError, ReduceError, StoreMismatchError
-from featx.layers.projection import ProjectedReduce, Projection
-from featx.layers.trace import CapturePoint
-from featx.models.base import Backbone
+from featx.layers import CapturePoint, ProjectedReduce, Projection
+from featx.models import Backbone
 
 if TYPE_CHECKING:
-    from featx.layers.projection import ChosenLayers
+    from featx.layers import ChosenLayers
 
 
 def with_statistics(

@@ -11,36 +11,44 @@ from typing import Any
 from featx.analysis.engine_specs import FEATURES
 from featx.analysis.statistics.covariance import frechet_distance
 from featx.analysis.statistics.covariance import spread as spread_of
-from featx.analysis.statistics.frechet_distance import refuse_other_values
+from featx.analysis.statistics.frechet import refuse_other_values
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.session import FAILURES_CSV, MomentsOfParts, StatsSession
 from featx.analysis.statistics.sink import StatsPartTask, StatsSink, tree_of
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, STATS_IMAGES, Statistics
 from featx.analysis.statistics.target import StatsTarget
-from featx.base.console import log_message
-from featx.base.text import size_text
-from featx.config.run_config import Config
+from featx.base import log_message, size_text
+from featx.config import Config
 from featx.errors import ConfigError, StoreMismatchError
-from featx.pipeline.executors.worker_stats import RunOutcome
-from featx.pipeline.image_changes import (
+from featx.pipeline import (
     ImagesOfRun,
+    OverwriteMark,
+    RunContext,
+    RunObserver,
+    RunOutput,
+    RunTarget,
     changed_images_text,
     changed_text,
     compare_images,
+    describe_run,
+    drive_run,
     gone_images_text,
     mended_images_text,
+    peak_memory_mib,
 )
-from featx.pipeline.overwriting import OverwriteMark
-from featx.pipeline.run_context import RunContext
-from featx.pipeline.run_driver import RunOutput, drive_run
-from featx.pipeline.run_metrics import peak_memory_mib
-from featx.pipeline.run_observer import RunObserver
-from featx.pipeline.run_summary import describe_run
-from featx.pipeline.run_target import RunTarget
-from featx.storage.local_folder import TEMPORARY, AtomicFolder, exclusive_lock
-from featx.store.heartbeat import Heartbeat, clear_signs, refuse_other_writers
-from featx.store.image_states import keep_image_states
-from featx.store.layout import LOCK, STATS_OVERWRITING, TRACE, WORKERS, Grid
+from featx.pipeline.executors import RunOutcome
+from featx.storage import TEMPORARY, AtomicFolder, exclusive_lock
+from featx.store import (
+    LOCK,
+    STATS_OVERWRITING,
+    TRACE,
+    WORKERS,
+    Grid,
+    Heartbeat,
+    clear_signs,
+    keep_image_states,
+    refuse_other_writers,
+)
 from featx.types import Failure, Source
 
 _REFRESH_TEXT = (

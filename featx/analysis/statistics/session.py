@@ -15,11 +15,8 @@ from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import is_aligned
 from featx.analysis.statistics.stats_file import DamagedError
 from featx.errors import LayerError, StoreError, require
-from featx.storage.local_folder import TEMPORARY
-from featx.store import layout
-from featx.store.failures import failures_csv
-from featx.store.layout import LISTING, Grid
-from featx.store.listing import listing_file
+from featx.storage import TEMPORARY
+from featx.store import LISTING, Grid, failures_csv, layout, listing_file
 from featx.types import UNKNOWN_IMAGE, Failure, Listing, Part
 
 logger = logging.getLogger(__name__)

@@ -17,21 +17,18 @@ from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, statistics_begun
-from featx.base.devices import synchronise, used_here
-from featx.base.fingerprint import differences
+from featx.base import differences, synchronise, used_here
 from featx.errors import RunError
-from featx.layers.reductions import positions_last
-from featx.pipeline.row_failures import failures_of
-from featx.pipeline.run_context import RunContext
-from featx.storage.local_folder import AtomicFolder
-from featx.store.heartbeat import Heartbeat
-from featx.store.listing import read_listing
+from featx.layers import positions_last
+from featx.pipeline import RunContext, failures_of
+from featx.storage import AtomicFolder
+from featx.store import Heartbeat, read_listing
 from featx.types import UNKNOWN_IMAGE, Batch, Failure, Listing, Part
 
 if TYPE_CHECKING:
     import torch
 
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
 Values = tuple[Mapping[str, "torch.Tensor"], list[Failure]]
 """Values of a batch: dataset name -> (B, ...) on the device, and the rows that failed."""

@@ -25,9 +25,8 @@ import torch
 from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.errors import LayerError, StoreError, nearest
-from featx.storage.local_folder import reads_back_differently
-from featx.store import layout
-from featx.store.hdf5_files import check_plain, damage_text, open_metadata
+from featx.storage import reads_back_differently
+from featx.store import check_plain, damage_text, layout, open_metadata
 from featx.types import Failure, Status
 
 STATS_FORMAT = 1

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.stats_file import statistics_begun
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import ConfigError
-from featx.images.decode import PILLOW
-from featx.layers.reductions import channel_axis
-from featx.pipeline.run_target import check_out, list_images, seconds_of_part
-from featx.store.listing import marks_digest
+from featx.images import PILLOW
+from featx.layers import channel_axis
+from featx.pipeline import check_out, list_images, seconds_of_part
+from featx.store import marks_digest
 from featx.types import LayerSpec, Listing, ResumeState, Source
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
-    from featx.layers.projection import ChosenLayers
+    from featx.engine import Engine
+    from featx.layers import ChosenLayers
 
 COMMIT_BYTES_PER_S = 40e6
 """Bytes of a part's matrices that are built, synced and merged per second on a busy machine."""

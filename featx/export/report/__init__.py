@@ -12,3 +12,7 @@ layer_similarity.py    linear CKA between the layers
 page.py                renders all of it with page/template.html into one file
 run.py                 the job from config to file
 """
+
+from featx.base.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

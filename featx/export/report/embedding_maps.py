@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.probe.labelled_rows import BLOCK_BYTES, Labelled, layer_rows
+from featx.analysis.probe import BLOCK_BYTES, Labelled, layer_rows
 from featx.errors import ReduceError, StoreError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 COMPONENTS = 50
 """Maximum number of principal components that t-SNE uses as input."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from featx.export.selection import as_utf8
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 from featx.types import Status
 
 SHOWN = 8

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featx.analysis.similarity.representation_similarity import layer_similarity
+from featx.analysis.similarity import layer_similarity
 from featx.errors import ConfigError
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 ROWS = 1000
 """Maximum number of images; the work grows with its square."""

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ReduceError
-from featx.layers.reductions import channel_axis
-from featx.store.reader import FeatureStore, check_rows_present
+from featx.layers import channel_axis
+from featx.store import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 64 << 20
 """Bytes of float32 values that are read at a time."""

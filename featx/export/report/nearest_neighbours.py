@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.similarity.nearest_neighbours import nearest_among
-from featx.analysis.similarity.row_vectors import KEEP_BYTES, Vectors
-from featx.base.devices import choose_device
-from featx.store.reader import FeatureStore
+from featx.analysis.similarity import KEEP_BYTES, Vectors, nearest_among
+from featx.base import choose_device
+from featx.store import FeatureStore
 
 QUERIES = 6
 """Number of query images."""

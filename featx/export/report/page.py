@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.text import time_text
+from featx.base import time_text
 from featx.export.report.embedding_maps import LayerMap, Matrix
 from featx.export.report.failures import Reason
 from featx.export.report.layer_similarity import LayerSimilaritySection
@@ -30,7 +30,7 @@ from featx.export.report.provenance import Provenance
 from featx.export.report.throughput import Speed
 from featx.export.report.thumbnails import MAX_BYTES, PIXELS, Thumbnails
 from featx.export.selection import as_utf8
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 
 GENERATOR = '<meta name="generator" content="featx job=report">'
 """Element by which a report is recognised, so that no other file is overwritten."""

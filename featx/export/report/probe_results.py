@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from featx.analysis.probe.labelled_rows import output_folder
+from featx.analysis.probe import output_folder
 from featx.export.selection import as_utf8
-from featx.store import layout
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, layout
 
 CLASSES_SHOWN = 40
 """Maximum number of classes in the confusion matrix."""

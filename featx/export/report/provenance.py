@@ -9,11 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from featx.base.text import size_text
+from featx.base import size_text
 from featx.export.selection import as_utf8
-from featx.store import layout
-from featx.store.manifest import Run, load_manifest
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, Run, layout, load_manifest
 from featx.types import Status
 
 CLASSES_SHOWN = 30

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.config.run_config import Config
+from featx.config import Config
 from featx.errors import MissingExtraError, StoreError, counted
 from featx.export.report.embedding_maps import layer_map
 from featx.export.report.failures import Reason, reasons_of
@@ -24,10 +24,8 @@ from featx.export.report.provenance import provenance_of
 from featx.export.report.throughput import speed_of
 from featx.export.report.thumbnails import Thumbnails
 from featx.export.selection import as_utf8
-from featx.storage.local_folder import AtomicFolder
-from featx.store.layer_selection import matching_layers
-from featx.store.manifest import load_manifest
-from featx.store.reader import FeatureStore
+from featx.storage import AtomicFolder
+from featx.store import FeatureStore, load_manifest, matching_layers
 
 NAME = "report.html"
 """Default file name."""

@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from featx.store import layout
-from featx.store.manifest import load_manifest
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore, layout, load_manifest
 
 _STAGES = {
     "read": "reading the files, all threads together",

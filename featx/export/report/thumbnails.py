@@ -12,12 +12,9 @@ from PIL import Image
 from featx.config import DataConfig
 from featx.errors import FeatxError
 from featx.export.source_images import data_of_store
-from featx.images.crash_journal import CrashList
-from featx.images.decode import ImagePolicy
-from featx.images.fault_tolerant_decode import FaultTolerantDecoder
-from featx.images.preprocess import cut_out
+from featx.images import CrashList, FaultTolerantDecoder, ImagePolicy, cut_out
 from featx.sources import open_source
-from featx.store.reader import FeatureStore
+from featx.store import FeatureStore
 from featx.types import ImageFault, RegionSource, Status
 
 PIXELS = 112

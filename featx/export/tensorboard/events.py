@@ -17,18 +17,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import log_message
+from featx.base import log_message
 from featx.errors import FeatxError, MissingExtraError
 from featx.export.tensorboard.histogram import Histogram
 from featx.export.tensorboard.projector import write_projector
-from featx.pipeline.run_observer import RunObserver
-from featx.store import layout
-from featx.store.reader import FeatureStore
+from featx.pipeline import RunObserver
+from featx.store import FeatureStore, layout
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.pipeline.run_context import RunContext
-    from featx.store.session import StoreSession
+    from featx.pipeline import RunContext
+    from featx.store import StoreSession
 
 PROJECTOR_ROWS = 1000
 """Number of rows in the projector with tensorboard=true."""

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import log_message
+from featx.base import log_message
 from featx.config import ReduceConfig
 from featx.errors import ReduceError, counted
-from featx.storage.local_folder import AtomicFolder
-from featx.store import layout
-from featx.store.reader import FeatureStore
+from featx.storage import AtomicFolder
+from featx.store import FeatureStore, layout
 
 if TYPE_CHECKING:
-    from featx.pipeline.run_context import RunContext
+    from featx.pipeline import RunContext
 
 SPRITE_PIXELS = 64
 """Maximum of the longer side of a sprite in pixels; config.MAX_PICTURES of them fill a sheet."""
@@ -168,7 +167,7 @@ def _vectors(
     """
     import torch
 
-    from featx.layers.reductions import reduction
+    from featx.layers import reduction
 
     layer, backbone = store[name], context.engine.backbone
     shape = layer.shape[1:]

@@ -9,17 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from featx.base.console import log_message
-from featx.base.text import table
-from featx.config import BenchConfig, DataConfig
-from featx.config.layer_requests import DEFAULT_LAYERS
-from featx.config.run_config import Config
+from featx.base import log_message, table
+from featx.config import DEFAULT_LAYERS, BenchConfig, Config, DataConfig
 from featx.errors import ConfigError
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job, print_summary
 from featx.jobs.bench import contenders
 from featx.jobs.bench.contenders import Measurement
 from featx.jobs.bench.photos import make_photos
-from featx.sources.folder import FolderOptions
+from featx.sources import FolderOptions
 
 SCRIPT = "the user's script"
 

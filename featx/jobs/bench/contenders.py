@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.analysis import engine_specs
-from featx.base.machine import num_cpus
-from featx.config.run_config import Config
+from featx.base import num_cpus
+from featx.config import Config
 from featx.types import Batch, Listing, Part
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ def in_new_process(function: Callable[..., T], *args: Any) -> T:
 
 def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
     """Measure featx, from files to a packed store."""
-    from featx.pipeline.extraction import run_extraction
-    from featx.store.reader import FeatureStore
+    from featx.pipeline import run_extraction
+    from featx.store import FeatureStore
 
     out = folder / "store"
     with contextlib.redirect_stderr(io.StringIO()):
@@ -67,12 +67,10 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     """Measure the plain script with the same model, layer and images."""
     import torch
 
-    from featx.base.devices import choose_device
-    from featx.config.layer_requests import layer_requests
+    from featx.base import choose_device
+    from featx.config import layer_requests
     from featx.jobs.bench.baseline_script import ImageFiles, extract
-    from featx.layers.embedding import with_evidence
-    from featx.layers.selection import select
-    from featx.layers.tracer import trace
+    from featx.layers import select, trace_forward, with_evidence
     from featx.models import build_backbone
     from featx.sources import open_source
 
@@ -80,7 +78,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     backbone = build_backbone(config.model, config.seed)
     module = backbone.module.to(device)
     noise = torch.randn(2, 3, *backbone.preprocess.crop, device=device)
-    requests, traced = layer_requests(config), trace(module, noise)
+    requests, traced = layer_requests(config), trace_forward(module, noise)
     if "embedding" in dict(requests):
         traced = with_evidence(traced, module, noise, backbone.embedding)
     module.requires_grad_(True)  # as it comes from its library
@@ -101,8 +99,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
 
 def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Measure the images per second of reading, decoding and the model, each on its own."""
-    from featx.pipeline.forward_passes import Passes
-    from featx.pipeline.run_context import build_run_context
+    from featx.pipeline import Passes, build_run_context
 
     with build_run_context(config, config_yaml, engine_specs.FEATURES) as context:
         num_rows, engine = len(context.listing), context.engine

@@ -20,23 +20,26 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from featx import errors
-from featx.base.child_process import module_command, module_environment
-from featx.base.console import log_message
-from featx.base.machine import num_cpus
-from featx.base.supervisor import CRASHES, MAX_CRASHES
-from featx.config import ExecutorConfig
-from featx.config.run_config import Config
+from featx.base import (
+    CRASHES,
+    MAX_CRASHES,
+    log_message,
+    module_command,
+    module_environment,
+    num_cpus,
+)
+from featx.config import Config, ExecutorConfig
 from featx.errors import ConfigError, FeatxError, InternalError, RunError
-from featx.images.crash_journal import was_decoding
-from featx.pipeline.executors import EXECUTORS, Executor
+from featx.images import was_decoding
 from featx.pipeline.executors.local_worker import STOP
 from featx.pipeline.executors.part_worker import rows_text
+from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, RunOutcome, WorkerStats
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.stop_signals import GRACE_S
-from featx.store.heartbeat import clear_sign, sign_name
+from featx.store import clear_sign, sign_name
 from featx.types import Part
 
 _LISTEN_S = 0.2

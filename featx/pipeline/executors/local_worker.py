@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from featx.base.allocator import keep_freed_memory
-from featx.base.child_process import end_with_parent
+from featx.base import end_with_parent, keep_freed_memory
 
 if TYPE_CHECKING:
     from featx.pipeline.executors.worker_stats import PartResult
@@ -119,8 +118,8 @@ def main(descriptor: int, parent: int) -> int:
     from featx.pipeline.executors.worker_spec import worker_context
     from featx.pipeline.executors.worker_stats import WorkerStats
     from featx.pipeline.stop_signals import Interrupted
-    from featx.storage.s3_folder import open_folder
-    from featx.store.heartbeat import Heartbeat
+    from featx.storage import open_folder
+    from featx.store import Heartbeat
 
     worker_stats, worker = WorkerStats(), None
     try:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from featx.base.progress import SilentProgress
+from featx.base import SilentProgress
 from featx.errors import FeatxError, InternalError, RunError
 from featx.pipeline.executors.worker_spec import WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
@@ -18,11 +18,11 @@ from featx.pipeline.loop import run_parts
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import peak_memory_mib
 from featx.pipeline.stop_signals import Interrupted
-from featx.store.heartbeat import Heartbeat
+from featx.store import Heartbeat
 from featx.types import Batch, Failure, Part
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
+    from featx.engine import Engine
 
 
 class PartWorker:

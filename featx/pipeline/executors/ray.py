@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from featx.config import ExecutorConfig
-from featx.config.run_config import Config
+from featx.config import Config, ExecutorConfig
 from featx.errors import ConfigError, FeatxError, InternalError, MissingExtraError, RunError
-from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.part_worker import PartWorker, add_worker_context, rows_text
+from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
 from featx.pipeline.executors.worker_spec import (
     PickledWorkerSpec,
@@ -29,8 +28,8 @@ from featx.pipeline.executors.worker_spec import (
 )
 from featx.pipeline.executors.worker_stats import PartResult, RunOutcome, WorkerStats
 from featx.pipeline.run_context import RunContext
-from featx.storage.s3_folder import open_folder
-from featx.store.heartbeat import Heartbeat, clear_sign, clear_signs, sign_name
+from featx.storage import open_folder
+from featx.store import Heartbeat, clear_sign, clear_signs, sign_name
 from featx.types import Part
 
 WAIT_S = 0.5

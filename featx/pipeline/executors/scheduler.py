@@ -17,12 +17,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-from featx.base.progress import Progress
+from featx.base import Progress
 from featx.errors import TooManyFailuresError
 from featx.pipeline.executors.worker_spec import Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, ResultCollector, RunOutcome
 from featx.pipeline.stop_signals import Interrupted, stop_signals
-from featx.store.heartbeat import Heartbeat
+from featx.store import Heartbeat
 from featx.types import Part
 
 MAX_DEATHS = 3

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from featx.config import ExecutorConfig, check_choice
-from featx.config.run_config import Config
+from featx.config import Config, ExecutorConfig, check_choice
 from featx.errors import ConfigError, FeatxError, RunError, counted
-from featx.pipeline.executors import EXECUTORS, Executor
 from featx.pipeline.executors.part_worker import rows_text
+from featx.pipeline.executors.registry import EXECUTORS, Executor
 from featx.pipeline.executors.scheduler import MAX_DEATHS, RESUME_HINT, Scheduler
 from featx.pipeline.executors.slurm_queue import (
     SlurmQueue,
@@ -39,9 +38,8 @@ from featx.pipeline.executors.slurm_task import (
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, Session, WorkerSpec
 from featx.pipeline.executors.worker_stats import PartResult, RunOutcome
 from featx.pipeline.run_context import RunContext
-from featx.storage.local_folder import AtomicFolder
-from featx.store import layout
-from featx.store.heartbeat import clear_signs
+from featx.storage import AtomicFolder
+from featx.store import clear_signs, layout
 from featx.types import Part
 
 POLL_S = 2.0

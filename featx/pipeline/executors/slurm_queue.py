@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from featx.base.text import time_text
+from featx.base import time_text
 from featx.errors import ConfigError, FeatxError, RunError, counted, nearest
 
 ASK_S = 10.0

@@ -24,8 +24,8 @@ from featx.pipeline.executors.slurm_queue import seconds_left
 from featx.pipeline.executors.worker_spec import PickledWorkerSpec, WorkerSpec, worker_context
 from featx.pipeline.executors.worker_stats import PartResult, WorkerStats
 from featx.pipeline.stop_signals import Interrupted
-from featx.storage.s3_folder import open_folder
-from featx.store.heartbeat import Heartbeat, signs_of_life
+from featx.storage import open_folder
+from featx.store import Heartbeat, signs_of_life
 from featx.types import Part
 
 SIGNAL_DELAY_S = 90

@@ -17,23 +17,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from featx.base.fingerprint import differences
-from featx.base.machine import num_cpus, take_cpus
-from featx.config import ExecutorConfig
-from featx.config.run_config import Config
+from featx.base import differences, num_cpus, take_cpus
+from featx.config import Config, ExecutorConfig
 from featx.errors import ConfigError, RunError
 from featx.pipeline.engine_spec import EngineSpec
 from featx.pipeline.loop import BatchSink, PartSource
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
-from featx.storage import s3_client
-from featx.storage.local_folder import AtomicFolder
-from featx.store.heartbeat import Heartbeat, sign_name
+from featx.storage import AtomicFolder, s3_client
+from featx.store import Heartbeat, sign_name
 from featx.types import Failure, LayerSpec, Listing, Part, ResumeState, Source
 
 if TYPE_CHECKING:
-    from featx.engine.engine import Engine
-    from featx.layers.projection import ChosenLayers
+    from featx.engine import Engine
+    from featx.layers import ChosenLayers
 
 
 class PartSink(BatchSink, Protocol):

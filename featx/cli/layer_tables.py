@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featx.base.nested_tensors import Path
-from featx.base.text import size_text, table
+from featx.base import Path, size_text, table
 from featx.config import VIEWS_OF_LAYERS
-from featx.layers.trace import Call, Operation, Trace, element_name
+from featx.layers import Call, Operation, Trace, element_name
 
 if TYPE_CHECKING:
-    from featx.layers.profiling import Profile, Values
+    from featx.layers import Profile, Values
 
 WIDTH = 120
 """Width of a terminal in characters, which the tables of three of the views do not exceed."""
@@ -251,7 +250,7 @@ def remarks(show: str, traced: Trace, profiled: Profile) -> list[str]:
 
 
 def _finite_text(traced: Trace, profiled: Profile) -> str:
-    from featx.layers.profiling import first_nonfinite
+    from featx.layers import first_nonfinite
 
     found = first_nonfinite(profiled.values)
     if found is None:

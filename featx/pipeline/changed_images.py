@@ -17,13 +17,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from featx.base.console import log_message
-from featx.base.machine import num_cpus
+from featx.base import log_message, num_cpus
 from featx.errors import counted
-from featx.images.fault_tolerant_decode import read_image
-from featx.store import layout
-from featx.store.image_states import UNSETTLED, read_image_states, stored_image_checksums
-from featx.store.manifest import Manifest
+from featx.images import read_image
+from featx.store import UNSETTLED, Manifest, layout, read_image_states, stored_image_checksums
 from featx.types import (
     NO_IMAGE,
     UNKNOWN_IMAGE,

@@ -1,0 +1,11 @@
+from .engine_specs import ATTRIBUTIONS as ATTRIBUTIONS
+from .engine_specs import FEATURES as FEATURES
+from .engine_specs import engine_spec as engine_spec
+from .prediction import Predictions as Predictions
+from .prediction import head_of_store as head_of_store
+from .prediction import run_prediction as run_prediction
+from .reproducibility import ImagesReport as ImagesReport
+from .reproducibility import ReproducibilityReport as ReproducibilityReport
+from .reproducibility import check_images as check_images
+from .reproducibility import config_of_run as config_of_run
+from .reproducibility import recheck_rows as recheck_rows

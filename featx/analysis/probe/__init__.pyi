@@ -1,0 +1,5 @@
+from .labelled_rows import BLOCK_BYTES as BLOCK_BYTES
+from .labelled_rows import Labelled as Labelled
+from .labelled_rows import layer_rows as layer_rows
+from .labelled_rows import output_folder as output_folder
+from .run import run_probe as run_probe

@@ -1,0 +1,12 @@
+from .duplicates import cosines_to_first as cosines_to_first
+from .duplicates import duplicate_groups as duplicate_groups
+from .faiss_index import RowIndex as RowIndex
+from .nearest_neighbours import Neighbours as Neighbours
+from .nearest_neighbours import nearest_among as nearest_among
+from .nearest_neighbours import nearest_rows as nearest_rows
+from .representation_similarity import LayerSimilarity as LayerSimilarity
+from .representation_similarity import layer_similarity as layer_similarity
+from .representation_similarity import linear_cka as linear_cka
+from .representation_similarity import rsa as rsa
+from .row_vectors import KEEP_BYTES as KEEP_BYTES
+from .row_vectors import Vectors as Vectors

@@ -1,0 +1,3 @@
+from .run import run_stats as run_stats
+from .session import FAILURES_CSV as FAILURES_CSV
+from .stats_file import Statistics as Statistics

@@ -1,0 +1,12 @@
+from .auto_settings import TRIAL_IMAGES as TRIAL_IMAGES
+from .auto_settings import AutoSettings as AutoSettings
+from .batch_independence import Buffers as Buffers
+from .batch_independence import check_row as check_row
+from .batch_parallelism import BatchParallelism as BatchParallelism
+from .compute import COMPUTE_DTYPES as COMPUTE_DTYPES
+from .compute import Compute as Compute
+from .compute import Formats as Formats
+from .compute import spec_of as spec_of
+from .engine import Engine as Engine
+from .row_checks import finite_rows as finite_rows
+from .row_checks import stored_bits as stored_bits

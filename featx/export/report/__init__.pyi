@@ -1,0 +1,1 @@
+from .run import run_report as run_report

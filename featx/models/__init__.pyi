@@ -1,0 +1,10 @@
+from .base import Backbone as Backbone
+from .base import LibraryEmbedding as LibraryEmbedding
+from .base import state_sha256 as state_sha256
+from .batchnorm_folding import Pair as Pair
+from .batchnorm_folding import foldable_pairs as foldable_pairs
+from .batchnorm_folding import folded as folded
+from .libraries import PACKAGED as PACKAGED
+from .libraries import build_backbone as build_backbone
+from .libraries import registered_names as registered_names
+from .libraries import resolve_library as resolve_library

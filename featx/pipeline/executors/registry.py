@@ -1,0 +1,69 @@
+"""The family of executors, and the executor of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from featx.base import Member, Registry
+
+if TYPE_CHECKING:
+    from featx.config import Config
+    from featx.pipeline.executors.worker_spec import PartTask, Session, WorkerSpec
+    from featx.pipeline.executors.worker_stats import RunOutcome
+    from featx.pipeline.run_context import RunContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Executor(Member):
+    """A place where workers compute the parts of a run.
+
+    Attributes:
+        check: checks, before images are listed, that the executor can be used with a config; raises
+            MissingExtraError, ConfigError or RunError.
+        run: computes the missing parts in workers, usually with a `Scheduler`; raises RunError if a
+            worker failed, and Interrupted after SIGINT or SIGTERM.
+    """
+
+    check: Callable[[Config], None]
+    run: Callable[[RunContext, Session, WorkerSpec], RunOutcome]
+
+
+EXECUTORS: Registry[Executor] = Registry("executor", "featx.pipeline.executors")
+"""Executors by the value of the option `executor`."""
+
+
+def check_executor(config: Config) -> None:
+    """Check that the executor of a config can be used; does nothing if the run has no workers.
+
+    Raises:
+        MissingExtraError: a package that the executor needs is not installed.
+        FeatxError: its cluster cannot be used.
+    """
+    if config.is_spread:
+        EXECUTORS.get(config.executor.name).check(config)
+
+
+def run_distributed(
+    context: RunContext, session: Session, part_task: PartTask, config_yaml: str
+) -> RunOutcome:
+    """Compute the missing parts with the executor that the option `executor` chooses.
+
+    Args:
+        context: run context.
+        session: write session of the store or statistics.
+        part_task: part task of the workers.
+        config_yaml: config as the user wrote it.
+
+    Raises:
+        FeatxError: a worker failed; the message names it, the part and its rows.
+        Interrupted: SIGINT or SIGTERM arrived; complete parts are committed.
+    """
+    from featx.pipeline.executors.worker_spec import worker_spec
+
+    executor = EXECUTORS.get(context.config.executor.name)
+    spec = worker_spec(context, session, part_task, config_yaml)
+    # Workers load their own copy of the model and need the memory of the device.
+    with context.engine.off_device():
+        return executor.run(context, session, spec)

@@ -1,0 +1,9 @@
+from .base import FolderSource as FolderSource
+from .folder import FolderOptions as FolderOptions
+from .key_forms import origin_of as origin_of
+from .opening import open_source as open_source
+from .opening import source_of as source_of
+from .opening import with_boxes as with_boxes
+from .registry import SOURCES as SOURCES
+from .registry import SourceMember as SourceMember
+from .registry import source_member as source_member

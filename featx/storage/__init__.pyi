@@ -1,0 +1,11 @@
+from .local_file import RawFile as RawFile
+from .local_folder import TEMPORARY as TEMPORARY
+from .local_folder import AtomicFolder as AtomicFolder
+from .local_folder import exclusive_lock as exclusive_lock
+from .local_folder import reads_back_differently as reads_back_differently
+from .s3_file import S3File as S3File
+from .s3_file import fetched_ahead as fetched_ahead
+from .s3_folder import open_folder as open_folder
+from .s3_path import S3Path as S3Path
+from .s3_path import is_url as is_url
+from .s3_path import parse_path as parse_path

@@ -1,0 +1,56 @@
+"""Packages export what others use, and others import from packages, not from their modules."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import featx
+
+ROOT = Path(featx.__file__).parent
+STUBS = sorted(ROOT.rglob("__init__.pyi"))
+PUBLIC = "featx/__init__.py"
+"""The public names of featx are loaded from where they are defined."""
+
+
+def package_of(stub: Path) -> str:
+    return ".".join(stub.parent.relative_to(ROOT.parent).parts)
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=package_of)
+def test_every_exported_name_can_be_imported(stub: Path) -> None:
+    package = importlib.import_module(package_of(stub))
+    assert package.__all__
+    assert dir(package) == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
+        package.no_such_name  # noqa: B018
+
+
+def test_other_packages_import_from_the_package() -> None:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        relative = path.relative_to(ROOT.parent)
+        if str(relative) == PUBLIC:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ImportFrom) or node.level or node.module is None:
+                continue
+            parts = node.module.split(".")
+            own = len(relative.parts) > 2 and parts[1:2] == [relative.parts[1]]
+            is_module = ROOT.parent.joinpath(*parts).with_suffix(".py").exists()
+            is_private = all(alias.name.startswith("_") for alias in node.names)
+            is_loader = node.module == "featx.base.exports"
+            if len(parts) > 2 and is_module and not (own or is_private or is_loader):
+                found.append(f"{relative}:{node.lineno}: from {node.module}")
+    assert not found, "import these from their packages:\n" + "\n".join(found)
+
+
+def test_importing_every_package_loads_no_torch() -> None:
+    packages = ", ".join(package_of(stub) for stub in STUBS)
+    code = f"import sys, {packages}; assert not {{'torch', 'h5py', 'hydra'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -92,6 +92,9 @@ class BatchParallelism:
     choices: dict[str, str]
 
 
+_NO_ROOM = "1 (there is not enough memory for parallel batches)"
+
+
 def decide(
     engine: Engine,
     cpus: int | None,
@@ -159,15 +162,13 @@ def _on_device(engine: Engine, filled: Callable[[int], torch.Tensor]) -> BatchPa
         return BatchParallelism(None, 1, False, {"streams": "1"})
     batch = filled(engine.compute.batch_size)
     if not _has_room(engine, batch):
-        why = "there is not enough memory for parallel batches"
-        return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
+        return BatchParallelism(None, 1, False, {"streams": _NO_ROOM})
     if not engine.replicable:
         return BatchParallelism(None, 1, True, {"streams": "1"})
     try:
         same = replicas_agree(engine, batch, CUDA_STREAMS)
     except torch.OutOfMemoryError:  # another process took the memory that was free
-        why = "there was not enough memory for parallel batches"
-        return BatchParallelism(None, 1, False, {"streams": f"1 ({why})"})
+        return BatchParallelism(None, 1, False, {"streams": _NO_ROOM})
     finally:
         torch.cuda.empty_cache()
     if not same:

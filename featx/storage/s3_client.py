@@ -85,22 +85,33 @@ class Entry:
 
 
 class _Outage:
-    """Whether the server answers this process now; shared by all threads.
-
-    Attributes:
-        limit_s: seconds that a request waits for the server; 0 outside of `patience`.
-    """
+    """Whether the server answers this process now; shared by all threads."""
 
     def __init__(self) -> None:
-        self.limit_s = 0.0
+        self._limits: dict[object, float] = {}  # running `patience` -> its seconds
         self._lock = threading.Lock()
         self._began: float | None = None  # first failed request since the last answer
         self._reported: float | None = None  # last report of an outage
         self._is_reported = self._stopped = False
 
-    def start(self, limit_s: float) -> None:
-        """Set how many seconds requests wait from now on."""
-        self.limit_s, self._stopped = limit_s, False
+    @property
+    def limit_s(self) -> float:
+        """Seconds that a request waits for the server; 0 outside of `patience`."""
+        limits = list(self._limits.values())
+        return limits[-1] if limits else 0.0
+
+    def start(self, limit_s: float) -> object:
+        """Set how many seconds requests wait from now on, until `end` of the returned object.
+
+        Several runs of one process may start and end in any order.
+        """
+        run = object()
+        self._limits[run], self._stopped = limit_s, False
+        return run
+
+    def end(self, run: object) -> None:
+        """Forget a limit that `start` has set."""
+        del self._limits[run]
 
     def stop(self) -> None:
         """End every wait; takes no lock, so a signal handler may call it."""
@@ -167,12 +178,12 @@ def patience(limit_s: float | None = None) -> Iterator[None]:
     Args:
         limit_s: seconds from the first failed request; None for PATIENCE_S.
     """
-    before = _outage.limit_s
-    _outage.start(PATIENCE_S if limit_s is None else limit_s)
+    outage = _outage
+    run = outage.start(PATIENCE_S if limit_s is None else limit_s)
     try:
         yield
     finally:
-        _outage.limit_s = before
+        outage.end(run)
 
 
 @contextlib.contextmanager

@@ -388,7 +388,7 @@ def test_regions_are_cut_on_the_cpu(photo_folder: Path, tmp_path: Path) -> None:
     boxes = tmp_path / "boxes.csv"
     boxes.write_text("path,x,y,width,height\n000.jpg,0,0,64,48\n")
     data = {"name": "folder", "root": str(photo_folder), "boxes": str(boxes)}
-    with pytest.raises(ConfigError, match=r"regions .* on the CPU\. Use decode=fast"):
+    with pytest.raises(ConfigError, match=r"data.boxes .* on the CPU\. Use decode=fast"):
         featx.extract(data=data, decode="gpu", out=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
@@ -397,7 +397,7 @@ def test_a_transform_of_the_library_alone_is_refused() -> None:
     preprocess = Preprocess(PREPROCESS.reference, (8, 8), None, "lanczos", (0, 0, 0), (1, 1, 1))
     source = Pictures([picture(0)])
     config: Any = types.SimpleNamespace(decode="gpu", data=None)
-    with pytest.raises(ConfigError, match=r"decode=gpu: the transform .* Use decode=fast"):
+    with pytest.raises(ConfigError, match=r"decode=gpu: only the library .* Use decode=fast"):
         DecodeSettings.of_run(config, preprocess, source.listing(), None)  # type: ignore[arg-type]
 
 

@@ -120,7 +120,7 @@ def test_a_column_is_probed_for_and_another_says_the_split() -> None:
 def test_a_column_that_says_no_split_or_no_class_is_told() -> None:
     write_table(16)
     extract(TABLE)
-    with pytest.raises(DataError, match="split_column=patient says 'p0'; expected train"):
+    with pytest.raises(DataError, match="split_column=patient is 'p0'; expected train"):
         probe(split="column", split_column="patient")
     with pytest.raises(StoreError, match=r"no column 'sides'.* Nearest: side"):
         probe(split="column", split_column="sides")

@@ -25,7 +25,7 @@ from tiny_model import COMMAND, extract, run_job, write_picture
 from featx import FeatureStore
 from featx import open as open_store
 from featx.errors import ConfigError, FeatxError, StoreMismatchError
-from featx.pipeline import image_changes, row_updates
+from featx.pipeline import changed_images, row_updates
 from featx.pipeline.stop_signals import Interrupted
 from featx.sources.base import EXTENSIONS
 from featx.sources.pixel_encoding import encode_array
@@ -42,13 +42,13 @@ LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """The keys of the images whose bytes were compared with a row's checksum."""
     seen: list[bytes] = []
-    read = image_changes.read_image
+    read = changed_images.read_image
 
     def noted(source: Any, key: bytes) -> bytes:
         seen.append(key)
         return read(source, key)
 
-    monkeypatch.setattr(image_changes, "read_image", noted)
+    monkeypatch.setattr(changed_images, "read_image", noted)
     return seen
 
 

@@ -76,7 +76,7 @@ def test_without_room_the_parts_are_kept(photos: Path, monkeypatch: pytest.Monke
     before = store["conv"][:].tobytes()
     with monkeypatch.context() as full:
         full.setattr("featx.storage.local_folder.AtomicFolder.free_bytes", lambda _: 1000)
-        with pytest.raises(RunError, match=r"needs \d+ bytes and 1000 are free") as no_room:
+        with pytest.raises(RunError, match=r"needs \d+ bytes, but 1000 are free") as no_room:
             run_job("pack", out="store")
     assert no_room.value.exit_code == 1
     assert not PACKED.exists()

@@ -113,7 +113,7 @@ def test_the_embedding_of_a_segmentation_model_is_that_of_its_main_head(name: st
 
 def test_two_heads_of_a_segmentation_model_are_refused() -> None:
     module = build("lraspp_mobilenet_v3_large", weights_backbone=None)
-    with pytest.raises(LayerError, match=r"classifier\.high_classifier, is none"):
+    with pytest.raises(LayerError, match=r"classifier\.high_classifier, is not its classifier"):
         embedding(backbone_of(module, 64), noise(2, 64))
 
 

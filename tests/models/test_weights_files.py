@@ -124,7 +124,7 @@ def test_a_missing_file_names_the_folder_it_was_looked_for_in(tmp_path: Path) ->
     ("change", "expected"),
     [
         (lambda s: s.pop("0.weight"), r"1 key missing \(0.weight\)"),
-        (lambda s: s.update({"2.bias": torch.zeros(1)}), r"1 left over \(2.bias\)"),
+        (lambda s: s.update({"2.bias": torch.zeros(1)}), r"1 unexpected \(2.bias\)"),
         (
             lambda s: s.update({"0.bias": torch.zeros(5)}),
             r"1 of another shape \(0.bias \(5,\) instead of \(2,\)\)",

@@ -75,7 +75,7 @@ def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str
 
 
 def test_gpus_that_are_not_there_are_told_before_a_store_is_begun(photos: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cuda:7.*torch sees \d+ CUDA devices"):
+    with pytest.raises(ConfigError, match=r"cuda:7.*torch finds \d+ CUDA devices"):
         extract(photos, executor={"devices": [7]})
     assert not Path("store").exists()
 

@@ -628,7 +628,7 @@ def test_extensions_name_what_counts(tmp_path: Path) -> None:
     source = folder(tmp_path, extensions=["PNG", ".img"])
     assert source.listing().keys.tolist() == [b"b.PNG", b"c.img"]
     assert source.listing().skipped == {"other names": 3}
-    with pytest.raises(DataError, match=r"looked at every depth for names ending in \.gif\. Left"):
+    with pytest.raises(DataError, match=r"searched every depth for names ending in \.gif\. Left"):
         folder(tmp_path, extensions=["gif"]).listing()
     with pytest.raises(ConfigError, match=r"data\.extensions is empty"):
         folder(tmp_path, extensions=[])
@@ -643,7 +643,7 @@ def test_depth_bounds_how_far_down_images_are_looked_for(tmp_path: Path) -> None
     assert listing.classes == ("a",)
     with pytest.raises(ConfigError, match=r"data\.depth=-1"):
         folder(tmp_path, depth=-1)
-    with pytest.raises(DataError, match="looked at a depth up to 0"):
+    with pytest.raises(DataError, match="searched a depth up to 0"):
         folder(tmp_path / "d", depth=0).listing()
 
 

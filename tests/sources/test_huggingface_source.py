@@ -69,7 +69,7 @@ def test_splits_and_columns_are_named(tmp_path: Path) -> None:
     assert saved(tmp_path / "saved", label_column="kind").listing().classes == ("k",)
     with pytest.raises(DataError, match=r"data\.split=val: .* has train, test"):
         saved(tmp_path / "saved", split="val")
-    with pytest.raises(DataError, match="image, other hold images; say which"):
+    with pytest.raises(DataError, match=r"image, other hold images\. Choose one"):
         saved(tmp_path / "saved", split="test")
     assert len(saved(tmp_path / "saved", split="test", path_column="image").listing()) == 1
     with pytest.raises(DataError, match=r"data\.label_column=kid: .* Nearest: kind"):

@@ -166,3 +166,16 @@ def test_in_mid_run_an_outage_is_no_mistake_of_the_user(monkeypatch: pytest.Monk
         raise ObjectStoreError(errno.EAGAIN, "no answer", "s3://bucket/run/parts")
     assert told.value.exit_code == 1
     assert "s3://bucket/run/parts" in str(told.value)
+
+
+def test_runs_that_end_in_another_order_leave_no_patience(server: Server) -> None:
+    """Two runs in threads of one process, of which the first one ends first."""
+    server.down = True
+    first, second = s3_client.patience(60), s3_client.patience(60)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    with pytest.raises(ObjectStoreError):
+        s3_client.look("bucket", "key")
+    assert server.made == 1

@@ -202,7 +202,7 @@ def test_an_array_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError, match=r"fit|contiguous"):
                 rows.read(np.arange(3), out, np.arange(3))
-        with pytest.raises(ValueError, match="3 rows, 2 places"):
+        with pytest.raises(ValueError, match="3 rows, but 2 indices"):
             rows.read(np.arange(3), np.zeros((3, 4), "<f2"), np.arange(2))
 
 

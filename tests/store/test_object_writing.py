@@ -456,7 +456,7 @@ def test_overwrite_waits_until_nobody_writes(
             pass
         with caplog.at_level(logging.WARNING), RUN.session(finished).hold():
             pass
-        assert "is being written by driver" in caplog.text
+        assert "is also being written by driver" in caplog.text
     assert not signs_of_life(finished)
     other = RUN.changed(precision="bf16")
     with other.session(finished).hold(overwrite=True) as session:

@@ -254,7 +254,7 @@ def test_promises_hold_under_python_without_asserts() -> None:
     assert len(lines) == 3, done.stdout + done.stderr
     assert lines[0] == "InternalError rows came twice"
     assert lines[1] == "InternalError a row of the part never arrived"
-    assert "RunError parts/part-000000.h5 was not written: /features/flat reads back" in lines[2]
+    assert "RunError parts/part-000000.h5 was not written: reading /features/flat back" in lines[2]
 
 
 @pytest.mark.parametrize("codec", CODECS)

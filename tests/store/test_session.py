@@ -587,7 +587,7 @@ def test_a_full_disk_in_the_middle_keeps_what_is_committed(
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full)
-            with pytest.raises(RunError, match=r"No space left on device.*Make room"):
+            with pytest.raises(RunError, match=r"No space left on device.*Free some space"):
                 session.commit(run.builder(run.grid.part(1)))
         assert [part.index for part in session.missing()] == [1, 2, 3]
         session.commit(run.builder(run.grid.part(1)))

@@ -196,13 +196,15 @@ IN_A_FILE: dict[str, tuple[Change, str]] = {
     "an exception": (overwrite("failures/error", 0, b"other"), "/failures differs"),
     "an absent row": (summed("status", overwrite("status", 3, 255)), "has status 255"),
     "an unknown status": (summed("status", overwrite("status", 3, 77)), "has status 77"),
-    "a failed row called ok": (summed("status", overwrite("status", 2, 0)), "row 2 is ok"),
+    "a failed row called ok": (summed("status", overwrite("status", 2, 0)), "row 2 has status ok"),
     "NaN in a row that is ok": (
-        summed("features/map", overwrite("features/map", (4, 1, 0, 0), np.nan)), "row 4 is ok"),
+        summed("features/map", overwrite("features/map", (4, 1, 0, 0), np.nan)),
+        "row 4 has status ok",
+    ),
     "infinity in a row that is ok": (
-        summed("features/flat", overwrite("features/flat", (4, 0), np.inf)), "row 4 is ok"),
+        summed("features/flat", overwrite("features/flat", (4, 0), np.inf)), "row 4 has status ok"),
     "a value in a failed row": (
-        summed("features/flat", overwrite("features/flat", (2, 0), 1.0)), "row 2 is"),
+        summed("features/flat", overwrite("features/flat", (2, 0), 1.0)), "row 2 has status"),
     "a checksum": (overwrite("checksums/features/flat", 0, 1), "differs from its checksum"),
     "no checksums": (lambda file: file.__delitem__("checksums/features/flat"), "checksums"),
     "too many checksums": (

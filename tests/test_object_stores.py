@@ -250,6 +250,7 @@ def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
             jobs.check(from_omegaconf(node))
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong(featx: Command, pictures: Path, bucket: str) -> None:
     data = ("data=folder", f"data.root={pictures}")
     done = featx(*data, "out=s3://no-such-bucket/run")

@@ -238,6 +238,7 @@ def test_an_unfinished_store_is_compared_where_it_is_there(
     assert len(reextract(capsys)[1]["different"]) == (0 in present)
 
 
+@pytest.mark.slow
 def test_a_part_lost_of_the_first_of_two_runs(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -451,6 +451,7 @@ def test_a_run_says_why_weights_are_cast_in_each_pass(
     assert state_sha256(OWN) == before
 
 
+@pytest.mark.slow
 def test_torch_dynamo_is_not_imported() -> None:
     """It takes more than a second."""
     code = (

@@ -119,6 +119,7 @@ def test_other_settings_are_refused_with_the_difference(
         run(photos, attribute={**common, **now}, **keys)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 def test_methods_and_features_join_one_store(
     photos: Path, computed: list[tuple[frozenset[str], int]]

@@ -44,6 +44,7 @@ def check(store: featx.FeatureStore, count: int = 12) -> None:
     assert run_job("verify", out="store") == 0
 
 
+@pytest.mark.slow
 def test_a_run_a_resume_and_a_growth() -> None:
     write_table()
     check(extract(TABLE))

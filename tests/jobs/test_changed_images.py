@@ -231,6 +231,7 @@ def test_a_store_that_grows_is_refused_and_refreshed(photos: Path) -> None:
     assert same_values(after, extract(photos, out="whole", **LENIENT))
 
 
+@pytest.mark.slow
 def test_layers_of_several_runs_are_refreshed_one_after_the_other(photos: Path) -> None:
     extract(photos, layers=["conv"])
     extract(photos, layers=["conv", "deep"])
@@ -249,6 +250,7 @@ def test_layers_of_several_runs_are_refreshed_one_after_the_other(photos: Path) 
     assert run_job("verify", store="store") == 0
 
 
+@pytest.mark.slow
 def test_layers_from_another_image_are_refused_at_the_end(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

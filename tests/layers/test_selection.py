@@ -362,6 +362,7 @@ def test_the_embedding_of_a_convolutional_classifier_is_averaged() -> None:
     _close(embedding("torchvision", "squeezenet1_1", x), expected)
 
 
+@pytest.mark.slow
 def test_the_embedding_of_vit_b_16_is_the_input_of_its_head() -> None:
     assert traced("torchvision", "vit_b_16")[0].num_prefix_tokens == 1
     ((point, reduce),) = preset("torchvision", "vit_b_16", "embedding").chosen

@@ -192,6 +192,7 @@ def test_a_signal_to_the_driver_ends_all_and_keeps_what_is_whole(
     assert is_whole(run, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_listen_is_ended_after_the_grace(
     work: Callable[..., WorkerPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +237,7 @@ def driver(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_driver_that_is_killed(
     driver: subprocess.Popen[bytes], work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:

@@ -227,6 +227,7 @@ def test_a_cluster_that_does_not_answer_is_told_before_anything_is_begun(
     assert not Path("store").exists()
 
 
+@pytest.mark.slow
 def test_actors_commit_into_a_bucket(
     photos: Path, bucket: str, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -383,6 +383,7 @@ def stop_and_go(data: Path, moments: list[float], signals: list[signal.Signals])
     return codes
 
 
+@pytest.mark.slow
 def test_stopped_while_the_model_loads(photos: Path) -> None:
     stop_and_go(photos, [3.0], [signal.SIGTERM])
     assert_goes_on_to_the_same(photos)

@@ -381,6 +381,7 @@ def test_nobody_else_writes_while_tasks_of_a_dead_driver_live(tmp_path: Path) ->
     run.write(tmp_path / "store", [1])
 
 
+@pytest.mark.slow
 def test_tasks_commit_into_a_bucket(
     photos: Path, bucket: str, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,6 +142,7 @@ def test_a_sample_of_flipped_bytes_in_compressed_chunks(tmp_path: Path) -> None:
     check_flips(tmp_path, "parts/part-000001.h5", "blosc2", num_meta=2, num_data=24)
 
 
+@pytest.mark.slow
 def test_a_reader_raises_errors_of_featx_only(tmp_path: Path) -> None:
     pristine = make_pristine(tmp_path, "features.h5", "none")
     meta = sorted(set(range(14_000)) - data_bytes(pristine / "features.h5"))

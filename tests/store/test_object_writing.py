@@ -443,6 +443,7 @@ def test_a_server_that_asks_for_patience_is_asked_again(
     assert len(slept) == 2 * made.count("put_object") / 3
 
 
+@pytest.mark.slow
 def test_overwrite_waits_until_nobody_writes(
     finished: S3Path, caplog: pytest.LogCaptureFixture
 ) -> None:

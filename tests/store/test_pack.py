@@ -133,6 +133,7 @@ def test_values_are_the_parts_values(tmp_path: Path, codec: str) -> None:
             assert file[name][:].tobytes() == np.concatenate(values).tobytes()
 
 
+@pytest.mark.slow
 def test_the_order_of_the_parts_leaves_no_trace(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path / "a", packed=True)
     run.write(tmp_path / "b", [3, 1, 0, 2], packed=True)
@@ -148,6 +149,7 @@ def test_the_order_of_the_parts_leaves_no_trace(run: MadeRun, tmp_path: Path) ->
         ).read_bytes()
 
 
+@pytest.mark.slow
 def test_packing_reserves_enough_for_many_tiny_chunks(tmp_path: Path) -> None:
     run = make_run(num_rows=80, part_rows=1, shapes={"flat": (1,)}, failed=range(0, 80, 3))
     run.write(tmp_path)

@@ -643,6 +643,7 @@ def kill_until_done(tmp_path: Path, seed: int) -> None:
     assert temporary_files(root) == []
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_the_store_ends_as_if_it_never_was(tmp_path: Path) -> None:
     kill_until_done(tmp_path, seed=0)
 

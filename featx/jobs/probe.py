@@ -51,6 +51,8 @@ def _text(config: Config, result: dict[str, Any]) -> str:
         )
     if folds := result.get("folds"):
         rows.append(("", f"folds: mean {folds['mean']:.4f}, standard deviation {folds['std']:.4f}"))
+    if result["paired_tests"]:
+        rows.append(("compared", _paired_text(result)))
     rows.append(("duplicates", _near_text(result)))
     notes = result["notes_on_rows"] + [
         f"{layer}, {name}: {note}"
@@ -62,6 +64,7 @@ def _text(config: Config, result: dict[str, Any]) -> str:
         shown = notes[:12] + ([f"and {len(notes) - 12} more, in probe.json"] if notes[12:] else [])
         rows.append(("notes", "\n".join(shown)))
     rows.append(("file", str(folder / layout.PROBE)))
+    rows.append(("predicted", str(folder / result["predictions"]["file"])))
     if result["head"]:
         rows.append(("head", str(folder / result["head"]["file"])))
     parts = [facts(rows), _layers_table(config, result)]
@@ -104,9 +107,25 @@ def _near_text(result: dict[str, Any]) -> str:
     near = result["near_duplicates"]
     if near["rows"] is None:
         return f"not looked for: {near['not_checked']}"
-    return (
+    text = (
         f"{near['rows']} of {result['rows']} test rows are like a training row (cosine "
         f"{near['cosine']:g} of {near['layer']}, standardised)"
+    )
+    if near["rows"] and (others := near["without"]) is not None:
+        text += (
+            f";\nwithout them the accuracy is {others['accuracy']:.4f} "
+            f"({others['correct']} of {others['rows']})"
+        )
+    return text
+
+
+def _paired_text(result: dict[str, Any]) -> str:
+    """Describe, for each other layer, on how many test rows it differs from the best one."""
+    return "\n".join(
+        f"{layer}: {counted(found['first_only'] + found['second_only'], found['unit'])} for one of "
+        f"them only, {found['first_only']} for {result['layer']} and {found['second_only']} for "
+        f"{layer}; p = {found['p']:.2g}"
+        for layer, found in result["paired_tests"].items()
     )
 
 
@@ -166,7 +185,7 @@ def _mean_text(found: dict[str, Any]) -> str:
 
 
 def _confused(result: dict[str, Any]) -> str | None:
-    """Describe the three pairs of classes that are confused most; None without errors."""
+    """Describe the three pairs of classes that are confused most, or return None without errors."""
     names, matrix = result["classes"], result["confusion"]
     pairs = [
         (count, names[i], names[j])
@@ -175,7 +194,7 @@ def _confused(result: dict[str, Any]) -> str | None:
         if i != j and count
     ]
     pairs.sort(key=lambda pair: -pair[0])
-    lines = [f"{count} of {true} taken for {said}" for count, true, said in pairs[:3]]
+    lines = [f"{count} of {true} predicted as {said}" for count, true, said in pairs[:3]]
     return "Most confused: " + "; ".join(lines) if lines else None
 
 

@@ -42,6 +42,7 @@ PICTURES = "pictures"
 TRACE = "trace.json.gz"
 PROBE = "probe.json"
 PROBE_HEADS = "probe"
+PROBE_PREDICTIONS = "predictions.csv"
 
 FEATURES = "features"
 CHECKSUMS = "checksums"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from probe_problem import blobs, write_store
 from safetensors.numpy import load_file
 from tiny_model import run_job
 
+import featx
 from featx.errors import ConfigError, DataError, LayerError, StoreError, StoreMismatchError
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path")
@@ -225,6 +228,68 @@ def test_the_same_pictures_on_both_sides_are_counted(capsys: pytest.CaptureFixtu
     found = probe(capsys)
     assert found["layers"]["x"]["repeated_rows"] > 30
     assert "may be the same images" in found["notes_on_rows"][0]
+
+
+def predictions(root: str = "store") -> list[dict[str, str]]:
+    with Path(root, "probe/predictions.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_predictions_agree_with_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(1).normal(size=X.shape)
+    write_store(Path("store"), Y, noise=noise, good=X)
+    found = probe(capsys, method=["linear", "knn", "ridge"])
+    data = Path("store", found["predictions"]["file"]).read_bytes()
+    assert hashlib.sha256(data).hexdigest() == found["predictions"]["sha256"]
+    rows = predictions()
+    kept = [row for row in rows if not row["layer"]]
+    roles = [row["split"] for row in kept]
+    assert roles.count("train") == found["split"]["fit"][0]
+    assert roles.count("validation") == found["split"]["validation_rows"][0]
+    assert not any(row["method"] or row["predicted"] or row["p_true"] for row in kept)
+    right: dict[tuple[str, str], list[bool]] = {}
+    for layer, about in found["layers"].items():
+        for method in ("linear", "knn", "ridge"):
+            mine = [row for row in rows if (row["layer"], row["method"]) == (layer, method)]
+            assert {row["split"] for row in mine} == {"test"}
+            right[layer, method] = [row["true"] == row["predicted"] for row in mine]
+            assert sum(right[layer, method]) == about[method]["correct"]
+            assert len({row["key"] for row in mine}) == len(mine) == found["rows"]
+            for row in mine:
+                if method == "ridge":
+                    assert row["p_true"] == row["p_predicted"] == ""
+                else:
+                    assert 0 <= float(row["p_true"]) <= float(row["p_predicted"]) <= 1
+    best, (other,) = found["layer"], found["paired_tests"]
+    pairs = list(zip(right[best, "linear"], right[other, "linear"], strict=True))
+    compared = found["paired_tests"][other]
+    assert compared["unit"] == "row"
+    assert compared["first_only"] == pairs.count((True, False))
+    assert compared["second_only"] == pairs.count((False, True))
+    assert compared["p"] < 0.01  # the other layer is noise
+
+
+def test_the_predictions_are_a_split_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    found = probe(capsys, seed=7)
+    Path("store/probe/predictions.csv").rename("split.csv")
+    again = probe(capsys, split="column", split_file="split.csv")
+    assert again["confusion"] == found["confusion"]
+    assert again["split"]["validation_rows"] == found["split"]["validation_rows"]
+
+
+def test_predictions_of_folds_and_of_another_store(capsys: pytest.CaptureFixture[str]) -> None:
+    write_store(Path("store"), Y, x=X)
+    probe(capsys, split="kfold")
+    rows = predictions()
+    assert sorted(row["fold"] for row in rows) == sorted("12345" * 60)
+    assert {row["key"] for row in rows} == set(featx.open("store").keys.tolist())
+    other = make_labelled({"x": X[:90]}, Y[:90], ["c0", "c1", "c2"])
+    other.changed(other=1).write(Path("other"), packed=True)
+    probe(capsys, test_store="other")
+    tested = [row for row in predictions() if row["split"] == "test"]
+    assert [row["key"] for row in tested] == featx.open("other").keys.tolist()
+    assert {row["fold"] for row in tested} == {""}
 
 
 def test_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:

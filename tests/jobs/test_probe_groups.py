@@ -13,6 +13,7 @@ from made_store import MadeRun, make_labelled
 from PIL import Image
 from tiny_model import extract, run_job
 
+import featx
 from featx.errors import DataError
 from featx.sources.key_forms import box_key, frame_key
 
@@ -124,10 +125,37 @@ def test_near_duplicates_on_both_sides_are_counted(capsys: pytest.CaptureFixture
     near = found["near_duplicates"]
     assert (near["layer"], near["cosine"], near["not_checked"]) == ("x", 0.9, None)
     assert near["rows"] == found["rows"]  # a row of 8 has one of its group in training
+    assert near["without"] is None  # nothing would be left
+    assert len(near["pairs"]) == 50
+    assert near["pairs"][0]["cosine"] >= near["pairs"][-1]["cosine"] >= 0.9
     assert any("near-duplicate among the training rows" in note for note in found["notes_on_rows"])
     capsys.readouterr()
     run_job("probe", store="store", device="cpu")
     assert "duplicates  96 of 96 test rows are like a training row" in capsys.readouterr().out
+
+
+def test_the_accuracy_without_near_duplicates(capsys: pytest.CaptureFixture[str]) -> None:
+    x = np.random.default_rng(0).normal(size=(100, 80)).astype(np.float32)
+    y = np.arange(100) % 2
+    roles = np.array([b"train"] * 60 + [b"val"] * 20 + [b"test"] * 20)
+    x[85] = x[3] + 0.01  # a copy with another label, which is therefore predicted wrong
+    assert y[85] == y[3]
+    y[85] = 1 - y[85]
+    run = make_labelled({"x": x}, y, ["a", "b"])
+    run = replace(run, listing=replace(run.listing, columns={"role": roles}))
+    run.write(Path("store"), packed=True)
+    split = {"method": "knn", "split": "column", "split_column": "role", "k": 1}
+    found = probe(**split)
+    near = found["near_duplicates"]
+    keys = featx.open("store").keys
+    assert near["rows"] == 1
+    assert [(pair["test"], pair["training"]) for pair in near["pairs"]] == [(keys[85], keys[3])]
+    others = near["without"]
+    assert (others["rows"], others["correct"]) == (19, found["correct"])
+    assert others["accuracy"] > found["accuracy"]
+    capsys.readouterr()
+    run_job("probe", store="store", device="cpu", probe=split)
+    assert "without them the accuracy is" in capsys.readouterr().out
 
 
 def test_what_is_not_checked_is_said(

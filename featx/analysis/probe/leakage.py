@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from featx.analysis.probe.heads import fit_scaler
@@ -45,8 +46,27 @@ def repeated_rows(features: Features, splits: Sequence[Split]) -> int | None:
     return sum(int(np.isin(digests[s.test], digests[s.train]).sum()) for s in splits)
 
 
-def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> dict[str, Any]:
-    """Count the test rows with a near-duplicate among the training rows, if that is affordable.
+@dataclass(frozen=True)
+class NearDuplicates:
+    """Test rows that are almost equal to a training row.
+
+    Attributes:
+        layer: layer whose vectors were compared.
+        not_checked: reason why they were not compared, or None.
+        test: (m,) int64 test places with a near-duplicate, the largest cosine first.
+        training: (m,) int64 training place that is most similar to each of them.
+        cosines: (m,) float64 cosine of each pair, NEAR_COSINE or more.
+    """
+
+    layer: str
+    not_checked: str | None
+    test: Places
+    training: Places
+    cosines: npt.NDArray[np.float64]
+
+
+def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> NearDuplicates:
+    """Find the test rows with a near-duplicate among the training rows, if that is affordable.
 
     All pairs of a test and a training row are compared by the cosine of vectors that are
     standardised over all rows; cosines of the raw features are near 1 for all images.
@@ -55,43 +75,58 @@ def near_duplicates(features: Features, layer: str, splits: Sequence[Split]) -> 
         features: vectors of all places.
         layer: name of the layer.
         splits: one split, or one per fold.
-
-    Returns:
-        the layer, the cosine, `rows` (the number, or None if not checked) and `not_checked` (the
-        reason, or None).
     """
-    found: dict[str, Any] = {"layer": layer, "cosine": NEAR_COSINE, "rows": None}
+    whole, reason = features.whole, _why_not_checked(features, layer, splits)
+    if whole is None or reason is not None:
+        none = np.empty(0, np.int64)
+        return NearDuplicates(layer, reason, none, none, np.empty(0))
+    scaler = fit_scaler(features, np.arange(len(features)))
+    unit = torch.nn.functional.normalize(scaler(whole), dim=1)
+    pairs = [_most_similar(unit, split.test, split.train) for split in splits]
+    training, cosines = (np.concatenate(each) for each in zip(*pairs, strict=True))
+    test = np.concatenate([split.test for split in splits])
+    order = np.argsort(-cosines, kind="stable")
+    order = order[cosines[order] >= NEAR_COSINE]
+    return NearDuplicates(layer, None, test[order], training[order], cosines[order])
+
+
+def _why_not_checked(features: Features, layer: str, splits: Sequence[Split]) -> str | None:
+    """Return the reason why pairs of rows are not compared, or None."""
     pairs = sum(len(split.test) * len(split.train) for split in splits)
     if features.width < MIN_FEATURES:
-        return found | {
-            "not_checked": f"no layer has {MIN_FEATURES} features or more, and with fewer "
-            "different images look alike"
-        }
+        return (
+            f"no layer has {MIN_FEATURES} features or more, and with fewer different images look "
+            "alike"
+        )
     if features.whole is None:
-        return found | {"not_checked": f"{layer} is streamed; raise probe.memory_gib"}
+        return f"{layer} is streamed; raise probe.memory_gib"
     if pairs * features.width > MAX_PRODUCTS:
-        return found | {
-            "not_checked": f"{pairs:.2g} pairs of rows with {features.width} features are more "
-            f"than {MAX_PRODUCTS:.2g} multiplications"
-        }
-    scaler = fit_scaler(features, np.arange(len(features)))
-    unit = torch.nn.functional.normalize(scaler(features.whole), dim=1)
-    count = sum(_count_near(unit, split.test, split.train) for split in splits)
-    return found | {"rows": count, "not_checked": None}
+        return (
+            f"{pairs:.2g} pairs of rows with {features.width} features are more than "
+            f"{MAX_PRODUCTS:.2g} multiplications"
+        )
+    return None
 
 
-def _count_near(unit: torch.Tensor, test: Places, train: Places) -> int:
-    """Count the test places with a training place at a cosine of NEAR_COSINE or more.
+def _most_similar(
+    unit: torch.Tensor, test: Places, train: Places
+) -> tuple[Places, npt.NDArray[np.float64]]:
+    """Find the training place with the largest cosine to each test place.
 
     Args:
         unit: (N, D) standardised vectors of length 1.
-        test: test places.
+        test: (n,) test places.
         train: training places.
+
+    Returns:
+        (n,) training places, and (n,) cosines.
     """
     bank = unit[torch.from_numpy(train).to(unit.device)]
     at_once = max(1, _BLOCK_NUMBERS // len(train))
-    count = 0
+    found, cosines = [], []
     for start in range(0, len(test), at_once):
         asked = unit[torch.from_numpy(test[start : start + at_once]).to(unit.device)]
-        count += int(((asked @ bank.T).amax(1) >= NEAR_COSINE).sum())
-    return count
+        best = (asked @ bank.T).max(1)
+        found.append(train[best.indices.cpu().numpy()])
+        cosines.append(best.values.cpu().double().numpy())
+    return np.concatenate(found), np.concatenate(cosines)

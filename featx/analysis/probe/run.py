@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,16 @@ from featx.analysis.probe import methods, splits
 from featx.analysis.probe.heads import Head, head_bytes, head_path
 from featx.analysis.probe.labelled_rows import Features, LayerRows, layer_rows, output_folder
 from featx.analysis.probe.layer_choice import LayerChoice, best_layer
-from featx.analysis.probe.leakage import near_duplicates, repeated_rows
+from featx.analysis.probe.leakage import (
+    NEAR_COSINE,
+    NearDuplicates,
+    near_duplicates,
+    repeated_rows,
+)
 from featx.analysis.probe.logistic_regression import threads_for
 from featx.analysis.probe.metrics import Predictions, judged_folds, mean_and_spread
+from featx.analysis.probe.paired_tests import compare
+from featx.analysis.probe.row_predictions import RowPredictions, join_folds, predictions_csv
 from featx.analysis.probe.task import Task, make_task
 from featx.base import choose_device, exact_cuda, keep_freed_memory
 from featx.config import Config
@@ -34,9 +41,30 @@ FORMAT = 1
 FEW_SHOT = "1 / rows, as scikit-learn's C=1"
 """Text in probe.json for the penalty of few-shot fits."""
 
+PAIRS_LISTED = 50
+"""Maximum number of pairs of near-duplicates that probe.json lists."""
+
+
+@dataclass(frozen=True)
+class LayerProbe:
+    """Results of all methods on one layer.
+
+    Attributes:
+        about: the layer's entry in probe.json.
+        head: head of the first method that has one, or None.
+        tested: method -> predictions for the test rows.
+        near: near-duplicates of test rows, or None if this layer was not used to find them.
+    """
+
+    about: dict[str, Any]
+    head: Head | None
+    tested: dict[str, RowPredictions]
+    near: NearDuplicates | None
+
 
 def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Fit and test all probes that a config requests, and write probe.json and the heads.
+    """Fit and test all probes that a config requests, and write probe.json, the predictions and
+    the heads.
 
     Args:
         config: checked config with job=probe.
@@ -55,27 +83,21 @@ def run_probe(config: Config, tell: Callable[[str], None]) -> dict[str, Any]:
     task = make_task(config, store, layers)
     if device.type == "cpu":
         keep_freed_memory()
-    found: dict[str, dict[str, Any]] = {}
-    heads: dict[str, Head] = {}
+    found: dict[str, LayerProbe] = {}
     widest = max(layers, key=lambda layer: layer_rows(task.training, layer).width)
     choice = LayerChoice(len(task.splits))
     for layer in layers:
         try:
             with torch.no_grad(), exact_cuda:
-                found[layer], head = probe_layer(
-                    config, task, layer, device, choice, layer == widest
-                )
+                found[layer] = probe_layer(config, task, layer, device, choice, layer == widest)
         except torch.cuda.OutOfMemoryError as error:
             raise RunError(
                 f"{layer} does not fit into the memory of {device}. Lower probe.memory_gib, so "
                 "that it is streamed, or use device=cpu."
             ) from error
-        if head is not None:
-            heads[layer] = head
-        tell(_line(layer, found[layer], config.probe.methods))
-    near = found[widest].pop("near_duplicates")
-    result = _result(config, task, found, choice, near, time.perf_counter() - begun)
-    _write(store, result, heads)
+        tell(_line(layer, found[layer].about, config.probe.methods))
+    result = _result(config, task, found, choice, time.perf_counter() - begun)
+    _write(task, result, found)
     return result
 
 
@@ -86,7 +108,7 @@ def probe_layer(
     device: torch.device,
     choice: LayerChoice,
     find_near_duplicates: bool,
-) -> tuple[dict[str, Any], Head | None]:
+) -> LayerProbe:
     """Probe one layer with all methods.
 
     Args:
@@ -95,10 +117,7 @@ def probe_layer(
         layer: name of the layer.
         device: device that computes.
         choice: collects the layer's validation results with the first method.
-        find_near_duplicates: whether to add the entry `near_duplicates`.
-
-    Returns:
-        the layer's entry in probe.json, and the head of the first method that has one, or None.
+        find_near_duplicates: whether to find near-duplicates with the vectors of this layer.
     """
     options = config.probe
     parts = [layer_rows(task.training, layer)]
@@ -112,15 +131,18 @@ def probe_layer(
         "streamed": features.whole is None,
         "repeated_rows": repeated_rows(features, task.splits),
     }
-    head = None
+    head, near = None, None
+    tested: dict[str, RowPredictions] = {}
     with threads_for(len(features) * features.width, device):
         if find_near_duplicates:
-            about["near_duplicates"] = near_duplicates(features, layer, task.splits)
+            near = near_duplicates(features, layer, task.splits)
         for method in options.methods:
             offered = choice if method == options.methods[0] else None
-            about[method], fitted = _probe_with(problem, method, task, layer, offered)
+            about[method], fitted, tested[method] = _probe_with(
+                problem, method, task, layer, offered
+            )
             head = fitted if head is None else head
-    return about, head
+    return LayerProbe(about, head, tested, near)
 
 
 def _reduction(rows: LayerRows) -> dict[str, Any]:
@@ -138,7 +160,7 @@ def _reduction(rows: LayerRows) -> dict[str, Any]:
 
 def _probe_with(
     problem: methods.Problem, method: str, task: Task, layer: str, choice: LayerChoice | None
-) -> tuple[dict[str, Any], Head | None]:
+) -> tuple[dict[str, Any], Head | None, RowPredictions]:
     """Probe one layer with one method.
 
     Args:
@@ -149,7 +171,7 @@ def _probe_with(
         choice: collects the layer's validation results, or None.
 
     Returns:
-        the entry in probe.json, and the head or None.
+        the entry in probe.json, the head or None, and the predictions for the test rows.
     """
     begun = time.perf_counter()
     name = methods.name_of_choice(method)
@@ -199,7 +221,7 @@ def _probe_with(
         about["few_shot"] = _few_shot(problem, method, task)
     about["notes"] = list(dict.fromkeys(notes))
     about["seconds"] = round(time.perf_counter() - begun, 3)
-    return about, head
+    return about, head, join_folds(tested)
 
 
 def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, Any]:
@@ -229,16 +251,23 @@ def _few_shot(problem: methods.Problem, method: str, task: Task) -> dict[str, An
 def _result(
     config: Config,
     task: Task,
-    found: dict[str, dict[str, Any]],
+    found: dict[str, LayerProbe],
     choice: LayerChoice,
-    near: dict[str, Any],
     seconds: float,
 ) -> dict[str, Any]:
     """Assemble probe.json: the best layer first, then all layers."""
     store, method = task.training.store, config.probe.methods[0]
-    best = best_layer(found, method)
+    layers = {layer: each.about for layer, each in found.items()}
+    best = best_layer(layers, method)
+    nested: dict[str, Any] = {}
+    tested = found[best].tested[method]
+    if len(task.splits) > 1 and len(found) > 1:
+        nested = judged_folds([predictions for _, predictions in choice.chosen])
+        nested["layer_of_folds"] = [layer for layer, _ in choice.chosen]
+        tested = join_folds([predictions for _, predictions in choice.chosen])
+    near = _near_duplicates_entry(task, found, tested)
     notes = list(task.notes)
-    if count := found[best]["repeated_rows"]:
+    if count := layers[best]["repeated_rows"]:
         notes.append(
             f"{count} test rows have the same vector as a training row in {best}; these may be "
             "the same images"
@@ -249,10 +278,6 @@ def _result(
             f"{near['cosine']} or more of the standardised {near['layer']}): the accuracy may be "
             "too high; probe.group_column keeps rows that belong together on one side"
         )
-    nested: dict[str, Any] = {}
-    if len(task.splits) > 1 and len(found) > 1:
-        nested = judged_folds([predictions for _, predictions in choice.chosen])
-        nested["layer_of_folds"] = [layer for layer, _ in choice.chosen]
     return {
         "featx_probe": FORMAT,
         "store": str(store.root),
@@ -263,29 +288,64 @@ def _result(
         "transform": str(store.attrs["transform"]),
         "layer": best,
         "method": method,
-        **found[best][method],
+        **layers[best][method],
         **nested,
         "classes": list(task.training.classes),
         "rows_labelled": len(task.training.rows),
         "split": task.about,
         "near_duplicates": near,
+        "paired_tests": {
+            layer: compare(found[best].tested[method], each.tested[method])
+            for layer, each in found.items()
+            if layer != best
+        },
         "chosen_by": "validation_accuracy",
         "notes_on_rows": notes,
         "device": config.device,
         "finished": time.strftime("%Y-%m-%d %H:%M:%S"),
         "seconds_in_all": round(seconds, 3),
-        "layers": found,
+        "layers": layers,
     }
 
 
-def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) -> None:
-    """Write the heads and probe.json."""
+def _near_duplicates_entry(
+    task: Task, found: dict[str, LayerProbe], tested: RowPredictions
+) -> dict[str, Any]:
+    """Return the entry `near_duplicates` of probe.json.
+
+    Args:
+        task: rows and splits.
+        found: results of all layers, one of which has the near-duplicates.
+        tested: predictions of which the accuracy at the top of probe.json is.
+    """
+    near = next(each.near for each in found.values() if each.near is not None)
+    checked = near.not_checked is None
+    keys = task.keys
+    pairs = zip(near.test.tolist(), near.training.tolist(), near.cosines.tolist(), strict=True)
+    places = np.concatenate([split.test for split in task.splits])
+    return {
+        "layer": near.layer,
+        "cosine": NEAR_COSINE,
+        "rows": len(near.test) if checked else None,
+        "not_checked": near.not_checked,
+        "without": tested.accuracy_of(~np.isin(places, near.test)) if checked else None,
+        "pairs": [
+            {"test": str(keys[a]), "training": str(keys[b]), "cosine": round(cosine, 4)}
+            for a, b, cosine in list(pairs)[:PAIRS_LISTED]
+        ],
+    }
+
+
+def _write(task: Task, result: dict[str, Any], found: dict[str, LayerProbe]) -> None:
+    """Write the heads, the predictions and probe.json."""
+    store = task.training.store
     folder = output_folder(store)
     disk = open_folder(folder)
-    if heads:
-        disk.make_folder(head_path(folder, next(iter(heads))).parent)
+    heads = {layer: each.head for layer, each in found.items() if each.head is not None}
+    predictions = folder / layout.PROBE_HEADS / layout.PROBE_PREDICTIONS
+    disk.make_folder(predictions.parent)
     paths: dict[Path, str] = {}
-    # Heads first: probe.json names them with their checksums, so it is written last.
+    # probe.json names the other files with their checksums, so it is written last.
     for layer, head in heads.items():
         path = head_path(folder, layer)
         if path in paths:
@@ -304,6 +364,17 @@ def _write(store: FeatureStore, result: dict[str, Any], heads: dict[str, Head]) 
             "sha256": hashlib.sha256(data).hexdigest(),
         }
     result["head"] = result["layers"][result["layer"]].get("head")
+    tested = {
+        (layer, method): rows
+        for layer, each in found.items()
+        for method, rows in each.tested.items()
+    }
+    data = predictions_csv(task.splits, task.keys, task.y, task.training.classes, tested)
+    disk.replace_unlocked(predictions, data)
+    result["predictions"] = {
+        "file": str(predictions.relative_to(folder)),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
     disk.replace_unlocked(folder / layout.PROBE, text.encode("utf-8", "surrogateescape") + b"\n")
 

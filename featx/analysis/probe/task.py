@@ -41,6 +41,14 @@ class Task:
     about: dict[str, Any]
     notes: list[str]
 
+    @property
+    def keys(self) -> npt.NDArray[np.str_]:
+        """(n,) key of each place, training rows first."""
+        keys = self.training.store.keys[self.training.rows]
+        if self.testing is None:
+            return keys
+        return np.concatenate([keys, self.testing.store.keys[self.testing.rows]])
+
 
 def make_task(config: Config, store: FeatureStore, layers: Sequence[str]) -> Task:
     """Select the rows, their classes and the splits.

@@ -60,6 +60,7 @@ declare_families(
         "data": "featx.sources.registry:SOURCES",
         "executor": "featx.pipeline.executors:EXECUTORS",
         "export.format": "featx.export.base:FORMATS",
+        "reduce": "featx.layers.reductions.registry:REDUCTIONS",
     }
 )
 # Declared here because this is the only module above all packages that every process imports.

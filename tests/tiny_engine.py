@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from featx.config import ReduceConfig
+from featx.config import make_reduce
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.images.preprocess import Preprocess
@@ -48,7 +48,7 @@ def bound(
     pairs = [(layer, "none") if isinstance(layer, str) else layer for layer in layers]
     with Engine(backbone, device, dtype) as engine:
         traced = engine.trace()
-        requests = [(name, ReduceConfig(reduce)) for name, reduce in pairs]
+        requests = [(name, make_reduce(reduce)) for name, reduce in pairs]
         found = select(requests, traced, backbone.classifier, backbone.stages)
         engine.trial_images = images
         engine.attach_captures(found.chosen)

@@ -182,7 +182,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
         ConfigError: the run needs code that the command does not name, or read images in another
             way.
     """
-    before = with_statistics_at(from_saved(about["config"]), config.reduce.stats)
+    before = with_statistics_at(from_saved(about["config"]), config.reduce.statistics_path)
     if before.job.name == "attribute":
         raise ConfigError(f"{path} was fitted on heat maps; job=predict does features only.")
     refuse_unnamed_code(config, before, str(path))

@@ -13,16 +13,17 @@ import numpy.typing as npt
 
 from featx.analysis.engine_specs import engine_spec
 from featx.config import (
-    PROJECTIONS,
     Config,
     ReduceConfig,
     data_of_saved,
     from_saved,
     in_this_process,
     layer_requests,
+    make_reduce,
     with_statistics_at,
 )
 from featx.errors import ConfigError, FeatxError, LayerError, StoreError, StoreMismatchError
+from featx.layers import REDUCTIONS
 from featx.pipeline import RunContext, build_run_context, compute_rows, image_changes
 from featx.sources import open_source
 from featx.storage import is_url
@@ -183,7 +184,7 @@ def config_of_run(config: Config, root: Path, manifest: Manifest, run: Run) -> C
     latest = from_saved(manifest.runs[-1].header.config)
     data = data_of_saved(latest, config.data, str(root))
     device = before.device if config.device == "auto" else config.device
-    before = with_statistics_at(before, config.reduce.stats)
+    before = with_statistics_at(before, config.reduce.statistics_path)
     return replace(
         in_this_process(before),
         data=data,
@@ -244,17 +245,16 @@ def request_of(spec: LayerSpec, before: Config) -> ReduceConfig:
         StoreError: the statistics of a projection are not available any more.
     """
     args: dict[str, Any] = dict(spec.reduce_args)
-    if spec.reduce not in PROJECTIONS:
-        return ReduceConfig(spec.reduce, **args)
+    if not REDUCTIONS.get(spec.reduce).needs_statistics:
+        return make_reduce(spec.reduce, **args)
     identity = args["stats_sha256"]
-    paths = {r.stats: None for _, r in layer_requests(before) if r.name == spec.reduce}
+    found = [r.statistics_path for _, r in layer_requests(before) if r.name == spec.reduce]
     notes = []
-    for path in paths:
-        assert path is not None, "the config was checked"
+    for path in dict.fromkeys(path for path in found if path is not None):
         try:
             if statistics_sha256(path, spec.name) == identity:
                 known = {key: args[key] for key in ("k", "epsilon", "zca") if key in args}
-                return ReduceConfig(spec.reduce, stats=path, **known)
+                return make_reduce(spec.reduce, stats=path, **known)
             notes.append(f"{path} has other numbers.")
         except (StoreError, LayerError) as error:
             notes.append(str(error))

@@ -15,7 +15,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from featx.base import family
-from featx.errors import ConfigError, FeatxError
+from featx.errors import ConfigError, FeatxError, nearest
 
 OptionsT = TypeVar("OptionsT")
 
@@ -72,9 +72,17 @@ def make_options(option: str, base: type[OptionsT], values: Mapping[str, Any]) -
         values: values by their fields, with the member as 'name'.
 
     Raises:
-        ConfigError: there is no such member, or a value has no effect or is invalid.
+        ConfigError: there is no such member, or a value is unknown, without effect or invalid.
     """
     chosen = options_class(option, str(values["name"]), base)
+    group: type = base
+    known = [f.name for f in fields(options_of_all(option, group))]
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"{option}={values['name']} has no option {key!r}; expected some of "
+                f"{', '.join(known)}.{nearest(key, known)}"
+            )
     refuse_options_of_others(MemberGroup(option, option, "name"), base, values)
     names = {f.name for f in fields(chosen)}  # type: ignore[arg-type]  # every base is a dataclass
     return chosen(**{key: value for key, value in values.items() if key in names})

@@ -1,16 +1,30 @@
-"""The layers, captures and reductions that a config asks for."""
+"""The layers, captures, reductions and gradient targets that a config asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from featx.config import CAPTURES, PRESETS, PROJECTIONS, REDUCTIONS, ReduceConfig, check_choice
+from featx.base import family
+from featx.config.checks import check_choice
+from featx.config.reduce import ReduceConfig, make_reduce
 from featx.errors import ConfigError
 
 if TYPE_CHECKING:
     from featx.config.run_config import Config
+
+PRESETS = ("embedding", "stages", "leaves", "all")
+"""Names of sets of layers that `layers` takes instead of names."""
+
+CAPTURES = ("output", "input", "grad_output", "grad_input", "attention")
+"""Tensors of a layer that can be captured."""
+
+GRADIENTS = ("grad_output", "grad_input")
+"""The captures that need a backward pass."""
+
+SCALARS = ("label", "predicted", "loss", "entropy", "logsumexp")
+"""Numbers whose gradient can be taken, besides the logit of a class by its index."""
 
 DEFAULT_LAYERS = "embedding"
 """Preset that a run takes if `layers` is null."""
@@ -51,7 +65,7 @@ def with_statistics_at(config: Config, path: str | None) -> Config:
         return config
 
     def moved(reduce: ReduceConfig) -> ReduceConfig:
-        return replace(reduce, stats=path) if reduce.name in PROJECTIONS else reduce
+        return reduce.with_statistics_path(path)
 
     layers = config.layers
     if isinstance(layers, Mapping):
@@ -74,10 +88,11 @@ def _as_reduce(value: object) -> ReduceConfig:
     if isinstance(value, ReduceConfig):
         return value
     if isinstance(value, str):
-        return ReduceConfig(name=value)
-    if isinstance(value, Mapping) and set(value) <= {f.name for f in fields(ReduceConfig)}:
-        return ReduceConfig(**value)
+        return make_reduce(value)
+    if isinstance(value, Mapping):
+        return make_reduce(**{"name": "none", **value})
     raise ConfigError(
-        f"layers: {value} is not a reduction; expected one of {', '.join(REDUCTIONS)}, "
+        f"layers: {value} is not a reduction; expected one of "
+        f"{', '.join(family('reduce').names())}, "
         "or a mapping such as {name: grid, size: 4}."
     )

@@ -98,8 +98,7 @@ class Config:
     """Number whose gradient is taken, or that job=attribute explains: the logit of the class label
     or predicted, that of a class by its index, or loss, entropy or logsumexp."""
     reduce: ReduceConfig = field(default_factory=ReduceConfig)
-    """Reduction of each tensor to the stored row: none (as the layer gave it), flatten, avg, max,
-    gem, cls, patch_avg or grid; pca and whiten project by the statistics of job=stats."""
+    """Reduction of each tensor to the stored row."""
     data: DataConfig = field(default_factory=DataConfig)
     """Source of the images; the path of a folder stands for data=folder with data.root."""
     out: str = "runs/${data.name}/${model.name}"

@@ -49,6 +49,7 @@ from featx.layers import (
     Expected,
     Keep,
     OutputCollector,
+    RowLayout,
     StoredReduce,
     Trace,
     bound_reduction,
@@ -292,16 +293,19 @@ class Engine:
         self, point: CapturePoint, reduce: StoredReduce, row_shape: tuple[int, ...]
     ) -> None:
         """Record row shape and reduction of a capture."""
+        reduction = bound_reduction(reduce, self._layout(point, row_shape))
+        self._collector.expect(point, row_shape, reduce.name, reduction)
+
+    def _layout(self, point: CapturePoint, row_shape: tuple[int, ...]) -> RowLayout:
+        """Return the layout of the rows of a capture."""
         backbone = self.backbone
-        reduction = bound_reduction(
-            reduce,
+        return RowLayout(
             point.name,
             row_shape,
             backbone.preprocess.crop,
             backbone.num_prefix_tokens,
             backbone.has_class_token,
         )
-        self._collector.expect(point, row_shape, reduce.name, reduction)
 
     def _check_positions(
         self,
@@ -309,13 +313,11 @@ class Engine:
         values: Mapping[str, torch.Tensor],
     ) -> None:
         """Check that positions read by a reduction lie in the tensor as in the image."""
-        crop, num_prefix_tokens = self.backbone.preprocess.crop, self.backbone.num_prefix_tokens
         maps = []
         for point, reduce in chosen:
-            row_shape = tuple(values[point.name].shape[1:])
-            if reads_positions(reduce) and not has_known_positions(point.name, row_shape, crop):
-                to_map = map_view("grid", point.name, row_shape, crop, num_prefix_tokens)
-                maps.append((point, to_map))
+            rows = self._layout(point, tuple(values[point.name].shape[1:]))
+            if reads_positions(reduce) and not has_known_positions(rows):
+                maps.append((point, map_view(reduce.name, rows)))
         x = self._noise(1)
         with self._named_failure(x):
             check_positions(self._module, maps, x)

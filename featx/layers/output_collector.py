@@ -10,7 +10,8 @@ import numpy.typing as npt
 import torch
 
 from featx.errors import LayerError, RunError
-from featx.layers.reductions import VIEWS, Reduction
+from featx.layers.reductions.registry import REDUCTIONS
+from featx.layers.reductions.row_layout import Reduction
 from featx.layers.trace import CapturePoint
 
 
@@ -58,7 +59,7 @@ class OutputCollector:
         """
         self._row_shapes[point.name] = row_shape
         self._reductions[point.name] = reduction
-        if kind in VIEWS:
+        if REDUCTIONS.get(kind).is_view:
             self._views.add(point.name)
 
     def keep(self, point: CapturePoint, tensor: torch.Tensor) -> torch.Tensor:

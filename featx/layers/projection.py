@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from featx.base import plain_tensors
 from featx.config import ReduceConfig
 from featx.errors import ReduceError
-from featx.layers.reductions import Reduction, channel_axis, reduction
+from featx.layers.reductions.registry import REDUCTIONS, channel_axis, reduction
+from featx.layers.reductions.row_layout import Reduction, RowLayout
 from featx.layers.trace import CapturePoint
 
 
@@ -84,40 +85,27 @@ class ProjectedReduce:
     by_position: bool
     projection: Projection
 
-    def bind(
-        self,
-        layer: str,
-        row_shape: tuple[int, ...],
-        input_size: tuple[int, int],
-        num_prefix_tokens: int,
-        has_class_token: bool = True,
-    ) -> Reduction:
-        """The function from (B, *row_shape) to the projected rows.
+    def bind(self, rows: RowLayout) -> Reduction:
+        """Return the function from (B, *rows.shape) to the projected rows.
 
         They are (B, k), or (B, *shape) with k features at each position.
 
         Args:
-            layer: name of the layer, for messages.
-            row_shape: shape of the layer's tensor without the batch dimension.
-            input_size: (height, width) of the backbone's input in pixels.
-            num_prefix_tokens: number of class and register tokens of the backbone.
-            has_class_token: whether the first of them is a class token.
+            rows: layout of the layer's rows.
 
         Raises:
             ReduceError: the statistics belong to rows of another shape.
         """
-        before = reduction(
-            self.first, layer, row_shape, input_size, num_prefix_tokens, has_class_token
-        )
-        found = tuple(before(torch.zeros(1, *row_shape)).shape[1:])
+        before = reduction(self.first, rows)
+        found = tuple(before(torch.zeros(1, *rows.shape)).shape[1:])
         if found != self.shape:
             raise ReduceError(
-                f"reduce={self.name} does not fit {layer}: its statistics are of rows of shape "
-                f"{self.shape}, the layer gives {found} after reduce={self.first.name}."
+                f"reduce={self.name} does not fit {rows.layer}: its statistics are of rows of "
+                f"shape {self.shape}, the layer gives {found} after reduce={self.first.name}."
             )
         if not self.by_position:
             return lambda x: self.projection.apply(before(x).reshape(len(x), -1))
-        axis = channel_axis(self.first.name, layer, found, input_size)
+        axis = channel_axis(self.first.name, replace(rows, shape=found))
 
         def project(x: torch.Tensor) -> torch.Tensor:
             return self.projection.apply(before(x).movedim(axis, -1)).movedim(-1, axis)
@@ -132,33 +120,22 @@ ChosenLayers = list[tuple[CapturePoint, StoredReduce]]
 """Capture points, each with the reduction that makes its stored rows."""
 
 
-def bound_reduction(
-    reduce: StoredReduce,
-    layer: str,
-    row_shape: tuple[int, ...],
-    input_size: tuple[int, int],
-    num_prefix_tokens: int,
-    has_class_token: bool = True,
-) -> Reduction:
-    """The function of a reduction for tensors of one shape, as `reduction`, also for projections.
+def bound_reduction(reduce: StoredReduce, rows: RowLayout) -> Reduction:
+    """Return the function of a reduction for rows of one layout, also of a projection.
 
     Args:
         reduce: reduction or projection.
-        layer: name of the layer, for messages.
-        row_shape: shape of the layer's tensor without the batch dimension.
-        input_size: (height, width) of the backbone's input in pixels.
-        num_prefix_tokens: number of class and register tokens of the backbone.
-        has_class_token: whether the first of them is a class token.
+        rows: layout of the layer's rows.
 
     Raises:
-        ReduceError: the reduction does not fit this shape.
+        ReduceError: the reduction does not fit this layout.
     """
     if isinstance(reduce, ProjectedReduce):
-        return reduce.bind(layer, row_shape, input_size, num_prefix_tokens, has_class_token)
-    return reduction(reduce, layer, row_shape, input_size, num_prefix_tokens, has_class_token)
+        return reduce.bind(rows)
+    return reduction(reduce, rows)
 
 
 def reads_positions(reduce: StoredReduce) -> bool:
-    """Whether a reduction depends on where positions of a layer lie in the image."""
+    """Return whether a reduction depends on where positions of a layer lie in the image."""
     first = reduce.first if isinstance(reduce, ProjectedReduce) else reduce
-    return first.name == "grid"
+    return REDUCTIONS.get(first.name).reads_positions

@@ -57,7 +57,7 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     """One line: the engine as it is, and with a copy of every tensor that a hook sees."""
     import torch
 
-    from featx.config import ModelConfig, ReduceConfig
+    from featx.config import ModelConfig, make_reduce
     from featx.engine.compute import Compute
     from featx.engine.engine import Engine
     from featx.layers.selection import select
@@ -67,7 +67,7 @@ def copies_kind(model: str, layers: str, reduce: str, arguments: argparse.Namesp
     backbone = build_backbone(ModelConfig(name=model, weights=None), 0)
     images = torch.randn(arguments.batch_size, 3, *backbone.preprocess.crop)
     with Engine(backbone, torch.device("cpu"), arguments.dtype) as engine:
-        found = select([(layers, ReduceConfig(reduce))], engine.trace(), None, None).chosen
+        found = select([(layers, make_reduce(reduce))], engine.trace(), None, None).chosen
         if reduce == "avg":  # of maps and tokens only: a vector has no average
             shapes = {call.module: call.outputs for call in engine.trace().calls}
             found = [pair for pair in found if len(next(iter(shapes[pair[0].module].values()))) > 2]

@@ -21,7 +21,7 @@ from featx.analysis.statistics.moments import Moments
 from featx.analysis.statistics.part_moments import StatsLayer
 from featx.analysis.statistics.projected_reductions import first_reduction
 from featx.analysis.statistics.stats_file import file_bytes
-from featx.config import ReduceConfig
+from featx.config import make_reduce
 from featx.errors import (
     ConfigError,
     FeatxError,
@@ -30,6 +30,7 @@ from featx.errors import (
     StoreError,
     StoreMismatchError,
 )
+from featx.layers import RowLayout
 from featx.layers.projection import ProjectedReduce, Projection
 
 pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
@@ -163,20 +164,20 @@ def test_maps_with_channels_behind_tokens_and_vectors_by_position(
 ) -> None:
     matrix = torch.randn(3, 7, dtype=torch.float64)
     projection = Projection(torch.ones(7).double(), matrix, torch.ones(3).double())
-    reduce = ProjectedReduce("pca", {}, ReduceConfig(first), shape, True, projection)
+    reduce = ProjectedReduce("pca", {}, make_reduce(first), shape, True, projection)
     x = torch.randn(2, *shape)
-    y = reduce.bind("layer", shape, (32, 32), 1)(x)
+    y = reduce.bind(RowLayout("layer", shape, (32, 32), 1))(x)
     assert y.shape == (2, *shape[: axis - 1], 3)
     torch.testing.assert_close(y, ((x - 1) @ matrix.T.float()), rtol=1e-5, atol=1e-5)
     with pytest.raises(ReduceError, match=r"statistics are of rows of shape .*layer gives \(9,\)"):
-        reduce.bind("layer", (9,), (32, 32), 1)
+        reduce.bind(RowLayout("layer", (9,), (32, 32), 1))
 
 
 def test_the_parameters_of_the_first_reduction_come_from_the_file() -> None:
     about = {"layer": "a", "reduce": "grid", "reduce_size": 3}
-    assert first_reduction(about) == ReduceConfig("grid", size=3)
+    assert first_reduction(about) == make_reduce("grid", size=3)
     about = {"layer": "a", "reduce": "gem", "reduce_p": 2.5}
-    assert first_reduction(about) == ReduceConfig("gem", p=2.5)
+    assert first_reduction(about) == make_reduce("gem", p=2.5)
 
 
 # By whose statistics
@@ -299,7 +300,7 @@ def test_damaged_and_unfinished_statistics_are_refused(finished: Path) -> None:
     [
         ({"name": "pca"}, "reduce=pca needs reduce.stats=FILE"),
         ({"name": "whiten"}, "reduce=whiten needs reduce.stats=FILE"),
-        ({"name": "avg", "stats": "x"}, "reduce.stats has an effect with reduce=pca and reduce=w"),
+        ({"name": "avg", "stats": "x"}, "reduce.stats has an effect with reduce=pca or reduce=w"),
         ({"name": "pca", "stats": "x", "epsilon": 0.1}, "an effect with reduce=whiten only"),
         ({"name": "pca", "stats": "x", "zca": True}, "an effect with reduce=whiten only"),
         ({"name": "pca", "stats": "x", "k": 0}, "reduce.k=0: expected a number above 0"),

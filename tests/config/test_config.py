@@ -9,13 +9,13 @@ from omegaconf import OmegaConf
 
 from featx import jobs
 from featx.base.fingerprint import differences, digest
-from featx.config import DataConfig, ModelConfig, ReduceConfig
+from featx.config import DataConfig, ModelConfig, ReduceConfig, make_reduce
 from featx.config.all_options import described_options
 from featx.config.requested_layers import layer_requests
 from featx.config.run_config import Config
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf, known_keys
-from featx.errors import ConfigError, nearest
+from featx.errors import ConfigError, FeatxError, nearest
 
 
 def config(**keys: object) -> Config:
@@ -60,12 +60,24 @@ def test_layers_takes_three_forms(layers: object, expected: list[tuple[str, str]
 
 
 def test_reduction_parameters_have_defaults_and_are_checked() -> None:
-    assert ReduceConfig("gem").args == {"p": 3.0}
-    assert ReduceConfig("gem", p=4).args == {"p": 4}
-    assert ReduceConfig("grid").args == {"size": 2}
+    assert make_reduce("gem").args == {"p": 3.0}
+    assert make_reduce("gem", p=4).args == {"p": 4}
+    assert make_reduce("grid").args == {"size": 2}
     assert ReduceConfig("avg").args == {}
     with pytest.raises(ConfigError, match=r"reduce\.p=-1"):
-        ReduceConfig("gem", p=-1)
+        make_reduce("gem", p=-1)
+
+
+def test_options_of_a_reduction_are_made_by_its_name() -> None:
+    """ReduceConfig alone would be gem without its exponent, and so another fingerprint."""
+    with pytest.raises(FeatxError, match="reduce=gem has options of its own"):
+        ReduceConfig("gem")
+    with pytest.raises(ConfigError, match=r"reduce=grid has no option 'sise'.* Nearest: size"):
+        make_reduce("grid", sise=4)
+    with pytest.raises(ConfigError, match=r"reduce\.size has an effect with reduce=grid only"):
+        make_reduce("avg", size=4)
+    with pytest.raises(ConfigError, match=r"reduce=mean: expected one of"):
+        make_reduce("mean")
 
 
 @pytest.mark.parametrize("count", [-1, float("inf"), float("nan")])

@@ -15,7 +15,7 @@ from torch import nn
 from zoo import ClampedNet, PatchTransformer, ResidualConvNet, vision_transformer
 
 import featx
-from featx.config import ReduceConfig
+from featx.config import ReduceConfig, make_reduce
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.errors import LayerError, RunError
@@ -130,7 +130,7 @@ SLOW = ("multihead", "elements")
 def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
     make, side, layers = CASES[case]
     with Engine(backbone_of(make(), side), CPU, "float32") as engine:
-        requests = [(layer, ReduceConfig(reduce)) for layer in layers]
+        requests = [(layer, make_reduce(reduce)) for layer in layers]
         engine.attach_captures(select(requests, engine.trace(layers), None, None).chosen)
         x = noise(4, side)
         engine.configure_compute(FP32)

@@ -14,7 +14,7 @@ from torch import nn
 
 import featx
 from featx import jobs
-from featx.config import ModelConfig, ReduceConfig
+from featx.config import ModelConfig, make_reduce
 from featx.config.run_config import Config
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
@@ -80,7 +80,7 @@ def gradients(
     reduce: str = "none",
 ) -> dict[str, torch.Tensor]:
     with Engine(backbone, torch.device("cpu"), "float32", target) as engine:
-        requests = [(layer, ReduceConfig(reduce)) for layer in layers]
+        requests = [(layer, make_reduce(reduce)) for layer in layers]
         engine.attach_captures(select(requests, engine.trace(), None, None).chosen)
         engine.configure_compute(Compute("fp32", False, False, len(x)))
         return engine.run(x, labels)

@@ -7,7 +7,7 @@ import torch
 from tiny_engine import backbone_of, bound, noise
 from torch import nn
 
-from featx.config import ReduceConfig
+from featx.config import make_reduce
 from featx.engine.engine import Engine
 from featx.errors import ReduceError
 from featx.layers.selection import select
@@ -104,7 +104,7 @@ def test_gradients_are_checked_by_the_tensor_they_belong_to() -> None:
     module = nn.Sequential(Patches(BY_UNITS), nn.Flatten(), nn.Linear(128, 3))
     backbone = backbone_of(module, 16)
     with Engine(backbone, torch.device("cpu"), "float32") as engine:
-        requests = [("0.tokens:grad_output", ReduceConfig("grid"))]
+        requests = [("0.tokens:grad_output", make_reduce("grid"))]
         chosen = select(requests, trace_forward(module, noise(2, 16)), None, None).chosen
         with pytest.raises(ReduceError, match="positions are not in the row-major order"):
             engine.attach_captures(chosen)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from featx.config import ReduceConfig
-from featx.layers.reductions import Reduction, reduction
+from featx.config import ReduceConfig, make_reduce
+from featx.layers import Reduction, RowLayout, reduction
 from featx.testing import ReductionContract
 
 MAP, TOKENS = (6, 8, 8), (1 + 16, 6)
@@ -18,12 +18,12 @@ CASES = {
     "avg of tokens": (ReduceConfig("avg"), TOKENS),
     "max of a map": (ReduceConfig("max"), MAP),
     "max of tokens": (ReduceConfig("max"), TOKENS),
-    "gem of a map": (ReduceConfig("gem", p=3.0), MAP),
-    "gem of tokens": (ReduceConfig("gem", p=3.0), TOKENS),
+    "gem of a map": (make_reduce("gem", p=3.0), MAP),
+    "gem of tokens": (make_reduce("gem", p=3.0), TOKENS),
     "cls": (ReduceConfig("cls"), TOKENS),
     "patch_avg": (ReduceConfig("patch_avg"), TOKENS),
-    "grid of a map": (ReduceConfig("grid", size=2), MAP),
-    "grid of tokens": (ReduceConfig("grid", size=2), TOKENS),
+    "grid of a map": (make_reduce("grid", size=2), MAP),
+    "grid of tokens": (make_reduce("grid", size=2), TOKENS),
 }
 
 
@@ -35,4 +35,4 @@ class TestReductions(ReductionContract):
 
     @pytest.fixture
     def reduction(self, case: str, row_shape: tuple[int, ...]) -> Reduction:
-        return reduction(CASES[case][0], "layer", row_shape, (32, 32), num_prefix_tokens=1)
+        return reduction(CASES[case][0], RowLayout("layer", row_shape, (32, 32), 1))

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from featx.config import ReduceConfig
+from featx.config import make_reduce
 from featx.errors import ReduceError
-from featx.layers.reductions import VIEWS, channels_last, reduction, token_grid
+from featx.layers.reductions.registry import REDUCTIONS, reduction
+from featx.layers.reductions.row_layout import RowLayout, channels_last, token_grid
 
 SQUARE = (224, 224)
 
@@ -19,12 +20,11 @@ def reduced(
     name: str,
     prefix: int = 0,
     input_size: tuple[int, int] = SQUARE,
-    p: float | None = None,
-    size: int | None = None,
+    **args: float,
 ) -> torch.Tensor:
     """The reduction `name` of (B, ...)."""
-    config = ReduceConfig(name, p=p, size=size)
-    return reduction(config, "layer", tuple(x.shape[1:]), input_size, prefix)(x)
+    rows = RowLayout("layer", tuple(x.shape[1:]), input_size, prefix)
+    return reduction(make_reduce(name, **args), rows)(x)
 
 
 def nchw() -> torch.Tensor:
@@ -134,9 +134,9 @@ def test_grid_of_the_maps_own_size_is_no_view() -> None:
 @pytest.mark.parametrize("name", ["avg", "max", "gem", "patch_avg", "grid"])
 def test_reductions_that_are_no_views_never_share_storage(name: str) -> None:
     """Maps of one pixel are where a mean could be a view."""
-    assert name not in VIEWS
+    assert not REDUCTIONS.get(name).is_view
     x = torch.ones(2, 1, 3) if name == "patch_avg" else torch.ones(2, 3, 1, 1)
-    y = reduced(x, name, size=1 if name == "grid" else None)
+    y = reduced(x, name, **({"size": 1} if name == "grid" else {}))
     x.fill_(7)
     assert torch.equal(y, torch.ones_like(y))
 
@@ -194,7 +194,7 @@ def test_a_map_of_other_proportions_is_refused() -> None:
 def test_channels_last_follows_the_inputs_proportions(
     row_shape: tuple[int, int, int], input_size: tuple[int, int], expected: bool
 ) -> None:
-    assert channels_last("avg", "layer", row_shape, input_size) is expected
+    assert channels_last("avg", RowLayout("layer", row_shape, input_size)) is expected
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from featx.config import ReduceConfig
+from featx.config import ReduceConfig, make_reduce
 from featx.engine.compute import Compute
 from featx.engine.engine import Engine
 from featx.errors import FeatxError, LayerError, ReduceError
@@ -283,7 +283,7 @@ def _survey_grids(
     for i in sorted(numbers):
         point, _ = found[i]
         try:
-            ((_, grid),) = _run(engine, [(point, ReduceConfig("grid", size=2))], x)
+            ((_, grid),) = _run(engine, [(point, make_reduce("grid", size=2))], x)
         except ReduceError as error:
             refused.append(_reason(error))
             continue

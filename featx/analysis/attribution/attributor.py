@@ -35,6 +35,7 @@ from featx.engine import COMPUTE_DTYPES, Buffers, Compute, Engine, Formats, chec
 from featx.errors import ConfigError, LayerError
 from featx.layers import (
     CapturePoint,
+    RowLayout,
     Selection,
     StoredReduce,
     Trace,
@@ -385,7 +386,8 @@ class Attributor(Engine):
         Raises:
             ReduceError: they are not.
         """
-        if not has_known_positions(point.name, row_shape, self.backbone.preprocess.crop):
+        rows = RowLayout(point.name, row_shape, self.backbone.preprocess.crop)
+        if not has_known_positions(rows):
             x = self._noise(1)
             with self._named_failure(x):
                 check_positions(self._module, [(point, to_map)], x)

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from featx import layers
 from featx.errors import LayerError, ReduceError
-from featx.layers import CapturePoint, path_to, pick, reductions, with_element
+from featx.layers import CapturePoint, RowLayout, path_to, pick, with_element
 from featx.models import Backbone
 
 
@@ -86,8 +87,9 @@ def map_view(
         LayerError: the rows are neither a map nor patch tokens.
     """
     try:
-        return reductions.map_view(
-            "grid", name, row_shape, backbone.preprocess.crop, backbone.num_prefix_tokens
+        return layers.map_view(
+            "grid",
+            RowLayout(name, row_shape, backbone.preprocess.crop, backbone.num_prefix_tokens),
         )
     except ReduceError as error:
         raise LayerError(

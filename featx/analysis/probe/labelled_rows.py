@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from featx.errors import DataError, ReduceError, StoreError, counted
-from featx.layers import channels_last
+from featx.layers import RowLayout, channels_last
 from featx.store import FeatureStore
 
 MAX_FLAT = 8192
@@ -241,7 +241,7 @@ def layer_rows(labelled: Labelled, layer: str) -> LayerRows:
             "layers=."
         )
     size = int(crop.group(1)), int(crop.group(2))
-    last = channels_last("averaging before a probe", layer, shape, size)
+    last = channels_last("averaging before a probe", RowLayout(layer, shape, size))
     axes, width = ((1, 2), shape[2]) if last else ((2, 3), shape[0])
     return LayerRows(store, layer, labelled.rows, axes, width)
 

@@ -10,9 +10,16 @@ import torch
 
 from featx.analysis.statistics.covariance import principal_components, whitening
 from featx.analysis.statistics.stats_file import Statistics
-from featx.config import GRADIENTS, PROJECTIONS, Config, ReduceConfig
+from featx.config import GRADIENTS, Config, ReduceConfig, make_reduce
 from featx.errors import ConfigError, ReduceError, StoreMismatchError
-from featx.layers import CapturePoint, ProjectedReduce, Projection
+from featx.layers import (
+    REDUCTIONS,
+    CapturePoint,
+    ProjectedReduce,
+    Projection,
+    ProjectionOptions,
+    WhitenOptions,
+)
 from featx.models import Backbone
 
 if TYPE_CHECKING:
@@ -38,27 +45,27 @@ def with_statistics(
     return [
         (
             point,
-            _projected(point, reduce, config, backbone) if reduce.name in PROJECTIONS else reduce,
+            _projected(point, reduce, config, backbone)
+            if isinstance(reduce, ProjectionOptions)
+            else reduce,
         )
         for point, reduce in chosen
     ]
 
 
 def _projected(
-    point: CapturePoint, reduce: ReduceConfig, config: Config, backbone: Backbone
+    point: CapturePoint, reduce: ProjectionOptions, config: Config, backbone: Backbone
 ) -> ProjectedReduce:
     """Make the projection of one layer."""
-    assert reduce.stats is not None, "the config was checked"
-    statistics = Statistics(reduce.stats)
+    statistics = Statistics(reduce.statistics_path)
     moments, about = statistics.layer(point.name)
     _refuse_another_tensor(statistics.path, about, point, config, backbone)
     try:
-        if reduce.name == "pca":
-            projection = principal_components(moments, reduce.k or moments.dim)
+        if isinstance(reduce, WhitenOptions):
+            projection = whitening(moments, reduce.k, reduce.epsilon, reduce.zca)
+            _refuse_arbitrary_directions(projection, moments.dim, reduce.zca)
         else:
-            zca = bool(reduce.zca)
-            projection = whitening(moments, reduce.k, reduce.epsilon or 0.0, zca)
-            _refuse_arbitrary_directions(projection, moments.dim, zca)
+            projection = principal_components(moments, reduce.k or moments.dim)
     except ConfigError as error:
         raise ReduceError(
             f"reduce={reduce.name} of {point.name} by {statistics.path}: {error}"
@@ -85,13 +92,14 @@ def first_reduction(about: dict[str, Any]) -> ReduceConfig:
     Raises:
         ReduceError: it is itself a projection.
     """
-    if about["reduce"] in PROJECTIONS:
+    if REDUCTIONS.get(about["reduce"]).needs_statistics:
         raise ReduceError(
             f"these statistics of {about['layer']} are of projected values (reduce="
             f"{about['reduce']}), which cannot be projected again. Take them of the layer itself."
         )
-    p, size = about.get("reduce_p"), about.get("reduce_size")
-    return ReduceConfig(about["reduce"], p=p, size=size)
+    prefix = "reduce_"
+    args = {key.removeprefix(prefix): about[key] for key in about if key.startswith(prefix)}
+    return make_reduce(about["reduce"], **args)
 
 
 def _refuse_another_tensor(

@@ -12,7 +12,7 @@ from featx.analysis.statistics.stats_file import statistics_begun
 from featx.config import Config
 from featx.errors import ConfigError
 from featx.images import PILLOW
-from featx.layers import channel_axis
+from featx.layers import RowLayout, channel_axis
 from featx.pipeline import check_out, list_images, seconds_of_part
 from featx.store import marks_digest
 from featx.types import LayerSpec, Listing, ResumeState, Source
@@ -124,7 +124,7 @@ class StatsTarget:
         """Describe one layer, and record the axis of its features."""
         positions = None
         if self._config.stats.observation == "position" and len(spec.shape) > 1:
-            axis = channel_axis(spec.reduce, spec.name, spec.shape, input_size)
+            axis = channel_axis(spec.reduce, RowLayout(spec.name, spec.shape, input_size))
             self.axes[spec.name] = axis
             positions = math.prod(spec.shape) // spec.shape[axis - 1]
         return StatsLayer(spec, self._config.stats.covariance, positions)

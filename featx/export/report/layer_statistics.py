@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from featx.errors import ReduceError
-from featx.layers import channel_axis
+from featx.layers import RowLayout, channel_axis
 from featx.store import FeatureStore, check_rows_present
 
 BLOCK_BYTES = 64 << 20
@@ -133,7 +133,7 @@ def _channels(store: FeatureStore, layer: str) -> tuple[int, str]:
     size = (int(crop.group(1)), int(crop.group(2))) if crop else (1, 1)
     reduced = str(store[layer].attrs.get("reduce", ""))
     try:
-        return channel_axis(reduced, layer, shape, size), "channels"
+        return channel_axis(reduced, RowLayout(layer, shape, size)), "channels"
     except ReduceError:
         return 0, "numbers"
 

@@ -167,14 +167,15 @@ def _vectors(
     """
     import torch
 
-    from featx.layers import reduction
+    from featx.layers import RowLayout, reduction
 
     layer, backbone = store[name], context.engine.backbone
     shape = layer.shape[1:]
     reduce = ReduceConfig("none" if len(shape) == 1 else "avg")
     try:
         as_vectors = reduction(
-            reduce, name, shape, backbone.preprocess.crop, backbone.num_prefix_tokens
+            reduce,
+            RowLayout(name, shape, backbone.preprocess.crop, backbone.num_prefix_tokens),
         )
     except ReduceError:
         log_message(

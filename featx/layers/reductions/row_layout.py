@@ -1,0 +1,166 @@
+"""Layout of a layer's rows: which of its dimensions are channels, and where its positions lie.
+
+(C,) is a vector, (T, C) are tokens, (C, H, W) or (H, W, C) is a map. Which of these two a map is
+follows from the proportions of the input. If they do not tell, the reduction is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from featx.errors import ReduceError
+
+if TYPE_CHECKING:
+    import torch
+
+Reduction: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+"""Function from the layer's tensor, (B, ...), to the stored rows, (B, ...)."""
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Shape of a layer's rows, and what is known about their dimensions.
+
+    Attributes:
+        layer: name of the layer, for messages.
+        shape: shape of the tensor without the batch dimension.
+        input_size: (height, width) of the backbone's input in pixels.
+        num_prefix_tokens: number of class and register tokens of the backbone.
+        has_class_token: whether the first of them is a class token.
+    """
+
+    layer: str
+    shape: tuple[int, ...]
+    input_size: tuple[int, int]
+    num_prefix_tokens: int = 0
+    has_class_token: bool = True
+
+
+def channels_last(asked: str, rows: RowLayout) -> bool:
+    """Return whether a map is (H, W, C) rather than (C, H, W).
+
+    Args:
+        asked: option that needs to know, such as 'reduce=avg', for messages.
+        rows: layout of a map, with three dimensions.
+
+    Raises:
+        ReduceError: it could be both, or neither.
+    """
+    height, width = rows.input_size
+    first = rows.shape[0] * width == rows.shape[1] * height
+    last = rows.shape[1] * width == rows.shape[2] * height
+    if first != last:
+        return first
+    which = "could be (C, H, W) or (H, W, C)" if first else "is no map of the input's proportions"
+    raise ReduceError(
+        f"{asked} does not fit {rows.layer}: its row shape {rows.shape} {which}, so its channels "
+        "are unknown. Use its rows unreduced (reduce=none or flatten, "
+        "stats.observation=image)."
+    )
+
+
+def positions_last(x: torch.Tensor, axis: int) -> torch.Tensor:
+    """Rearrange (B, ..., C, ...) to (B, P, C), one row for each of P positions.
+
+    Args:
+        x: features.
+        axis: axis of x that holds the C features.
+    """
+    moved = x.movedim(axis, -1)
+    return moved.reshape(len(x), -1, moved.shape[-1])
+
+
+def token_grid(
+    num_tokens: int, input_size: tuple[int, int], num_prefix_tokens: int
+) -> tuple[int, int] | None:
+    """Return (rows, columns) of the patch tokens, or None if they form no grid.
+
+    Args:
+        num_tokens: number of tokens, prefix included.
+        input_size: (height, width) of the backbone's input in pixels.
+        num_prefix_tokens: number of class and register tokens.
+    """
+    patches = num_tokens - num_prefix_tokens
+    height, width = input_size
+    for rows in range(1, patches + 1):
+        columns = rows * width // height
+        if rows * columns == patches and columns * height == rows * width:
+            return rows, columns
+    return None
+
+
+def check_tokens(name: str, rows: RowLayout) -> tuple[int, int]:
+    """Check that rows are prefix tokens and a grid of patch tokens.
+
+    Args:
+        name: name of the reduction, for messages.
+        rows: layout of the rows.
+
+    Returns:
+        (rows, columns) of the grid.
+
+    Raises:
+        ReduceError: they are not, or reduce=cls is requested without a class token.
+    """
+    why, cells = "", None
+    if len(rows.shape) != 2:
+        why = f"its rows have shape {rows.shape}, expected tokens (T, C)"
+    elif name == "cls" and rows.num_prefix_tokens == 0:
+        why = "this backbone has no class token in front of its patch tokens"
+    else:
+        cells = token_grid(rows.shape[0], rows.input_size, rows.num_prefix_tokens)
+        why = (
+            f"its {rows.shape[0]} tokens are not {rows.num_prefix_tokens} prefix tokens and a grid "
+            "of patches, so it has no class token where the backbone's last layers have one"
+        )
+    if cells is None:
+        raise ReduceError(
+            f"reduce={name} does not fit {rows.layer}: {why}. Try avg, none or flatten."
+        )
+    return cells
+
+
+def map_view(asked: str, rows: RowLayout) -> Reduction:
+    """Return the function from a map or patch tokens to (B, C, rows, columns).
+
+    Tokens are taken in row-major order; `featx.layers.position_checks` checks that they are.
+
+    Args:
+        asked: name of the reduction, for messages.
+        rows: layout of the map or of the tokens.
+
+    Raises:
+        ReduceError: the rows are neither a map with the proportions of the input nor such tokens.
+    """
+    if len(rows.shape) == 2:
+        cells, num_prefix_tokens = check_tokens(asked, rows), rows.num_prefix_tokens
+
+        def to_map(x: torch.Tensor) -> torch.Tensor:
+            patches = x[:, num_prefix_tokens:]
+            return patches.transpose(1, 2).reshape(len(x), -1, *cells)
+
+        return to_map
+    if len(rows.shape) != 3:
+        raise ReduceError(
+            f"reduce={asked} does not fit {rows.layer}: its rows have shape {rows.shape}, expected "
+            "a map or patch tokens."
+        )
+    if channels_last(f"reduce={asked}", rows):
+        return lambda x: x.permute(0, 3, 1, 2)
+    return lambda x: x
+
+
+def has_known_positions(rows: RowLayout) -> bool:
+    """Return whether the shape alone shows where positions lie, as in a map (C, H, W).
+
+    Tokens (T, C) may be in any order, and tokens in groups, (T, N, C), look like (H, W, C).
+
+    Args:
+        rows: layout of a map or of tokens.
+
+    Raises:
+        ReduceError: the rows could be (C, H, W) or (H, W, C), or neither.
+    """
+    return len(rows.shape) == 3 and not channels_last("reduce=grid", rows)

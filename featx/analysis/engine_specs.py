@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from featx.config import layer_requests
+from featx.errors import InternalError
 from featx.pipeline import EngineSpec
 
 # torch takes seconds to import, and a job selects its engine before it needs torch.
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 
 def engine_spec(job: str) -> EngineSpec:
-    """Return the engine of a job, given the name of the job that made or makes a store."""
+    """Return how the engine of a job is built.
+
+    Args:
+        job: name of the job that made or makes a store, as the store records it.
+    """
     return ATTRIBUTIONS if job == "attribute" else FEATURES
 
 
@@ -51,7 +56,8 @@ def _attributed_layers(config: Config, engine: Engine) -> Selection:
     """Select one dataset per requested attribution method."""
     from featx.analysis.attribution.attributor import Attributor
 
-    assert isinstance(engine, Attributor)
+    if not isinstance(engine, Attributor):
+        raise InternalError(f"heat maps were asked of a {type(engine).__qualname__}")
     return engine.select(engine.trace())
 
 
@@ -64,8 +70,8 @@ def _with_statistics(
     return with_statistics(chosen, config, backbone)
 
 
-FEATURES = EngineSpec(_feature_engine, _requested_layers, _with_statistics)
+FEATURES = EngineSpec(_feature_engine, _requested_layers, _with_statistics, captures_layers=True)
 """Engine for captured tensors, used by all jobs except job=attribute."""
 
-ATTRIBUTIONS = EngineSpec(_attributor, _attributed_layers, _with_statistics)
+ATTRIBUTIONS = EngineSpec(_attributor, _attributed_layers, _with_statistics, captures_layers=False)
 """Engine for heat maps, used by job=attribute."""

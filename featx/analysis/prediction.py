@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis.engine_specs import FEATURES
+from featx.analysis.engine_specs import FEATURES, engine_spec
 from featx.analysis.probe.heads import Head, read_head
 from featx.analysis.probe.labelled_rows import as_vectors
 from featx.analysis.reproducibility import refuse_unnamed_code, request_of
@@ -183,7 +183,7 @@ def _as_extracted(config: Config, path: Path, about: dict[str, Any], spec: Layer
             way.
     """
     before = with_statistics_at(from_saved(about["config"]), config.reduce.statistics_path)
-    if before.job.name == "attribute":
+    if not engine_spec(before.job.name).captures_layers:
         raise ConfigError(f"{path} was fitted on heat maps; job=predict does features only.")
     refuse_unnamed_code(config, before, str(path))
     return replace(

@@ -89,14 +89,14 @@ def recheck_rows(
             # grow=True, because images that were added to the data set do not matter here.
             before = config_of_run(config, root, manifest, run)
             again = replace(before, grow=True)
-            if before.job.name != "attribute":  # its config alone names the datasets
+            engine = engine_spec(before.job.name)
+            if engine.captures_layers:
                 # The names of the datasets include the captures.
                 layers = {spec.name: request_of(spec, before) for spec in specs}
                 again = replace(again, layers=layers, capture="output")
             if not inside:
                 continue
-            spec = engine_spec(before.job.name)
-            with build_run_context(again, run.header.config, spec) as context:
+            with build_run_context(again, run.header.config, engine) as context:
                 _refuse_another_model(root, run, context)
                 for row, features, status in _extracted(context, run, inside):
                     found, note = _compared(store, row, specs, features, status)

@@ -14,6 +14,7 @@ from featx.analysis import ATTRIBUTIONS
 from featx.analysis.attribution import Tile, contact_sheet, feature_map_grid
 from featx.base import log_message, print_result
 from featx.config import METHODS, OF_A_LAYER, AttributeConfig, Config
+from featx.errors import InternalError
 from featx.jobs.base import JOBS, RUN_OPTIONS, Input, Job
 from featx.pipeline import RunContext, RunObserver, describe_end, run_extraction, store_exit_code
 from featx.storage import parse_path
@@ -158,7 +159,8 @@ def _feature_maps(
     layer = context.config.attribute.feature_map_layer
     from featx.analysis.attribution import Attributor  # which imports torch
 
-    assert isinstance(context.engine, Attributor)
+    if not isinstance(context.engine, Attributor):
+        raise InternalError(f"heat maps were asked of a {type(context.engine).__qualname__}")
     maps = context.engine.feature_maps(loader.load([row]))[0].numpy()
     title = f"{layer} of {context.header.model}"
     subtitle = f"{tile.caption[0]}."

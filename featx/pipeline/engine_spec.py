@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class EngineSpec:
     """How to build the engine of a run and how to choose its layers.
 
-    All three are module-level functions, since workers receive them pickled by name.
+    All three functions are module-level functions, since workers receive them pickled by name.
 
     Attributes:
         build: creates the engine from the config, a backbone, a device, and the dtype of its
             values.
         select: finds the requested datasets in one traced forward pass of the engine.
         bind_reductions: completes the reductions that need statistics of a data set.
+        captures_layers: whether the datasets are tensors of the layers that the options `layers`
+            and `capture` name, which is not so for heat maps.
     """
 
     build: Callable[[Config, Backbone, torch.device, str], Engine]
@@ -33,3 +35,4 @@ class EngineSpec:
     bind_reductions: Callable[
         [Sequence[tuple[CapturePoint, ReduceConfig]], Config, Backbone], ChosenLayers
     ]
+    captures_layers: bool

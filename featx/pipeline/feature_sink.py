@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from featx.errors import RunError
+from featx.errors import InternalError, RunError
 from featx.pipeline.row_failures import failures_of
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_observer import RunObserver
@@ -98,7 +98,8 @@ class FeatureSink:
 
     def finish_part(self) -> Callable[[], Sequence[Failure]]:
         """Detach the part whose last batch was taken; return a function that commits it."""
-        assert self._builder is not None, "no batch of a part was taken"
+        if self._builder is None:
+            raise InternalError("no batch of a part was taken")
         builder, self._builder = self._builder, None
         return functools.partial(self._commit_part, builder)
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from featx.base import ReplaceableThreadPool
 from featx.errors import RunError
@@ -19,11 +19,14 @@ from featx.types import Batch, Part
 if TYPE_CHECKING:
     from featx.engine import Engine
 
+ComputedT = TypeVar("ComputedT")
+"""Result of a forward pass on one batch."""
+
 _LEAVE_S = 1.0
 """Seconds to wait for running forward passes after an abort; their values are discarded."""
 
 
-class Passes:
+class Passes(Generic[ComputedT]):
     """Forward passes of a run, one at a time or in parallel; a context manager.
 
     Args:
@@ -31,21 +34,21 @@ class Passes:
         compute: computes the result of a batch with an engine.
     """
 
-    def __init__(self, context: RunContext, compute: Callable[[Engine, Batch], Any]) -> None:
+    def __init__(self, context: RunContext, compute: Callable[[Engine, Batch], ComputedT]) -> None:
         self._context = context
         self._compute = compute
         self._engines: list[Engine] = [context.engine]
-        self._beside: ParallelPasses | None = None
+        self._parallel: ParallelPasses[ComputedT] | None = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> Passes[ComputedT]:
         engine, at_once = self._context.engine, self._context.at_once
         engine.model_seconds = engine.copy_seconds = 0.0
         if at_once.replicas > 1:
             self._engines = self._stack.enter_context(engine.replicas(at_once.replicas))
         if at_once.ahead:
-            beside = ParallelPasses(self._engines, at_once.threads, self._computed)
-            self._beside = self._stack.enter_context(beside)
+            parallel = ParallelPasses(self._engines, at_once.threads, self._computed)
+            self._parallel = self._stack.enter_context(parallel)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -53,7 +56,7 @@ class Passes:
 
     def each(
         self, batches: Iterable[tuple[Part, Batch]]
-    ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
+    ) -> Iterator[tuple[Part, Batch, Callable[[], ComputedT]]]:
         """Iterate over the batches in order.
 
         Args:
@@ -63,13 +66,13 @@ class Passes:
             part, batch, and a function that returns the result of the batch: it computes the batch,
             or waits for the thread that does.
         """
-        if self._beside is not None:
-            yield from self._beside.each(batches)
+        if self._parallel is not None:
+            yield from self._parallel.each(batches)
             return
         for part, batch in batches:
             yield part, batch, functools.partial(self._computed, self._engines[0], batch)
 
-    def _computed(self, engine: Engine, batch: Batch) -> Any:
+    def _computed(self, engine: Engine, batch: Batch) -> ComputedT:
         """Compute a batch on the CUDA stream of the engine, if any; explain a lack of memory."""
         from torch import OutOfMemoryError
 
@@ -85,7 +88,7 @@ class Passes:
 
     def idle_share(self) -> float:
         """Share of the engines, 0 to 1, that have nothing to compute at this moment."""
-        return 1.0 if self._beside is None else self._beside.idle_share
+        return 1.0 if self._parallel is None else self._parallel.idle_share
 
     @property
     def model_seconds(self) -> float:
@@ -98,7 +101,7 @@ class Passes:
         return float(sum(e.copy_seconds for e in self._engines)) / len(self._engines)
 
 
-class ParallelPasses:
+class ParallelPasses(Generic[ComputedT]):
     """Computes parallel batches on replicas of an engine; a context manager.
 
     One engine computes a batch from end to end with `threads` threads, so the values of a batch do
@@ -114,18 +117,18 @@ class ParallelPasses:
         self,
         engines: Sequence[Engine],
         threads: int | None,
-        compute: Callable[[Engine, Batch], Any],
+        compute: Callable[[Engine, Batch], ComputedT],
     ) -> None:
         self._compute = compute
         self._num_threads = threads
         self._count = len(engines)
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()  # engines that no thread uses
+        self._free: queue.SimpleQueue[Engine] = queue.SimpleQueue()  # engines that no thread uses
         for engine in engines:
             self._free.put(engine)
         self._pool = ReplaceableThreadPool(self._count, None, "featx-model", _LEAVE_S)
-        self._waiting: deque[tuple[Part, Batch, Future[Any]]] = deque()
+        self._waiting: deque[tuple[Part, Batch, Future[ComputedT]]] = deque()
 
-    def __enter__(self) -> ParallelPasses:
+    def __enter__(self) -> ParallelPasses[ComputedT]:
         self._pool.__enter__()
         return self
 
@@ -145,7 +148,7 @@ class ParallelPasses:
 
     def each(
         self, batches: Iterable[tuple[Part, Batch]]
-    ) -> Iterator[tuple[Part, Batch, Callable[[], Any]]]:
+    ) -> Iterator[tuple[Part, Batch, Callable[[], ComputedT]]]:
         """Iterate over the batches in order, each with a function that waits for its result.
 
         One batch more than there are engines is submitted, so that no engine is idle while the
@@ -158,12 +161,12 @@ class ParallelPasses:
         while self._waiting:
             yield self._next()
 
-    def _next(self) -> tuple[Part, Batch, Callable[[], Any]]:
+    def _next(self) -> tuple[Part, Batch, Callable[[], ComputedT]]:
         """Remove the oldest submitted batch from the queue."""
         part, batch, future = self._waiting.popleft()
         return part, batch, future.result
 
-    def _computed(self, batch: Batch) -> Any:
+    def _computed(self, batch: Batch) -> ComputedT:
         """Compute a batch in a pool thread, with a free engine."""
         import torch
 

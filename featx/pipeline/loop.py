@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from featx.base import Progress, SilentProgress, num_cpus
 from featx.pipeline.bottleneck import bottleneck
-from featx.pipeline.forward_passes import Passes
+from featx.pipeline.forward_passes import ComputedT, Passes
 from featx.pipeline.row_failures import refuse_failures
 from featx.pipeline.run_context import RunContext
 from featx.pipeline.run_metrics import RunMetrics
@@ -44,17 +44,20 @@ class PartSource(Protocol):
         """Parts that are still to be computed; the loop draws one at a time, as it reaches it."""
 
 
-class BatchSink(Protocol):
-    """Consumer of computed batches: rows of a store, or statistics."""
+class BatchSink(Protocol[ComputedT]):
+    """Consumer of computed batches: rows of a store, or statistics.
+
+    `ComputedT` is what it makes of one batch.
+    """
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """Busy seconds so far of stages that only this sink has; stage -> seconds."""
 
-    def compute(self, engine: Engine, batch: Batch) -> Any:
+    def compute(self, engine: Engine, batch: Batch) -> ComputedT:
         """Compute the values of one batch; called from several threads with different engines."""
 
-    def take(self, part: Part, batch: Batch, computed: Callable[[], Any]) -> list[Failure]:
+    def take(self, part: Part, batch: Batch, computed: Callable[[], ComputedT]) -> list[Failure]:
         """Consume the next batch of a part; batches arrive in order and from one thread.
 
         Args:
@@ -78,7 +81,7 @@ class BatchSink(Protocol):
 def run_parts(
     context: RunContext,
     parts: PartSource,
-    sink: BatchSink,
+    sink: BatchSink[ComputedT],
     disk: AtomicFolder | None = None,
     observer: RunObserver | None = None,
     progress: Progress | SilentProgress | None = None,
@@ -283,7 +286,9 @@ def _timeline(
     return Timeline(disk, context.engine.device)
 
 
-def _seconds(loader: Loader, passes: Passes, waited: float, written: float) -> dict[str, float]:
+def _seconds(
+    loader: Loader, passes: Passes[ComputedT], waited: float, written: float
+) -> dict[str, float]:
     """Busy seconds so far; stage -> seconds."""
     on_device = loader.times.on_device
     return {

@@ -105,7 +105,7 @@ class RunOutput(ABC, Generic[SessionT]):
     @abstractmethod
     def sink(
         self, context: RunContext, session: SessionT, heartbeat: Heartbeat, observer: RunObserver
-    ) -> PartSink:
+    ) -> PartSink[Any]:
         """Return the sink that commits parts to the session in this process."""
 
     @abstractmethod

@@ -18,7 +18,7 @@ from featx.analysis.statistics.moments_tree import MomentsTree, spans_in
 from featx.analysis.statistics.part_moments import PartMoments, StatsLayer
 from featx.analysis.statistics.stats_file import PARTS_FOLDER, STATS_FILE, statistics_begun
 from featx.base import differences, synchronise, used_here
-from featx.errors import RunError
+from featx.errors import InternalError, RunError
 from featx.layers import positions_last
 from featx.pipeline import RunContext, failures_of
 from featx.storage import AtomicFolder
@@ -120,7 +120,8 @@ class StatsSink:
         Returns:
             function that commits the part.
         """
-        assert self._part is not None, "no batch of a part was taken"
+        if self._part is None:
+            raise InternalError("no batch of a part was taken")
         found = {name: moments.finish() for name, moments in self._moments.items()}
         synchronise(self._context.engine.device)  # another thread, with its own stream, commits
         part, failures, checksums = self._part, self._failures, self._checksums

@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from featx.analysis import engine_specs
+from featx.analysis import FEATURES
 from featx.base import num_cpus
 from featx.config import Config
+from featx.errors import DataError
 from featx.types import Batch, Listing, Part
 
 T = TypeVar("T")
 
-FEATURES = "features.npy"
+FEATURES_FILE = "features.npy"
 """File with the rows of a contender, for the comparison of values."""
 
 
@@ -56,9 +57,9 @@ def run_featx(config: Config, config_yaml: str, folder: Path) -> Measurement:
 
     out = folder / "store"
     with contextlib.redirect_stderr(io.StringIO()):
-        summary = run_extraction(replace(config, out=str(out)), config_yaml, engine_specs.FEATURES)
+        summary = run_extraction(replace(config, out=str(out)), config_yaml, FEATURES)
     store = FeatureStore(out)
-    np.save(folder / FEATURES, _rows(store[summary["layers"][0]][:]))
+    np.save(folder / FEATURES_FILE, _rows(store[summary["layers"][0]][:]))
     seconds = summary["rows"] / summary["images_per_second"] + summary["seconds"]["pack"]
     return Measurement(summary["rows"] / seconds, summary["rows"], summary["seconds"])
 
@@ -93,7 +94,7 @@ def run_tutorial(config: Config, folder: Path) -> Measurement:
     seconds, features = extract(
         module, point.module, point.capture == "input", images, device, num_cpus(), folder / "x.h5"
     )
-    np.save(folder / FEATURES, _rows(features))
+    np.save(folder / FEATURES_FILE, _rows(features))
     return Measurement(len(features) / seconds, len(features))
 
 
@@ -101,29 +102,30 @@ def stages_alone(config: Config, config_yaml: str) -> dict[str, float]:
     """Measure the images per second of reading, decoding and the model, each on its own."""
     from featx.pipeline import Passes, build_run_context
 
-    with build_run_context(config, config_yaml, engine_specs.FEATURES) as context:
+    with build_run_context(config, config_yaml, FEATURES) as context:
         num_rows, engine = len(context.listing), context.engine
         keys = [bytes(key) for key in context.listing.keys]
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         data = {key: context.source.read(key) for key in keys}
-        reading = time.perf_counter() - begun
+        reading = time.perf_counter() - started_at
         context.source = _InMemory(context.listing, data)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         images = None
         with context.loader(engine.compute.batch_size) as loader:
             for _, batch in loader.batches([Part(0, 0, num_rows)]):
                 images = batch.images
-        decoding = time.perf_counter() - begun
-        assert images is not None
+        decoding = time.perf_counter() - started_at
+        if images is None:
+            raise DataError("job=bench needs images, and the data set has no rows.")
         passes = max(3, num_rows // len(images))
         engine.run(images)
         # The mean over several passes, as in a run; the fastest pass alone would be too good.
         batches = [(Part(0, 0, num_rows), Batch(images, 0, len(images), []))] * passes
         with Passes(context, lambda engine, batch: engine.run(batch.images)) as parallel:
-            begun = time.perf_counter()
+            started_at = time.perf_counter()
             for _, _, computed in parallel.each(batches):
                 computed()
-        model = (time.perf_counter() - begun) / (passes * len(images))
+        model = (time.perf_counter() - started_at) / (passes * len(images))
     return {"read": num_rows / reading, "decode": num_rows / decoding, "model": 1 / model}
 
 
@@ -143,7 +145,7 @@ class _InMemory:
 
 def smallest_cosine(first: Path, second: Path) -> float | None:
     """Return the smallest cosine of two contenders' rows; None if a reduction changed the shape."""
-    a, b = np.load(first / FEATURES), np.load(second / FEATURES)
+    a, b = np.load(first / FEATURES_FILE), np.load(second / FEATURES)
     if a.shape != b.shape:
         return None
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)

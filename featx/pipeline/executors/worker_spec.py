@@ -21,6 +21,7 @@ from featx.base import differences, num_cpus, take_cpus
 from featx.config import Config, ExecutorConfig
 from featx.errors import ConfigError, RunError
 from featx.pipeline.engine_spec import EngineSpec
+from featx.pipeline.forward_passes import ComputedT
 from featx.pipeline.loop import BatchSink, PartSource
 from featx.pipeline.run_context import RunContext, build_run_context
 from featx.sources import open_source
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from featx.layers import ChosenLayers
 
 
-class PartSink(BatchSink, Protocol):
+class PartSink(BatchSink[ComputedT], Protocol[ComputedT]):
     """Batch sink that commits each part and counts its underflow rows.
 
     Attributes:
@@ -54,6 +55,8 @@ class PartSink(BatchSink, Protocol):
 
 class PartTask(Protocol):
     """What workers compute and where they commit it; travels with the worker spec.
+
+    Only its own sink sees what it computes of a batch, so the type stays open: `PartSink[Any]`.
 
     Attributes:
         dtype: name of the dtype in which the engine returns values.
@@ -96,7 +99,7 @@ class PartTask(Protocol):
             parts: parts to look for.
         """
 
-    def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> PartSink:
+    def sink(self, context: RunContext, root: Path, heartbeat: Heartbeat) -> PartSink[Any]:
         """Create the sink that computes parts and commits each of them.
 
         Args:

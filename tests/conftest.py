@@ -1,4 +1,4 @@
-"""Shared fixtures: pictures, tiny models, and the command as a user runs it."""
+"""Shared fixtures: images, tiny models, and the command as a user runs it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def with_path(*folders: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
-def make_picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A smooth RGB picture with structure at several scales, another one for each seed."""
+def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A smooth RGB image with structure at several scales, another one for each seed."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / max(width, height)
     waves = [
@@ -47,7 +47,7 @@ def photo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(21):
         folder = root / ("cat", "dog")[i % 2] if i else root
         folder.mkdir(exist_ok=True)
-        make_picture(240 + 10 * i, 300 - 5 * i, seed=i).save(folder / f"{i:03d}.jpg", quality=92)
+        make_image(240 + 10 * i, 300 - 5 * i, seed=i).save(folder / f"{i:03d}.jpg", quality=92)
     return root
 
 
@@ -94,10 +94,10 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """The pictures of the tiny model, in two class folders."""
-    from tiny_model import write_pictures
+    """The images of the tiny model, in two class folders."""
+    from tiny_model import write_images
 
-    return write_pictures(tmp_path / "photos")
+    return write_images(tmp_path / "photos")
 
 
 @pytest.fixture
@@ -127,15 +127,10 @@ def without_retry_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def packing_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run within a test starts no child to pack its store: hundreds would take minutes.
+    """Runs within a test start no child to pack their stores."""
+    from tiny_model import pack_in_process
 
-    The child has tests of its own (store/test_faults.py), and every test of the command has it.
-    """
-    from featx.store import pack
-
-    monkeypatch.setattr(
-        "featx.pipeline.extraction.pack_in_child", lambda root, lock: pack.pack(root)
-    )
+    pack_in_process(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

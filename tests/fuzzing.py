@@ -1,4 +1,4 @@
-"""Mutants of pictures of every format, and a process that decodes them: fuzzing.py COUNT SEED LAST.
+"""Mutants of images of every format, and a process that decodes them: fuzzing.py COUNT SEED LAST.
 
 The process draws COUNT mutants with hypothesis and decodes each whole. It fails where one raises
 anything but an ImageFault, takes over 10 s, gives pixels of a wrong shape, or where the memory
@@ -39,7 +39,7 @@ _TELLING = (b"\0", b"\xff", b"\x7f\xff\xff\xff", b"\x80\0\0\0", b"\xff\xff\xff\x
 """Numbers that lengths and sizes are wrong with."""
 
 
-def _picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
+def _image(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:
     rng = np.random.default_rng(len(mode))
     width, height = size
     pixels = rng.integers(0, 256, (height // 2, width // 2, 3), np.uint8).repeat(2, 0).repeat(2, 1)
@@ -51,14 +51,14 @@ def _picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image
 
 @functools.cache
 def corpus() -> dict[str, bytes]:
-    """A sound picture of every kind."""
+    """A sound image of every kind."""
     import pillow_heif
 
     def encode(kind: str, mode: str = "RGB", frames: int = 1, **options: Any) -> bytes:
         file = io.BytesIO()
         if frames > 1:
-            options |= {"save_all": True, "append_images": [_picture("L")] * (frames - 1)}
-        _picture(mode).save(file, kind, **options)
+            options |= {"save_all": True, "append_images": [_image("L")] * (frames - 1)}
+        _image(mode).save(file, kind, **options)
         return file.getvalue()
 
     exif = Image.Exif()
@@ -67,7 +67,7 @@ def corpus() -> dict[str, bytes]:
     deep = io.BytesIO()
     Image.fromarray(grey).save(deep, "PNG")
     heic = io.BytesIO()
-    pillow_heif.from_pillow(_picture()).save(heic, quality=60)
+    pillow_heif.from_pillow(_image()).save(heic, quality=60)
     files = {
         "jpeg": encode("JPEG"),
         "jpeg progressive": encode("JPEG", progressive=True, exif=exif.tobytes()),
@@ -138,7 +138,7 @@ def mutant(name: str, number: int) -> bytes:
 
 
 def check(data: bytes, policy: ImagePolicy, at_least: int | None) -> Status:
-    """Decode one mutant; raises where that is not a picture or a fault, in good time."""
+    """Decode one mutant; raises where that is not an image or a fault, in good time."""
     begun = time.process_time()
     found = outcome(data, policy, at_least)
     assert time.process_time() - begun < MAX_S, "too slow"

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from tiny_model import write_picture
+from tiny_model import write_image
 
 
 def write_tar(path: Path, files: Mapping[str, bytes], **options: object) -> Path:
@@ -22,11 +22,11 @@ def write_tar(path: Path, files: Mapping[str, bytes], **options: object) -> Path
     return path
 
 
-def pictures(folder: Path, count: int) -> dict[str, bytes]:
+def images(folder: Path, count: int) -> dict[str, bytes]:
     """PNG files by name, with a class number beside each."""
     files: dict[str, bytes] = {}
     for i in range(count):
-        write_picture(folder / f"{i:04d}.png", i)
+        write_image(folder / f"{i:04d}.png", i)
         files[f"{i:04d}.png"] = (folder / f"{i:04d}.png").read_bytes()
         files[f"{i:04d}.cls"] = str(i % 3).encode()
     return files
@@ -35,7 +35,7 @@ def pictures(folder: Path, count: int) -> dict[str, bytes]:
 def write_shards(folder: Path, count: int = 21, shards: int = 3, ending: str = "tar") -> Path:
     """Shards of equal size, train-000.tar and so on."""
     per_shard = -(-count // shards)
-    files = pictures(folder.parent / "loose", count)
+    files = images(folder.parent / "loose", count)
     for shard in range(shards):
         inside = {name: data for name, data in files.items() if int(name[:4]) // per_shard == shard}
         write_tar(folder / f"train-{shard:03d}.{ending}", inside)

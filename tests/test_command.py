@@ -237,8 +237,8 @@ def test_odd_paths_arrive_from_a_shell(shell: str, tmp_path: Path) -> None:
     assert f"data.root={root} does not exist" in done.stderr
 
 
-def test_extract_on_the_sample_pictures(featx: Featx, tmp_path: Path) -> None:
-    """The embedded pictures, no extra and no terminal: plain lines, a table, a plain HDF5 file."""
+def test_extract_on_the_sample_images(featx: Featx, tmp_path: Path) -> None:
+    """The embedded images, no extra and no terminal: plain lines, a table, a plain HDF5 file."""
     done = featx("data=sample", *RESNET, "layers=[layer4,avgpool]", "data.limit=5")
     assert done.returncode == 0, done.stderr
     assert "\r" not in done.stderr
@@ -276,7 +276,7 @@ def test_multirun_makes_one_store_a_model(featx: Featx, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_multirun_goes_on_after_a_job_that_fails(featx: Featx, tmp_path: Path) -> None:
+def test_multirun_continues_after_a_job_that_fails(featx: Featx, tmp_path: Path) -> None:
     done = featx(
         "-m", "model=resnet5O,resnet18", "model.weights=null", "precision=fp32",
         "data=sample", "data.limit=2",
@@ -316,7 +316,7 @@ def test_layers_lists_what_can_be_captured(featx: Featx, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_bad_picture_is_recorded_and_the_exit_code_is_3(
+def test_a_bad_image_is_recorded_and_the_exit_code_is_3(
     featx: Featx, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "photos"
@@ -386,7 +386,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
         pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
-def test_a_stopped_run_goes_on_and_ends_bit_identical(
+def test_a_stopped_run_resumes_and_ends_bit_identical(
     featx: Featx, photo_folder: Path, tmp_path: Path, signum: signal.Signals, code: int
 ) -> None:
     common = ("data=folder", f"data.root={photo_folder}", "model=resnet18", "model.weights=null")
@@ -412,7 +412,7 @@ def test_a_stopped_run_goes_on_and_ends_bit_identical(
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_conf_and_pictures(tmp_path: Path) -> None:
+def test_the_wheel_carries_conf_and_images(tmp_path: Path) -> None:
     """Built, installed in a fresh environment, run from an empty folder far from the checkout."""
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", tmp_path, REPOSITORY],

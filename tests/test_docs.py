@@ -20,8 +20,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from conftest import make_picture
-from tiny_model import write_pictures
+from conftest import make_image
+from tiny_model import write_images
 
 from featx import __main__ as command
 from featx import jobs
@@ -144,9 +144,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in ("photos", "new", "theirs", "imagenet/train"):
-        write_pictures(tmp_path / name, 24)
+        write_images(tmp_path / name, 24)
     for i in range(8):
-        make_picture(120, 100, seed=i).save(tmp_path / "photos" / "cat" / f"{i:03d}.jpg")
+        make_image(120, 100, seed=i).save(tmp_path / "photos" / "cat" / f"{i:03d}.jpg")
     Path("names.json").write_text(json.dumps({"cat": "Katze", "dog": "Hund"}))
     keys = sorted(str(path) for path in Path("photos").rglob("*.png"))
     lines = [f"{key},{Path(key).parent.name}" for key in keys]
@@ -190,7 +190,7 @@ MADE_FIRST = {
 
 
 def run(line: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The command in this process, with random weights and few pictures."""
+    """The command in this process, with random weights and few images."""
     words = shlex.split(line)
     job = next((word[4:] for word in words if word.startswith("job=")), "extract")
     computes = job in ("extract", "plan", "stats", "attribute", "layers")
@@ -232,11 +232,11 @@ def test_every_command_runs(
 @pytest.mark.slow
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first line to an answer of the server, in the order of the page, word by word."""
-    pytest.importorskip("conformal_clip_data", reason="the pictures come with featx[demo]")
+    pytest.importorskip("conformal_clip_data", reason="the images come with featx[demo]")
     monkeypatch.chdir(tmp_path)
     page = REPOSITORY / "docs" / "tutorial.md"
-    pictures, marked, server = snippets_of(page)
-    exec(pictures, {})
+    images, marked, server = snippets_of(page)
+    exec(images, {})
     assert len(list(Path("photos").rglob("*.jpg"))) == 240
     for line in commands_of(page):
         monkeypatch.setattr(sys, "argv", ["featx", *shlex.split(line)[3:]])
@@ -249,7 +249,7 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert right > 35, "a third of them is right by chance"
     with answering(server) as port:
         good = ask(port, Path("new/local").glob("*.jpg").__next__().read_bytes())
-        bad = ask(port, b"no picture")
+        bad = ask(port, b"no image")
     assert good["class"] in ("global", "local", "nominal")
     assert good["status"] == "ok"
     assert bad == {"class": None, "probability": None, "status": "unsupported"}
@@ -276,7 +276,7 @@ def answering(server: str) -> Iterator[int]:
         found["server"].server_close()
 
 
-def ask(port: int, picture: bytes) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}", picture, timeout=300) as answer:
+def ask(port: int, image: bytes) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}", image, timeout=300) as answer:
         found: dict[str, Any] = json.load(answer)
     return found

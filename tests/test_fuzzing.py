@@ -76,7 +76,7 @@ def test_what_is_wrong_with_a_decoder_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Mixed:
-    """Good pictures with mutants between them; without them there are good ones in their places."""
+    """Good images with mutants between them; without them there are good ones in their places."""
 
     def __init__(self, count: int, seed: int, mutants: bool) -> None:
         names = sorted(fuzzing.corpus())
@@ -124,7 +124,7 @@ def test_no_mutant_changes_its_neighbours(count: int, reference: bool) -> None:
     assert len(Counter(faults.values())) >= 3
 
 
-def test_a_fault_is_what_decoding_alone_says() -> None:
+def test_a_fault_is_the_one_of_subprocess_decode() -> None:
     """In a batch and by itself: the same verdict on the same bytes."""
     source = Mixed(60, 5, mutants=True)
     policy = ImagePolicy("apply", (255, 255, 255), 10**7)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import with_path
 from object_server import RequestLog, num_parts, place, rows_of, upload
-from tiny_model import COMMAND, KEYS, extract, run_job, write_picture, write_pictures
+from tiny_model import COMMAND, KEYS, extract, run_job, write_image, write_images
 
 import featx as package
 from featx import jobs
@@ -37,8 +37,8 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    return write_pictures(tmp_path / "pictures")
+def images(tmp_path: Path) -> Path:
+    return write_images(tmp_path / "images")
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def out(bucket: str) -> str:
     return f"s3://{bucket}/runs/tiny"
 
 
-def start(out: str, pictures: Path, *more: str, **options: Any) -> subprocess.Popen[bytes]:
+def start(out: str, images: Path, *more: str, **options: Any) -> subprocess.Popen[bytes]:
     """The command, with a model that takes its time."""
     return subprocess.Popen(
         [
             sys.executable, "-m", "featx", *COMMAND, f"out={out}", "data=folder",
-            f"data.root={pictures}", "+model.args.pause_s=0.3", *more,
+            f"data.root={images}", "+model.args.pause_s=0.3", *more,
         ],
         env=with_path(Path(__file__).parent),
         stdout=subprocess.DEVNULL,
@@ -60,11 +60,11 @@ def start(out: str, pictures: Path, *more: str, **options: Any) -> subprocess.Po
 
 
 def test_the_rows_are_those_of_a_run_to_the_disk(
-    pictures: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
+    images: Path, out: str, watch: RequestLog, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (pictures / "cat" / "006.png").write_bytes(b"")
-    near = extract(str(pictures), max_failures=5)
-    far = extract(str(pictures), max_failures=5, out=out)
+    (images / "cat" / "006.png").write_bytes(b"")
+    near = extract(str(images), max_failures=5)
+    far = extract(str(images), max_failures=5, out=out)
     assert rows_of(far) == rows_of(near)
     assert far.complete
     assert far.failures == near.failures
@@ -73,41 +73,39 @@ def test_the_rows_are_those_of_a_run_to_the_disk(
     assert f'store = featx.open("{out}")' in shown
     # Again: there is nothing to do, and nothing is written over a part.
     watch.clear()
-    extract(str(pictures), max_failures=5, out=out)
+    extract(str(images), max_failures=5, out=out)
     assert not any(
         name == "put_object" and "/parts/" in values["Key"] for name, values in watch.requests
     )
     # Images that can be read now, and layers that are added.
-    write_picture(pictures / "cat" / "006.png", 77)
-    mended = extract(str(pictures), out=out, retry_failed=True)
+    write_image(images / "cat" / "006.png", 77)
+    mended = extract(str(images), out=out, retry_failed=True)
     assert mended.ok.all()
-    assert rows_of(mended) == rows_of(extract(str(pictures), retry_failed=True))
+    assert rows_of(mended) == rows_of(extract(str(images), retry_failed=True))
     both = ["conv", "pool"]
-    more = extract(str(pictures), layers=both, out=out)
+    more = extract(str(images), layers=both, out=out)
     assert more.layers == ("conv", "pool")
-    assert rows_of(more) == rows_of(extract(str(pictures), layers=both))
+    assert rows_of(more) == rows_of(extract(str(images), layers=both))
     assert check_store(place(out)).complete
     assert run_job("verify", store=out, verify={"reextract_rows": 4}) == 0
-    assert {"pictures", "store"} <= set(os.listdir()) <= {"cache", "pictures", "store"}
+    assert {"images", "store"} <= set(os.listdir()) <= {"cache", "images", "store"}
 
 
 @pytest.mark.slow
-def test_two_worker_processes_give_the_same_rows(pictures: Path, out: str) -> None:
-    near = extract(str(pictures))
-    far = extract(str(pictures), out=out, executor={"workers": 2})
+def test_two_worker_processes_give_the_same_rows(images: Path, out: str) -> None:
+    near = extract(str(images))
+    far = extract(str(images), out=out, executor={"workers": 2})
     assert rows_of(far) == rows_of(near)
     assert check_store(place(out)).complete
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", ["null", "2"])
-def test_kills_at_any_moment_and_two_drivers_at_once(
-    pictures: Path, out: str, workers: str
-) -> None:
-    near = extract(str(pictures), model={**KEYS["model"], "args": {"pause_s": 0.0}})
+def test_kills_at_any_moment_and_two_drivers_at_once(images: Path, out: str, workers: str) -> None:
+    near = extract(str(images), model={**KEYS["model"], "args": {"pause_s": 0.0}})
     more = (f"executor.workers={workers}",)
     for parts in (0, 1, 3):
-        running = start(out, pictures, *more, start_new_session=True)
+        running = start(out, images, *more, start_new_session=True)
         while running.poll() is None and num_parts(out) <= parts:
             time.sleep(0.05)
         time.sleep(0.1 * parts)
@@ -115,7 +113,7 @@ def test_kills_at_any_moment_and_two_drivers_at_once(
             os.killpg(running.pid, signal.SIGKILL)
         running.wait()
     assert num_parts(out) > 3
-    drivers = [start(out, pictures, *more) for _ in range(2)]
+    drivers = [start(out, images, *more) for _ in range(2)]
     assert [driver.wait(240) for driver in drivers] == [0, 0]
     report = check_store(place(out))
     assert report.complete, report
@@ -127,9 +125,9 @@ def test_kills_at_any_moment_and_two_drivers_at_once(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_replaced(pictures: Path, out: str) -> None:
-    near = extract(str(pictures))
-    running = start(out, pictures, "executor.workers=2", stderr=subprocess.PIPE)
+def test_a_worker_that_is_killed_is_replaced(images: Path, out: str) -> None:
+    near = extract(str(images))
+    running = start(out, images, "executor.workers=2", stderr=subprocess.PIPE)
 
     def workers() -> list[int]:
         signs = signs_of_life(place(out))
@@ -148,9 +146,9 @@ def test_a_worker_that_is_killed_is_replaced(pictures: Path, out: str) -> None:
 
 @pytest.mark.slow
 def test_jobs_that_read_a_store(
-    pictures: Path, out: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    images: Path, out: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    extract(str(pictures), out=out)
+    extract(str(images), out=out)
     capfd.readouterr()
     assert run_job("status", store=out, json=True) == 0
     assert json.loads(capfd.readouterr().out)["parts_done"] == 6
@@ -162,11 +160,11 @@ def test_jobs_that_read_a_store(
     assert kept["store"] == out
     assert kept["head"]["file"] == "probe/conv.safetensors"
     trusted = {key: KEYS["model"][key] for key in ("name", "library", "factory")}
-    sure = {"model": trusted, "data": str(pictures), "out": "predicted"}
+    sure = {"model": trusted, "data": str(images), "out": "predicted"}
     assert run_job("predict", store=out, **sure) == 0
     assert Path("predicted/predictions.csv").read_text().count("\n") == 22
     capfd.readouterr()
-    assert run_job("plan", data=str(pictures), out=out, model=KEYS["model"]) == 0
+    assert run_job("plan", data=str(images), out=out, model=KEYS["model"]) == 0
     assert "in an object store" in capfd.readouterr().out
     assert run_job("export", store=out, out="exported", export={"format": "npy"}) == 0
     assert np.load("exported/features/conv.npy").tobytes() == package.open(out)["conv"][:].tobytes()
@@ -181,10 +179,10 @@ def test_jobs_that_read_a_store(
 
 @pytest.mark.parametrize("workers", [None, 2])
 @pytest.mark.slow
-def test_heat_maps_and_their_pictures(pictures: Path, out: str, workers: int | None) -> None:
-    (pictures / "cat" / "000.png").write_bytes(b"no picture")
+def test_heat_maps_and_their_sheets(images: Path, out: str, workers: int | None) -> None:
+    (images / "cat" / "000.png").write_bytes(b"no image")
     keys = {key: value for key, value in KEYS.items() if key != "layers"}
-    keys |= {"data": str(pictures), "max_failures": 5, "executor": {"workers": workers}}
+    keys |= {"data": str(images), "max_failures": 5, "executor": {"workers": workers}}
     method = {
         "method": ["gradcam", "saliency"],
         "layer": "deep",
@@ -203,8 +201,8 @@ def test_heat_maps_and_their_pictures(pictures: Path, out: str, workers: int | N
 
 
 @pytest.mark.slow
-def test_nothing_of_the_credentials_is_kept_or_said(pictures: Path, out: str) -> None:
-    running = start(out, pictures, stderr=subprocess.PIPE)
+def test_nothing_of_the_credentials_is_kept_or_said(images: Path, out: str) -> None:
+    running = start(out, images, stderr=subprocess.PIPE)
     _, said = running.communicate(timeout=240)
     assert running.returncode == 0, said
     kept = b"".join(path.read_bytes() for path, _ in place(out).entries())
@@ -235,11 +233,11 @@ def test_what_needs_a_disk_is_refused(given: dict[str, Any], text: str) -> None:
         jobs.check(from_omegaconf(from_keywords({"out": "s3://bucket/run", **given})))
 
 
-def test_rows_are_added_on_a_disk_only(pictures: Path, out: str) -> None:
-    extract(str(pictures), out=out)
-    write_picture(pictures / "cat" / "001.png", 99)
+def test_rows_are_added_on_a_disk_only(images: Path, out: str) -> None:
+    extract(str(images), out=out)
+    write_image(images / "cat" / "001.png", 99)
     with pytest.raises(ConfigError, match="grow=true needs a store on a disk"):
-        extract(str(pictures), out=out, grow=True)
+        extract(str(images), out=out, grow=True)
 
 
 def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
@@ -251,8 +249,8 @@ def test_jobs_that_write_elsewhere_refuse_a_bucket() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_what_is_wrong(featx: Command, pictures: Path, bucket: str) -> None:
-    data = ("data=folder", f"data.root={pictures}")
+def test_the_command_says_what_is_wrong(featx: Command, images: Path, bucket: str) -> None:
+    data = ("data=folder", f"data.root={images}")
     done = featx(*data, "out=s3://no-such-bucket/run")
     assert done.returncode == 2
     assert "s3://no-such-bucket/run" in done.stderr
@@ -264,19 +262,19 @@ def test_the_command_says_what_is_wrong(featx: Command, pictures: Path, bucket: 
 
 
 def test_without_the_extra_the_command_names_it(
-    featx: Command, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    featx: Command, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "without" / "botocore").mkdir(parents=True)
     (tmp_path / "without" / "botocore" / "__init__.py").write_text("raise ImportError('none')\n")
     monkeypatch.setenv("PYTHONPATH", with_path(tmp_path / "without")["PYTHONPATH"])
-    done = featx("data=folder", f"data.root={pictures}", "out=s3://bucket/run")
+    done = featx("data=folder", f"data.root={images}", "out=s3://bucket/run")
     assert done.returncode == 2
     assert 'pip install "featx[remote]"' in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_server_that_goes_away_stops_the_run_which_goes_on_later(
-    pictures: Path, out: str, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_goes_away_stops_the_run_which_resumes_later(
+    images: Path, out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request, parts = s3_client.request, []
 
@@ -291,23 +289,23 @@ def test_a_server_that_goes_away_stops_the_run_which_goes_on_later(
     with pytest.raises(
         RunError, match=r"ExpiredToken.*When the object store accepts the request"
     ) as told:
-        extract(str(pictures), out=out)
+        extract(str(images), out=out)
     assert told.value.exit_code == 1
     monkeypatch.setattr(s3_client, "request", request)
     assert num_parts(out) == 3
-    assert rows_of(extract(str(pictures), out=out)) == rows_of(extract(str(pictures)))
+    assert rows_of(extract(str(images), out=out)) == rows_of(extract(str(images)))
 
 
-def test_other_settings_are_refused_there_too(pictures: Path, out: str) -> None:
-    extract(str(pictures), out=out)
+def test_other_settings_are_refused_there_too(images: Path, out: str) -> None:
+    extract(str(images), out=out)
     with pytest.raises(StoreError, match="dtype"):
-        extract(str(pictures), out=out, dtype="float32")
+        extract(str(images), out=out, dtype="float32")
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.slow
-def test_damage_is_repaired_there(pictures: Path, bucket: str, packed: bool) -> None:
-    near = extract(str(pictures), pack=packed)
+def test_damage_is_repaired_there(images: Path, bucket: str, packed: bool) -> None:
+    near = extract(str(images), pack=packed)
     path = Path("store/features.h5" if packed else "store/parts/part-000002.h5")
     data = bytearray(path.read_bytes())
     data[data.index(near["conv"][9].tobytes())] ^= 1
@@ -320,8 +318,8 @@ def test_damage_is_repaired_there(pictures: Path, bucket: str, packed: bool) -> 
     assert kept.read_bytes() == bytes(data)
 
 
-def test_a_store_that_was_copied_there_is_the_same(pictures: Path, bucket: str) -> None:
-    near = extract(str(pictures))
+def test_a_store_that_was_copied_there_is_the_same(images: Path, bucket: str) -> None:
+    near = extract(str(images))
     upload(Path("store"), f"s3://{bucket}/copied")
-    far = extract(str(pictures), out=f"s3://{bucket}/copied")
+    far = extract(str(images), out=f"s3://{bucket}/copied")
     assert rows_of(far) == rows_of(near)

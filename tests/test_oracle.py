@@ -36,12 +36,12 @@ def oracle(
     paths: list[Path],
     layers: dict[str, str],
 ) -> Features:
-    """Features of the pictures one by one.
+    """Features of the images one by one.
 
     Args:
         module: in eval mode.
-        transform: PIL picture -> (3, H, W).
-        paths: of the pictures.
+        transform: PIL image -> (3, H, W).
+        paths: of the images.
         layers: name -> 'output' or 'input' of that module.
     """
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in layers}
@@ -111,7 +111,7 @@ def packaged_model() -> tuple[nn.Module, Callable[[Image.Image], torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def pictures(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def images(photo_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Seven of the photographs, in one folder: no multiple of a batch."""
     root = tmp_path_factory.mktemp("seven")
     for path in sorted(photo_folder.rglob("*.jpg"))[::3]:
@@ -150,14 +150,14 @@ def random_model(name: str) -> dict[str, Any]:
     ],
 )
 def test_torchvision_models_agree_with_the_oracle(
-    pictures: Path, tmp_path: Path, name: str, layers: list[str], by_default: list[str]
+    images: Path, tmp_path: Path, name: str, layers: list[str], by_default: list[str]
 ) -> None:
     """1e-4 of each row's largest value in full precision; a cosine of 0.999 with all defaults."""
     module, transform = torchvision_model(name)
-    paths = sorted(pictures.iterdir())
+    paths = sorted(images.iterdir())
     expected = oracle(module, transform, paths, dict.fromkeys(layers + by_default, "output"))
-    exact = extracted(random_model(name), layers, pictures, tmp_path / "exact", **EXACT)
-    default = extracted(random_model(name), by_default, pictures, tmp_path / "default")
+    exact = extracted(random_model(name), layers, images, tmp_path / "exact", **EXACT)
+    default = extracted(random_model(name), by_default, images, tmp_path / "default")
     assert keys(exact) == keys(default) == [path.name for path in paths]
     for layer in layers:
         assert (exact[layer].shape, exact[layer].dtype) == (expected[layer].shape, np.float32)
@@ -170,13 +170,13 @@ def test_torchvision_models_agree_with_the_oracle(
 
 
 @pytest.mark.slow
-def test_efficientnet_lite0_agrees_with_the_oracle(pictures: Path, tmp_path: Path) -> None:
+def test_efficientnet_lite0_agrees_with_the_oracle(images: Path, tmp_path: Path) -> None:
     """The embedding of the packaged weights, in both ways of decoding and computing."""
     module, transform = packaged_model()
-    paths = sorted(pictures.iterdir())
+    paths = sorted(images.iterdir())
     expected = oracle(module, transform, paths, {"classifier": "input"})["classifier"]
-    exact = extracted("efficientnet_lite0", "embedding", pictures, tmp_path / "exact", **EXACT)
-    default = extracted("efficientnet_lite0", "embedding", pictures, tmp_path / "default")
+    exact = extracted("efficientnet_lite0", "embedding", images, tmp_path / "exact", **EXACT)
+    default = extracted("efficientnet_lite0", "embedding", images, tmp_path / "default")
     assert relative_error(exact["embedding"][:], expected) <= 1e-4
     assert smallest_cosine(default["embedding"][:], expected) >= 0.999
 
@@ -185,15 +185,15 @@ VIT_LAYERS = ["encoder.layers.encoder_layer_11", "encoder.layers.encoder_layer_3
 
 
 @pytest.mark.slow
-def test_vit_b_16_agrees_with_the_oracle(pictures: Path, tmp_path: Path) -> None:
-    """Tokens, of two pictures."""
+def test_vit_b_16_agrees_with_the_oracle(images: Path, tmp_path: Path) -> None:
+    """Tokens, of two images."""
     module, transform = torchvision_model("vit_b_16")
-    paths = sorted(pictures.iterdir())[:2]
+    paths = sorted(images.iterdir())[:2]
     expected = oracle(module, transform, paths, dict.fromkeys(VIT_LAYERS, "output"))
     store = extracted(
         random_model("vit_b_16"),
         VIT_LAYERS,
-        pictures,
+        images,
         tmp_path / "exact",
         limit=2,
         batch_size=2,
@@ -205,27 +205,27 @@ def test_vit_b_16_agrees_with_the_oracle(pictures: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow  # a large model three times over
-def test_vit_b_16_with_all_defaults(pictures: Path, tmp_path: Path) -> None:
+def test_vit_b_16_with_all_defaults(images: Path, tmp_path: Path) -> None:
     module, transform = torchvision_model("vit_b_16")
     expected = oracle(
-        module, transform, sorted(pictures.iterdir()), dict.fromkeys(VIT_LAYERS, "output")
+        module, transform, sorted(images.iterdir()), dict.fromkeys(VIT_LAYERS, "output")
     )
-    store = extracted(random_model("vit_b_16"), VIT_LAYERS, pictures, tmp_path / "default")
+    store = extracted(random_model("vit_b_16"), VIT_LAYERS, images, tmp_path / "default")
     for layer in VIT_LAYERS:
         assert smallest_cosine(store[layer][:], expected[layer]) >= 0.999, layer
 
 
 @pytest.mark.slow
-def test_permuted_pictures_and_other_batch_sizes_give_the_same_rows(
-    pictures: Path, tmp_path: Path
+def test_permuted_images_and_other_batch_sizes_give_the_same_rows(
+    images: Path, tmp_path: Path
 ) -> None:
     """Within 1e-5 relative for other batch sizes, bit for bit for another order in the same size.
 
-    7 pictures in batches of 3 and 8 are no whole number of batches either way.
+    7 images in batches of 3 and 8 are no whole number of batches either way.
     """
     backwards = tmp_path / "backwards"
     backwards.mkdir()
-    originals = sorted(pictures.iterdir())
+    originals = sorted(images.iterdir())
     for i, path in enumerate(reversed(originals)):
         shutil.copy(path, backwards / f"{i:03d}.jpg")
     model, layers = random_model("squeezenet1_1"), ["features", "features.3"]
@@ -233,9 +233,9 @@ def test_permuted_pictures_and_other_batch_sizes_give_the_same_rows(
         (size, data.name): extracted(
             model, layers, data, tmp_path / f"{size}-{data.name}", batch_size=size, **EXACT
         )
-        for size, data in ((3, pictures), (8, pictures), (8, backwards))
+        for size, data in ((3, images), (8, images), (8, backwards))
     }
-    reference = stores[8, pictures.name]
+    reference = stores[8, images.name]
     for (size, name), store in stores.items():
         for layer in layers:
             got = store[layer][:]
@@ -246,8 +246,8 @@ def test_permuted_pictures_and_other_batch_sizes_give_the_same_rows(
 
 
 @pytest.mark.parametrize("batch_size", ["auto", 4])
-def test_one_picture(pictures: Path, tmp_path: Path, batch_size: Any) -> None:
-    path = sorted(pictures.iterdir())[2]
+def test_one_image(images: Path, tmp_path: Path, batch_size: Any) -> None:
+    path = sorted(images.iterdir())[2]
     (tmp_path / "one").mkdir()
     shutil.copy(path, tmp_path / "one")
     module, transform = torchvision_model("squeezenet1_1")
@@ -264,15 +264,15 @@ def test_one_picture(pictures: Path, tmp_path: Path, batch_size: Any) -> None:
     assert relative_error(store["features"][:], expected) <= 1e-4
 
 
-def test_a_bad_picture_changes_no_neighbour(pictures: Path, tmp_path: Path) -> None:
-    """Its row is NaN; the others are, bit for bit, what they are beside a good picture."""
+def test_a_bad_image_changes_no_neighbour(images: Path, tmp_path: Path) -> None:
+    """Its row is NaN; the others are, bit for bit, what they are beside a good image."""
     damaged = tmp_path / "damaged"
-    shutil.copytree(pictures, damaged)
+    shutil.copytree(images, damaged)
     bad = sorted(damaged.iterdir())[3]
     bad.write_bytes(bad.read_bytes()[:2000])
     stores = [
         extracted(random_model("squeezenet1_1"), "features", data, tmp_path / f"run{i}", **EXACT)
-        for i, data in enumerate((pictures, damaged))
+        for i, data in enumerate((images, damaged))
     ]
     whole, broken = (store["features"][:] for store in stores)
     assert np.isnan(broken[3]).all()

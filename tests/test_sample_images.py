@@ -42,7 +42,7 @@ def test_the_script_writes_the_same_bytes_twice(drawn: dict[str, bytes], tmp_pat
 
 
 def test_the_committed_files_are_the_scripts(drawn: dict[str, bytes]) -> None:
-    """Byte for byte with the Pillow that wrote them, else picture for picture."""
+    """Byte for byte with the Pillow that wrote them, else image for image."""
     committed = contents(SAMPLE)
     assert committed.keys() == drawn.keys()
     made_with = re.search(r"those of Pillow (\S+)\.\s", README.read_text())

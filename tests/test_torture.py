@@ -1,4 +1,4 @@
-"""A torture folder: every bad picture is named with its reason, the others are untouched."""
+"""A torture folder: every bad image is named with its reason, the others are untouched."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_small_torture_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_torture_folder_with_decoders_that_crash_and_hang(tmp_path: Path) -> None:
-    """2000 sound pictures and 400 bad ones, by the command."""
-    image = torture.picture(0)
+    """2000 sound images and 400 bad ones, by the command."""
+    image = torture.make_image(0)
     extra = {
         "cat/00100.gif": (Status.CRASHES_DECODER, gif(image, CRASH)),
         "cat/00900.gif": (Status.TIMEOUT, gif(image, HANG)),

@@ -1,4 +1,4 @@
-"""A model of a few weights, pictures for it, and the jobs in this process: a run takes 0.1 s."""
+"""A model of a few weights, images for it, and the jobs in this process: a run takes 0.1 s."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 import featx
 from featx import jobs
 from featx.config.saved_config import saved_yaml
 from featx.config.schema import from_keywords, from_omegaconf
+from featx.store.pack import pack
 
 MODEL = {
     "name": "tiny",
@@ -48,17 +50,17 @@ COMMAND = (
 """The same for the command; PYTHONPATH has to name this folder."""
 
 
-def write_picture(path: Path, seed: int) -> None:
+def write_image(path: Path, seed: int) -> None:
     """Sixteen squares of strong colours: no two seeds give features that resemble each other."""
     path.parent.mkdir(parents=True, exist_ok=True)
     squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     Image.fromarray(squares.repeat(12, 0).repeat(12, 1)).save(path)
 
 
-def write_pictures(root: Path, count: int = 21) -> Path:
-    """PNG files in two class folders, every third name free for a picture that comes later."""
+def write_images(root: Path, count: int = 21) -> Path:
+    """PNG files in two class folders, every third name free for an image that comes later."""
     for i in range(count):
-        write_picture(root / ("cat", "dog")[i % 2] / f"{3 * i:03d}.png", i)
+        write_image(root / ("cat", "dog")[i % 2] / f"{3 * i:03d}.png", i)
     return root
 
 
@@ -73,6 +75,14 @@ def extract_in_steps(photos: Path, **keys: Any) -> None:
     extract(limited, **keys)
     extract(limited, layers=["pool"], **keys)
     extract(photos, layers=["conv", "pool"], grow=True, **keys)
+
+
+def pack_in_process(patch: pytest.MonkeyPatch) -> None:
+    """Let runs of this process pack their stores themselves: hundreds of children take minutes.
+
+    The child has tests of its own (store/test_faults.py), and every test of the command has it.
+    """
+    patch.setattr("featx.pipeline.extraction.pack_in_child", lambda root, lock: pack(root))
 
 
 def run_job(job: str, *, json: bool = False, **keys: Any) -> int:

@@ -1,6 +1,6 @@
-"""Sound pictures with bad ones of every kind between them: `torture.py FOLDER GOOD BAD`.
+"""Sound images with bad ones of every kind between them: `torture.py FOLDER GOOD BAD`.
 
-FOLDER/torture is that folder. FOLDER/twin has the same names, with a sound picture in place of
+FOLDER/torture is that folder. FOLDER/twin has the same names, with a sound image in place of
 every bad one, so a run over it fills the same batches.
 """
 
@@ -20,7 +20,7 @@ from PIL import Image
 from featx.types import Status
 
 
-def picture(seed: int) -> Image.Image:
+def make_image(seed: int) -> Image.Image:
     """Squares of strong colours: no two seeds give features that resemble each other."""
     rng = np.random.default_rng(seed)
     squares = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
@@ -69,7 +69,7 @@ GOOD: dict[str, tuple[str, Callable[[Image.Image], bytes]]] = {
     "avif": ("avif", lambda image: encode(image, "AVIF", speed=9)),
     "png under another name": ("jpg", lambda image: encode(image, "PNG")),
 }
-"""Kind -> ending of the name, and how a picture becomes such a file."""
+"""Kind -> ending of the name, and how an image becomes such a file."""
 
 
 def _turned() -> bytes:
@@ -106,7 +106,7 @@ def _floats(low: float, high: float) -> bytes:
 BAD: dict[str, tuple[str, Status, Callable[[Image.Image], bytes]]] = {
     "empty": ("jpg", Status.EMPTY, lambda image: b""),
     "one byte": ("jpg", Status.UNSUPPORTED, lambda image: b"\xff"),
-    "text": ("png", Status.UNSUPPORTED, lambda image: b"no picture\n" * 30),
+    "text": ("png", Status.UNSUPPORTED, lambda image: b"no image\n" * 30),
     "page of an error": ("jpg", Status.UNSUPPORTED, lambda image: b"<!DOCTYPE html><html>404"),
     "zeros": ("jpg", Status.UNSUPPORTED, lambda image: bytes(5000)),
     "archive": ("png", Status.UNSUPPORTED, lambda image: b"PK\x03\x04" + bytes(400)),
@@ -130,7 +130,7 @@ BAD: dict[str, tuple[str, Status, Callable[[Image.Image], bytes]]] = {
     "large ppm": ("ppm", Status.TOO_LARGE, lambda image: b"P6 99999 99999 255\n"),
     "narrow": ("png", Status.TOO_LARGE, lambda image: encode(Image.new("L", (1, 99_999)), "PNG")),
 }
-"""Kind -> ending of the name, what becomes of such a row, and how a picture becomes such a file."""
+"""Kind -> ending of the name, what becomes of such a row, and how an image becomes such a file."""
 
 
 def make(
@@ -160,7 +160,7 @@ def make(
     for row, bad in enumerate(is_bad.tolist()):
         number, numbers[bad] = numbers[bad], numbers[bad] + 1
         ending, sound = list(GOOD.values())[number % len(GOOD)]
-        content = sound(picture(row))
+        content = sound(make_image(row))
         name = f"{('cat', 'dog')[row % 2]}/{row:05d}.{ending}"
         if not bad:
             write(name, content, content)
@@ -168,13 +168,13 @@ def make(
         ending, status, spoil = list(BAD.values())[number % len(BAD)]
         name = f"{name.partition('.')[0]}.{ending}"
         expected[name] = status
-        write(name, spoil(picture(row)), content)
+        write(name, spoil(make_image(row)), content)
     for name, (status, content) in (extra or {}).items():
         expected[name] = status
-        write(name, content, encode(picture(len(expected)), "PNG"))
+        write(name, content, encode(make_image(len(expected)), "PNG"))
     # One that leads nowhere: it is listed, and missing when it is read.
     expected["dog/gone.jpg"] = Status.MISSING
-    write("dog/gone.jpg", b"", encode(picture(1), "PNG"))
+    write("dog/gone.jpg", b"", encode(make_image(1), "PNG"))
     (root / "torture" / "dog" / "gone.jpg").unlink()
     (root / "torture" / "dog" / "gone.jpg").symlink_to("nowhere.jpg")
     return expected

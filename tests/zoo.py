@@ -12,7 +12,7 @@ from torch import nn
 
 
 class TwoStageConvNet(nn.Module):
-    """conv: (8, 4, 4), deep: (6, 4, 4), pool: (6, 1, 1) of a picture of 32 by 32 pixels.
+    """conv: (8, 4, 4), deep: (6, 4, 4), pool: (6, 1, 1) of an image of 32 by 32 pixels.
 
     Args:
         poison: `pool` is NaN where the mean of `deep` is above this.
@@ -69,7 +69,7 @@ class ResidualConvNet(nn.Module):
 
 
 class ClampedNet(nn.Module):
-    """An in-place ReLU6 behind values that noise keeps in [0, 6] and pictures do not."""
+    """An in-place ReLU6 behind values that noise keeps in [0, 6] and images do not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,13 +34,13 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(6)  # of four pictures two are of class 4 and two of class 2
+        torch.manual_seed(6)  # of four images two are of class 4 and two of class 2
         self.one = nn.Conv2d(3, 6, 3, stride=2, padding=1)
         self.relu = nn.ReLU(inplace=True)
         self.two = nn.Conv2d(6, 8, 3, padding=1)
         self.aside = nn.Conv2d(8, 2, 1)
         self.pool = nn.AdaptiveAvgPool2d(1)
-        self.fc = nn.Linear(8, 5, bias=False)  # or a bias decides for every picture
+        self.fc = nn.Linear(8, 5, bias=False)  # or a bias decides for every image
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.relu(self.two(self.relu(self.one(x))))
@@ -71,7 +71,7 @@ def backbone_of(module: nn.Module, side: int = SIDE, prefix: int = 0) -> Backbon
     return Backbone(module, "test", "random", preprocess, prefix)
 
 
-def pictures(count: int = 4, side: int = SIDE) -> torch.Tensor:
+def images(count: int = 4, side: int = SIDE) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn((count, 3, side, side), generator=generator)
 
@@ -119,7 +119,7 @@ def score(output: torch.Tensor, target: str | int, labels: torch.Tensor) -> torc
 
 @pytest.mark.parametrize("target", [*SCALARS, 2])
 def test_gradients_and_grad_cam_are_those_computed_by_hand(target: str | int) -> None:
-    x, labels, net = pictures(), torch.tensor([4, 0, 2, 1]), Net().eval()
+    x, labels, net = images(), torch.tensor([4, 0, 2, 1]), Net().eval()
     found = attributed(
         net, x, "saliency", "input_x_gradient", "gradcam",
         target=target, labels=labels, layer="two",
@@ -149,11 +149,11 @@ def test_gradients_and_grad_cam_are_those_computed_by_hand(target: str | int) ->
 def test_each_call_of_a_shared_layer_has_its_own_map() -> None:
     net = Net().eval()
     with pytest.raises(LayerError, match="called 2 times"):
-        attributed(net, pictures(), "gradcam", layer="relu")
+        attributed(net, images(), "gradcam", layer="relu")
     maps = [
-        attributed(net, pictures(), "gradcam", layer=f"relu@{call}")["gradcam"] for call in (1, 2)
+        attributed(net, images(), "gradcam", layer=f"relu@{call}")["gradcam"] for call in (1, 2)
     ]
-    first = F.conv2d(pictures(), net.one.weight, net.one.bias, 2, 1).relu().requires_grad_()
+    first = F.conv2d(images(), net.one.weight, net.one.bias, 2, 1).relu().requires_grad_()
     second = net.two(first).relu()
     number = net.fc(second.mean((2, 3))).max(1).values.sum()
     for found, act in zip(maps, (first, second), strict=True):
@@ -166,7 +166,7 @@ def test_each_call_of_a_shared_layer_has_its_own_map() -> None:
 def test_captum_gives_the_same() -> None:
     from captum.attr import GuidedGradCam, InputXGradient, LayerGradCam, Saliency
 
-    x, net = pictures(), Net().eval()
+    x, net = images(), Net().eval()
     found = attributed(
         net, x, "saliency", "input_x_gradient", "gradcam", "guided_gradcam", layer="two"
     )
@@ -220,7 +220,7 @@ class TwoReaders(nn.Module):
 @pytest.mark.parametrize("relu", [nn.ReLU6(), nn.ReLU6(inplace=False)])
 def test_guided_backpropagation_by_hand(relu: nn.Module) -> None:
     net = TwoReaders(relu).eval()
-    x = pictures().requires_grad_()
+    x = images().requires_grad_()
     guided = GuidedReLU.apply
     y = 5 * net.conv(x)
     y = guided(y) - net.skip(y)
@@ -240,18 +240,18 @@ def test_guided_backpropagation_by_hand(relu: nn.Module) -> None:
 )
 def test_guided_backpropagation_refuses_what_it_cannot_guide(final: Any, expected: str) -> None:
     with pytest.raises(ModelError, match=expected):
-        attributed(Edited(final), pictures(), "guided_gradcam", layer="two")
+        attributed(Edited(final), images(), "guided_gradcam", layer="two")
 
 
 def test_guided_backpropagation_needs_rectifiers() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ModelError, match="it has none"):
-        attributed(net, pictures(), "guided_gradcam", layer="0")
+        attributed(net, images(), "guided_gradcam", layer="0")
 
 
 @pytest.mark.parametrize("baseline", ["black", "mean", "blur"])
 def test_integrated_gradients_are_complete(baseline: str) -> None:
-    x, net = pictures(), Net().eval()
+    x, net = images(), Net().eval()
     found = attributed(net, x, "integrated_gradients", steps=200, baseline=baseline)
     if baseline == "blur":
         from torchvision.transforms.v2.functional import gaussian_blur
@@ -271,7 +271,7 @@ def test_integrated_gradients_are_complete(baseline: str) -> None:
 def test_integrated_gradients_of_a_linear_model_are_known() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 4)).eval()
-    x = pictures(3, 8)
+    x = images(3, 8)
     found = attributed(net, x, "integrated_gradients", steps=3, target=2)
     expected = (net[1].weight[2].view(1, 3, 8, 8) * x).sum(1)
     assert torch.allclose(found["integrated_gradients"], expected, atol=1e-6)
@@ -279,22 +279,22 @@ def test_integrated_gradients_of_a_linear_model_are_known() -> None:
 
 
 def test_no_pass_is_larger_than_a_batch() -> None:
-    """All steps of all pictures at once would be 200 times the memory."""
+    """All steps of all images at once would be 200 times the memory."""
     net, seen = Net(), []
     net.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-    attributed(net, pictures(), "integrated_gradients", "occlusion", steps=5, window=12)
+    attributed(net, images(), "integrated_gradients", "occlusion", steps=5, window=12)
     assert set(seen) <= {2, 3, 4}, "trace, probe, batch"
 
 
 def test_few_steps_are_told_by_the_delta() -> None:
-    coarse = attributed(Net(), pictures(), "integrated_gradients", steps=1)
-    fine = attributed(Net(), pictures(), "integrated_gradients", steps=60)
+    coarse = attributed(Net(), images(), "integrated_gradients", steps=1)
+    fine = attributed(Net(), images(), "integrated_gradients", steps=60)
     assert coarse[DELTA].abs().mean() > 5 * fine[DELTA].abs().mean()
 
 
 @pytest.mark.parametrize(("window", "stride"), [(8, 4), (7, 5), (24, 24)])
 def test_occlusion_is_that_of_a_naive_loop(window: int, stride: int) -> None:
-    x, net = pictures(), Net().eval()
+    x, net = images(), Net().eval()
     found = attributed(net, x, "occlusion", window=window, stride=stride)["occlusion"]
     rows, classes = torch.arange(len(x)), net(x).argmax(1)
     total, covered = torch.zeros(len(x), SIDE, SIDE), torch.zeros(SIDE, SIDE)
@@ -314,15 +314,15 @@ def test_occlusion_is_that_of_a_naive_loop(window: int, stride: int) -> None:
 
 
 def test_float16_keeps_numbers_exact() -> None:
-    found = attributed(Net(), pictures(), "gradcam", layer="two", dtype="float16")
+    found = attributed(Net(), images(), "gradcam", layer="two", dtype="float16")
     assert found["gradcam"].dtype == torch.float16
     assert found["target"].dtype == found["score"].dtype == torch.float32
 
 
 def test_half_precision_and_channels_last_stay_near() -> None:
     methods = [method for method in METHODS if method != "saliency"]
-    exact = attributed(Net(), pictures(), *methods, layer="two", steps=3, window=8)
-    half = attributed(Net(), pictures(), *methods, layer="two", steps=3, window=8, precision="bf16")
+    exact = attributed(Net(), images(), *methods, layer="two", steps=3, window=8)
+    half = attributed(Net(), images(), *methods, layer="two", steps=3, window=8, precision="bf16")
     assert half["target"].tolist() == exact["target"].tolist()
     for method in methods:
         a, b = exact[method].flatten(), half[method].flatten()
@@ -331,10 +331,10 @@ def test_half_precision_and_channels_last_stay_near() -> None:
 
 def test_the_model_is_left_as_it_was_found() -> None:
     net = Net().eval()
-    before = net(pictures())
+    before = net(images())
     methods = [method for method in METHODS if method != "occlusion"]
-    attributed(net, pictures(), *methods, layer="two", steps=2)
-    assert torch.equal(net(pictures()), before)
+    attributed(net, images(), *methods, layer="two", steps=2)
+    assert torch.equal(net(images()), before)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
     assert net.relu.inplace
     assert not net.training
@@ -368,8 +368,8 @@ class Answering(Net):
 def test_logits_with_a_name_are_explained() -> None:
     methods = ("saliency", "gradcam", "occlusion", "integrated_gradients")
     pytest.importorskip("captum")
-    named = attributed(Answering(), pictures(), *methods, layer="two")
-    plain = attributed(Net(), pictures(), *methods, layer="two")
+    named = attributed(Answering(), images(), *methods, layer="two")
+    plain = attributed(Net(), images(), *methods, layer="two")
     for name, value in plain.items():
         torch.testing.assert_close(named[name], value)
 
@@ -379,7 +379,7 @@ def test_no_hook_outlives_an_exception(left: int) -> None:
     net = Breaks()
     net.left = left
     with pytest.raises((RuntimeError, ModelError), match="broken"):
-        attributed(net, pictures(), "gradcam", "guided_gradcam", layer="two")
+        attributed(net, images(), "gradcam", "guided_gradcam", layer="two")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
 
 
@@ -395,35 +395,35 @@ def test_no_hook_outlives_an_exception(left: int) -> None:
 )
 def test_a_layer_that_says_nothing_of_where_is_refused(layer: str | None, expected: str) -> None:
     with pytest.raises(LayerError, match=expected):
-        attributed(Net(), pictures(), "gradcam", layer=layer)
+        attributed(Net(), images(), "gradcam", layer=layer)
 
 
 def test_a_row_that_depends_on_its_neighbours_is_refused() -> None:
     norm = nn.BatchNorm2d(6, track_running_stats=False)
     net = nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     with pytest.raises(ModelError, match="other images of its batch"):
-        attributed(net, pictures(), "gradcam", layer="2")
+        attributed(net, images(), "gradcam", layer="2")
 
 
 def test_a_model_without_logits_is_refused() -> None:
     with pytest.raises(ModelError, match="returns logits"):
-        attributed(nn.Conv2d(3, 4, 3), pictures(), "saliency")
+        attributed(nn.Conv2d(3, 4, 3), images(), "saliency")
 
 
 def test_tokens_of_a_transformer_become_a_map() -> None:
     torch.manual_seed(2)
     net = VisionTransformer(32, 8, 3, 2, 16, 32, num_classes=5).eval()
     nn.init.normal_(net.heads.head.weight)  # it begins as zero
-    found = attributed(net, pictures(side=32), "gradcam", prefix=1)["gradcam"]
+    found = attributed(net, images(side=32), "gradcam", prefix=1)["gradcam"]
     named = attributed(
-        net, pictures(side=32), "gradcam", prefix=1, layer="encoder.layers.encoder_layer_1"
+        net, images(side=32), "gradcam", prefix=1, layer="encoder.layers.encoder_layer_1"
     )["gradcam"]
     assert found.shape == (4, 4, 4)
     assert torch.equal(found, named), "the last block's patches do not count, the one before's do"
     assert found.max() > 0
     with pytest.raises(LayerError, match="only the class token counts"):
         attributed(
-            net, pictures(side=32), "gradcam", prefix=1, layer="encoder.layers.encoder_layer_2"
+            net, images(side=32), "gradcam", prefix=1, layer="encoder.layers.encoder_layer_2"
         )
 
 
@@ -431,15 +431,15 @@ def test_tokens_of_a_transformer_become_a_map() -> None:
 def test_without_captum_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setitem(sys.modules, "captum", None)
     with pytest.raises(MissingExtraError, match=r'pip install "featx\[attribution\]"'):
-        attributed(Net(), pictures(), method)
-    assert attributed(Net(), pictures(), "saliency")["saliency"].any()
+        attributed(Net(), images(), method)
+    assert attributed(Net(), images(), "saliency")["saliency"].any()
 
 
-def test_a_window_larger_than_the_picture_is_refused() -> None:
+def test_a_window_larger_than_the_image_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"attribute.window=25 does not fit into the 24 x 24"):
-        attributed(Net(), pictures(), "occlusion", window=25)
+        attributed(Net(), images(), "occlusion", window=25)
     with pytest.raises(ConfigError, match=r"attribute.stride=4 is larger than the window of 3"):
-        attributed(Net(), pictures(), "occlusion", stride=4)
+        attributed(Net(), images(), "occlusion", stride=4)
 
 
 @pytest.mark.parametrize(
@@ -481,7 +481,7 @@ def test_keys_of_extraction_are_refused(keys: dict[str, Any], expected: str) -> 
 @pytest.mark.slow
 def test_the_same_batch_gives_the_same_bits() -> None:
     methods = ("saliency", "integrated_gradients", "gradcam", "guided_gradcam", "occlusion")
-    one = attributed(Net(), pictures(), *methods, layer="two", steps=3)
-    two = attributed(Net(), pictures(), *methods, layer="two", steps=3)
+    one = attributed(Net(), images(), *methods, layer="two", steps=3)
+    two = attributed(Net(), images(), *methods, layer="two", steps=3)
     for name, value in one.items():
         assert np.array_equal(value.numpy(), two[name].numpy()), name

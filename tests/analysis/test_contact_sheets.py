@@ -1,4 +1,4 @@
-"""Heat maps over pictures: scales, colours, and what fits on a sheet."""
+"""Heat maps over images: scales, colours, and what fits on a sheet."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_scale_ends_at_the_largest_number() -> None:
 
 
 def test_heat_shows_where_it_is() -> None:
-    picture = np.full((64, 64, 3), 128, np.uint8)
+    image = np.full((64, 64, 3), 128, np.uint8)
     values = np.zeros((8, 8), np.float32)
     values[2, 5] = 1
-    drawn = overlay(picture, values, signed=False).astype(int)
+    drawn = overlay(image, values, signed=False).astype(int)
     bright = np.unravel_index(drawn.sum(2).argmax(), (64, 64))
     assert 16 <= bright[0] < 24
     assert 40 <= bright[1] < 48
-    against = overlay(picture, -values, signed=True).astype(int)
+    against = overlay(image, -values, signed=True).astype(int)
     row, column, _ = np.argwhere(against == against[..., 0].min())[0]
     assert against[row, column, 2] > against[row, column, 0], "against is blue"
 

@@ -244,10 +244,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with photos/, stats/ and diagonal/."""
     from contextlib import chdir
 
-    from tiny_model import write_pictures
+    from tiny_model import write_images
 
     folder = tmp_path_factory.mktemp("finished")
-    write_pictures(folder / "photos")
+    write_images(folder / "photos")
     with chdir(folder):
         take("photos", out="stats", layers=["conv", "deep"])
         take("photos", out="diagonal", layers=["deep"], stats={"covariance": "diagonal"})

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from tiny_model import MODEL, extract_in_steps, run_job, write_picture
+from tiny_model import MODEL, extract_in_steps, run_job, write_image
 from tiny_model import extract as extract_and_pack
 
 from featx.analysis.reproducibility import MIN_AGREEMENT, agreement
@@ -77,7 +77,7 @@ def test_no_more_rows_are_drawn_than_asked_for_and_the_seed_chooses_them(
     extract(photos)
     assert_untouched(capsys, 5, count=5)
     for path in (photos / "cat").iterdir():
-        write_picture(path, 1000 + int(path.stem))
+        write_image(path, 1000 + int(path.stem))
     found = [reextract(capsys, 6, seed=seed)[1]["different"] for seed in (0, 0, 1)]
     assert found[0] == found[1] != found[2]
 
@@ -85,12 +85,12 @@ def test_no_more_rows_are_drawn_than_asked_for_and_the_seed_chooses_them(
 def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     (photos / "dog" / "003.png").write_bytes(b"")
     extract(photos)
     assert_untouched(capsys)
-    (photos / "dog" / "003.png").write_bytes(b"no picture")
-    write_picture(photos / "cat" / "000.png", 0)
+    (photos / "dog" / "003.png").write_bytes(b"no image")
+    write_image(photos / "cat" / "000.png", 0)
     code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
     assert [line.split(": ", 1)[1] for line in found["different"]] == [
@@ -100,13 +100,13 @@ def test_failed_rows_are_identical_while_they_fail_in_the_same_way(
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_replaced_picture_and_two_swapped_ones_are_found(
+def test_a_replaced_image_and_two_swapped_ones_are_found(
     photos: Path, capsys: pytest.CaptureFixture[str], dtype: str
 ) -> None:
     store = extract(photos, dtype=dtype)
     rows = [3, 8, 19]
     replaced, first, second = (photos / str(store.keys[row]) for row in rows)
-    write_picture(replaced, 4711)
+    write_image(replaced, 4711)
     first.rename("x.png")
     second.rename(first)
     Path("x.png").rename(second)
@@ -118,17 +118,15 @@ def test_a_replaced_picture_and_two_swapped_ones_are_found(
     assert f"({store.keys[3]}): has an agreement of" in found["different"][0]
 
 
-def test_a_picture_that_fails_now_is_found(
-    photos: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_image_that_fails_now_is_found(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = extract(photos)
-    (photos / str(store.keys[20])).write_bytes(b"no picture")
+    (photos / str(store.keys[20])).write_bytes(b"no image")
     code, found = reextract(capsys)
     assert code == verify.EXIT_DAMAGED
     assert found["different"] == [f"row 20 ({store.keys[20]}): was ok, is unsupported now"]
 
 
-def test_a_picture_that_is_gone_is_named(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_image_that_is_gone_is_named(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = extract(photos)
     (photos / str(store.keys[20])).unlink()
     with pytest.raises(StoreMismatchError, match=f"1 row whose image.*{store.keys[20]}"):
@@ -173,12 +171,12 @@ def test_a_store_of_several_runs(photos: Path, capsys: pytest.CaptureFixture[str
     extract_and_pack(photos, layers=["deep"], part_rows=8, batch_size=4)
     assert_untouched(capsys)
     key = str(extract(photos).keys[7])
-    write_picture(photos / key, 4711)
+    write_image(photos / key, 4711)
     assert [line.split()[1] for line in reextract(capsys)[1]["different"]] == ["7"]
 
 
 @pytest.mark.slow
-def test_a_store_that_grew_by_a_higher_limit_and_by_new_pictures(
+def test_a_store_that_grew_by_a_higher_limit_and_by_new_images(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its first run saw ten rows only, and the order of its rows is not that of their names."""
@@ -188,23 +186,23 @@ def test_a_store_that_grew_by_a_higher_limit_and_by_new_pictures(
     assert_untouched(capsys, 10)
     extract(photos, layers=["conv", "pool"], grow=True)
     for i in range(3):
-        write_picture(photos / "ant" / f"{i}.png", 50 + i)
+        write_image(photos / "ant" / f"{i}.png", 50 + i)
     store = extract(photos, layers=["conv", "pool"], grow=True)
     assert str(store.keys[21]) == "ant/0.png"
     assert_untouched(capsys, 24, count=100)
 
 
-def test_pictures_that_are_new_do_not_matter(
+def test_images_that_are_new_do_not_matter(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos)
-    write_picture(photos / "ant" / "0.png", 50)
-    write_picture(photos / "dog" / "004.png", 51)
+    write_image(photos / "ant" / "0.png", 50)
+    write_image(photos / "dog" / "004.png", 51)
     assert_untouched(capsys)
 
 
 @pytest.mark.slow
-def test_pictures_and_store_that_moved(
+def test_images_and_store_that_moved(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos)
@@ -215,7 +213,7 @@ def test_pictures_and_store_that_moved(
         reextract(capsys, store="elsewhere")
     moved = {"name": "folder", "root": str(tmp_path / "moved")}
     assert_untouched(capsys, store="elsewhere", data=moved)
-    # Pictures of other names are another data set.
+    # Images of other names are another data set.
     shutil.copytree(tmp_path / "moved" / "cat", tmp_path / "other")
     with pytest.raises(StoreMismatchError, match="21 row whose image are no longer"):
         reextract(
@@ -234,7 +232,7 @@ def test_an_unfinished_store_is_compared_where_it_is_there(
     code, found = reextract(capsys)
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (rows, rows)
-    write_picture(photos / "cat" / "000.png", 4711)
+    write_image(photos / "cat" / "000.png", 4711)
     assert len(reextract(capsys)[1]["different"]) == (0 in present)
 
 
@@ -249,7 +247,7 @@ def test_a_part_lost_of_the_first_of_two_runs(
     code, found = reextract(capsys)
     assert code == verify.EXIT_INCOMPLETE
     assert (found["rows"], found["identical"]) == (17, 17)
-    write_picture(photos / "cat" / "000.png", 4711)
+    write_image(photos / "cat" / "000.png", 4711)
     assert [line.split()[1] for line in reextract(capsys)[1]["different"]] == ["0"]
 
 
@@ -279,7 +277,7 @@ def test_a_row_not_finite_in_one_layer_is_compared_in_the_other(
     assert np.isfinite(store["conv"][:]).all()
     assert_untouched(capsys)
     key = str(store.keys[np.flatnonzero(~store.ok)[3]])
-    write_picture(photos / key, 4711)
+    write_image(photos / key, 4711)
     assert len(reextract(capsys)[1]["different"]) == 1
 
 

@@ -67,7 +67,7 @@ class TestNeighbours:
         expected = 1 - distances if metric == "cosine" else distances
         assert np.allclose(found.scores, expected, atol=1e-6)
 
-    def test_of_one_picture_they_are_its_row_of_all(self) -> None:
+    def test_of_one_image_they_are_its_row_of_all(self) -> None:
         store = write(make_run(40, 16, failed=FAILED[:2]))
         every = nearest_rows(store, "flat", k=4, device="cpu")
         for place in (0, 5, 37):
@@ -371,7 +371,7 @@ class TestLayerSimilarity:
             left.listing, keys=left.listing.keys[some], labels=left.listing.labels[some]
         )
         features = left.features["a"][some]
-        # The same vectors, turned, of other pictures in part and under longer keys.
+        # The same vectors, turned, of other images in part and under longer keys.
         turned = features @ np.linalg.qr(rng.normal(size=(5, 5)))[0]
         keys = np.concatenate([listing.keys, [b"zebra/a-longer-name.jpg"]])
         run = make_run(31, 8, {"z": (5,)}, failed=[1])

@@ -21,7 +21,7 @@ import pytest
 from made_store import make_spec, temporary_files
 from processes import killed_at_sync, outcome, running, wait_until
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_picture
+from tiny_model import COMMAND, KEYS, MODEL, extract, run_job, write_image
 
 import featx
 from featx.analysis.statistics import target
@@ -89,7 +89,7 @@ def assert_moments_of(statistics: Statistics, layer: str, x: np.ndarray) -> None
 def test_equal_numpy_on_the_whole_matrix(
     photos: Path, keys: dict[str, Any], stats: dict[str, str]
 ) -> None:
-    (photos / "cat" / "006.png").write_bytes(b"no picture")
+    (photos / "cat" / "006.png").write_bytes(b"no image")
     store = extract(photos, out="store", dtype="float32", pack=False, **keys)
     statistics = take(photos, out="store", stats=stats, **keys)
     assert sorted(statistics) == sorted(store)
@@ -147,11 +147,11 @@ def failures(path: str) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
-def test_pictures_that_fail_are_left_out_and_listed_apart_from_a_store(
+def test_images_that_fail_are_left_out_and_listed_apart_from_a_store(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("cat/000.png", "dog/003.png"):
-        (photos / name).write_bytes(b"no picture")
+        (photos / name).write_bytes(b"no image")
     extract({"name": "folder", "root": str(photos), "limit": 10}, pack=False)
     before = sha256("store/failures.csv")
     capsys.readouterr()
@@ -174,9 +174,9 @@ def test_pictures_that_fail_are_left_out_and_listed_apart_from_a_store(
     assert "nothing was left to do" in printed.out
 
 
-def test_no_picture_can_be_read(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_image_can_be_read(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in photos.rglob("*.png"):
-        path.write_bytes(b"no picture")
+        path.write_bytes(b"no image")
     assert run_job("stats", **{**KEYS, "data": str(photos), "max_failures": 100}) == 3
     assert featx.open_stats("store")["conv"].count == 0
     assert "conv      0       128         -" in capsys.readouterr().out
@@ -217,8 +217,8 @@ def stopped_after(index: int, signum: signal.Signals) -> Iterator[None]:
         yield
 
 
-def test_a_stopped_run_goes_on_to_the_same_file(photos: Path) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+def test_a_stopped_run_resumes_to_the_same_file(photos: Path) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     whole = take(photos, out="whole", layers=["conv", "pool"])
     for index, signum in ((2, signal.SIGTERM), (4, signal.SIGINT)):
         with stopped_after(index, signum), pytest.raises(Interrupted) as stopped:
@@ -258,7 +258,7 @@ def test_every_choice_is_taken_from_what_is_there(
     assert_same_numbers("store", whole)
 
 
-def test_they_keep_the_number_of_threads_they_were_begun_with(
+def test_a_resume_keeps_the_threads_of_the_statistics(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -365,8 +365,8 @@ KILLED = {"model": {**MODEL, "args": {"pause_s": 0.15}}}
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_to_the_same_bytes(photos: Path) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+def test_a_killed_run_resumes_to_the_same_bytes(photos: Path) -> None:
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     with running(command(photos)) as process:
         wait_until(lambda: num_rows_done() >= 8, process)
         process.kill()
@@ -485,7 +485,7 @@ def test_positions_need_a_layer_that_has_them(photos: Path) -> None:
 
 
 def change(path: Path) -> None:
-    write_picture(path, 1000)
+    write_image(path, 1000)
 
 
 def test_a_changed_image_is_refused_and_refreshed(

@@ -102,7 +102,7 @@ def test_a_crash_with_an_image_at_hand_is_tried_again(tmp_path: Path) -> None:
     )
 
 
-def test_it_goes_on_as_long_as_images_are_found(tmp_path: Path) -> None:
+def test_it_starts_again_as_long_as_images_are_found(tmp_path: Path) -> None:
     work = "if count: supervisor.tell_found()\n    if count < 9: os.abort()"
     assert run(tmp_path, work)[::2] == (0, 10)
 

@@ -45,7 +45,7 @@ def test_calls_are_made_and_their_errors_are_raised() -> None:
     assert alive() == []
 
 
-def test_a_call_that_hangs_is_made_again_elsewhere_and_the_others_go_on() -> None:
+def test_a_call_that_hangs_is_made_again_elsewhere_and_the_others_continue() -> None:
     """It may wake up later: what it would have done then is not done."""
     wake, late = threading.Event(), []
 
@@ -105,7 +105,7 @@ def test_no_limit_waits() -> None:
         assert threads.submit(work).result(10) is False
 
 
-def test_what_was_not_begun_is_dropped_at_the_end() -> None:
+def test_what_was_not_started_is_dropped_at_the_end() -> None:
     release = threading.Event()
     with ReplaceableThreadPool(1, None, NAME) as threads:
         first = threads.submit(release.wait, 10)

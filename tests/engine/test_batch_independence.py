@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from tiny_engine import backbone_of, bound
-from tiny_model import KEYS, extract, write_pictures
+from tiny_model import KEYS, extract, write_images
 from torch import nn
 
 import featx
@@ -362,7 +362,7 @@ def test_a_run_is_refused_before_anything_is_written(
 
 @pytest.mark.usefixtures("in_tmp_path")
 def test_the_rows_of_a_branch_that_noise_does_not_take_are_right(tmp_path: Path) -> None:
-    root = write_pictures(tmp_path / "bright", 8)
+    root = write_images(tmp_path / "bright", 8)
     for path in root.rglob("*.png"):
         Image.fromarray(220 + np.asarray(Image.open(path)) // 8).save(path)
     model = {**KEYS["model"], "factory": "test_batch_independence:Masked"}

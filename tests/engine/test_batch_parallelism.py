@@ -122,7 +122,7 @@ class Kept(torch.nn.Module):
 @pytest.mark.parametrize(
     ("module", "layer", "same"), [(ResidualConvNet, "fc", True), (Kept, "last", False)]
 )
-def test_replicas_are_tried_beside_each_other(module: Any, layer: str, same: bool) -> None:
+def test_replicas_are_tried_in_parallel(module: Any, layer: str, same: bool) -> None:
     backbone = backbone_of(module())
     backbone.reentrant = True
     with bound(backbone, layer) as engine:

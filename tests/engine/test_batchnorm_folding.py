@@ -86,7 +86,7 @@ def test_an_output_that_somebody_else_reads_is_not_folded(before: bool) -> None:
     assert foldable_pairs(module, X, kept=()) == []
 
 
-def test_weights_that_are_made_anew_in_each_pass_are_not_folded() -> None:
+def test_weights_that_are_computed_in_each_pass_are_not_folded() -> None:
     module = with_statistics(ConvBatchNorm())
     nn.utils.parametrizations.weight_norm(module.conv)
     assert foldable_pairs(module, X, kept=()) == []
@@ -163,7 +163,7 @@ def test_weights_that_a_hook_makes_are_computed_as_they_stand(name: str, photos:
     np.testing.assert_allclose(store["last"][:], plain["last"][:], atol=1e-5)
 
 
-def test_pairs_beside_a_hooked_convolution_are_folded() -> None:
+def test_pairs_next_to_a_captured_convolution_are_folded() -> None:
     module = with_statistics(nn.Sequential(ConvBatchNorm(), ConvBatchNorm()))
     prune.l1_unstructured(module[0].conv, "weight", 0.3)
     expected = module(X.clone())
@@ -255,7 +255,7 @@ class Classifier(ConvBatchNorm):
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_a_run_folds_says_so_and_is_not_gone_on_with_otherwise(photos: Path) -> None:
+def test_a_run_folds_says_so_and_does_not_resume_otherwise(photos: Path) -> None:
     plain = extract(photos, **{**OWN, "out": "plain", "fold_batchnorm": False})
     store = extract(photos, **OWN)
     assert store.attrs["config"] != plain.attrs["config"]
@@ -294,7 +294,7 @@ def test_layers_that_are_added_later_are_right_too(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_a_store_that_was_begun_without_it_goes_on_without_it(photos: Path) -> None:
+def test_a_store_without_folding_resumes_without_it(photos: Path) -> None:
     extract(photos, **{**OWN, "fold_batchnorm": False})
     assert extract(photos, **OWN).complete
 

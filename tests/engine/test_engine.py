@@ -126,7 +126,7 @@ def test_resnets_last_batchnorm_is_no_block_output() -> None:
     assert not torch.equal(values["layer4.1.bn2"], values["layer4"])
 
 
-def test_an_overwriting_that_only_pictures_show_is_found() -> None:
+def test_an_overwriting_that_only_images_show_is_found() -> None:
     module = ClampedNet()
     x = 100 * noise().abs()
     with bound(backbone_of(module), "layer", "clamp") as engine:
@@ -476,7 +476,7 @@ def test_devices_that_are_not_there() -> None:
             choose_device("mps")
 
 
-def test_taps_are_told_apart_by_call_and_element() -> None:
+def test_captures_are_told_apart_by_call_and_element() -> None:
     class Pairs(nn.Module):
         class Two(nn.Module):
             def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -515,7 +515,7 @@ def test_compiled_values_are_the_eager_ones() -> None:
 
 
 @pytest.mark.slow
-def test_an_overwriting_that_only_pictures_show_is_found_when_compiled() -> None:
+def test_an_overwriting_that_only_images_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
     with bound(backbone_of(ClampedNet()), "layer", "clamp") as engine:
         engine.configure_compute(Compute("fp32", True, False, 4))

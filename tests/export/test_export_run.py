@@ -121,7 +121,7 @@ def test_files_that_are_whole_are_not_written_again(
     assert "already complete" in capsys.readouterr().out
 
 
-def test_what_the_record_does_not_name_is_written_anew(store: Path) -> None:
+def test_what_the_record_does_not_name_is_written_again(store: Path) -> None:
     """A file has its name a moment before it is noted; a kill between the two must do no harm."""
     for kind, name in (("npy", "features/flat.npy"), ("zarr", "features.zarr")):
         export(kind, out=kind)
@@ -135,7 +135,7 @@ def test_what_the_record_does_not_name_is_written_anew(store: Path) -> None:
         assert digests(kind) == expected
 
 
-def test_a_file_that_was_cut_is_written_anew(store: Path) -> None:
+def test_a_truncated_file_is_written_again(store: Path) -> None:
     export()
     expected = digests()
     os.truncate("out/features/map.npy", 300)
@@ -290,7 +290,7 @@ def test_a_full_disk_is_told_before_or_leaves_nothing_half(
     assert record()["complete"]
 
 
-def test_without_out_it_lies_beside_the_store(store: Path) -> None:
+def test_without_out_it_lies_next_to_the_store(store: Path) -> None:
     assert run_job("export", store="store") == 0
     assert Path("store/export-npy/features/flat.npy").exists()
     assert len(featx.open("store")) == 21

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from reading_back import READERS
-from tiny_model import extract, run_job, write_picture
+from tiny_model import extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, StoreMismatchError
@@ -60,8 +60,8 @@ def make_store(columns: dict[str, list[Any]] = COLUMNS) -> featx.FeatureStore:
     from pyarrow import parquet
 
     for i in range(7):
-        write_picture(Path(f"{i}.png"), i)
-    Path(f"{BROKEN}.png").write_bytes(b"no picture")
+        write_image(Path(f"{i}.png"), i)
+    Path(f"{BROKEN}.png").write_bytes(b"no image")
     rows = pa.table({"path": [f"{i}.png" for i in range(7)], **columns})
     parquet.write_table(rows, "t.parquet")
     data = {"name": "table", "root": "t.parquet", "columns": list(columns)}
@@ -87,7 +87,7 @@ def expected(kind: str, rows: list[int]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("ok_only", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_columns_stay_beside_their_rows(
+def test_columns_stay_with_their_rows(
     kind: str, ok_only: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if kind == "projector" and not ok_only:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from made_store import MadeRun, make_run
 from reading_back import READERS
-from tiny_model import extract, run_job, write_picture
+from tiny_model import extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, MissingExtraError, StoreError, StoreMismatchError
@@ -132,7 +132,7 @@ def test_keys_that_are_not_utf8_stay_apart(kind: str, capsys: pytest.CaptureFixt
 def test_bfloat16_comes_as_float32() -> None:
     photos = Path("photos")
     for i in range(5):
-        write_picture(photos / f"{i}.png", i)
+        write_image(photos / f"{i}.png", i)
     store = extract(photos, dtype="bfloat16")
     export("npy")
     assert np.load("out/features/conv.npy").dtype == np.float32
@@ -233,16 +233,16 @@ class TestProjector:
 class TestWebDataset:
     @pytest.fixture
     def photos(self, tmp_path: Path) -> Path:
-        """Names that share a stem, hold several dots, and one that is no picture."""
+        """Names that share a stem, hold several dots, and one that is no image."""
         root = tmp_path / "photos"
         names = ["cat/a.b.png", "cat/a.c.png", "cat/a.png", "cat/a.PNG", "dog.x/a.png", "e.png"]
         for seed, name in enumerate(names):
-            write_picture(root / name, seed)
-        (root / "dog.x" / "broken.png").write_bytes(b"no picture")
+            write_image(root / name, seed)
+        (root / "dog.x" / "broken.png").write_bytes(b"no image")
         return root
 
     @pytest.mark.parametrize("ok_only", [False, True])
-    def test_pictures_and_features_belong_together(self, photos: Path, ok_only: bool) -> None:
+    def test_images_and_features_belong_together(self, photos: Path, ok_only: bool) -> None:
         store = extract(photos, layers=["conv", "pool"], max_failures=1)
         export("webdataset", export={"ok_only": ok_only, "shard_gib": 1e-5})
         found = READERS["webdataset"](Path("out"))
@@ -255,17 +255,17 @@ class TestWebDataset:
         for name in ("conv", "pool"):
             assert np.array_equal(found.layers[name], store[name][rows], equal_nan=True)
         assert len(found.files) > 1
-        pictures = {}
+        images = {}
         for name in found.files:
             with tarfile.open(Path("out") / name) as tar:
                 for member in tar.getmembers():
                     if member.name.endswith(".png"):
                         file = tar.extractfile(member)
                         assert file is not None
-                        pictures[int(member.name[:-4])] = file.read()
-        assert pictures == {row: (photos / store.keys[row]).read_bytes() for row in rows}
+                        images[int(member.name[:-4])] = file.read()
+        assert images == {row: (photos / store.keys[row]).read_bytes() for row in rows}
 
-    def test_webdataset_decodes_the_pictures(self, photos: Path) -> None:
+    def test_webdataset_decodes_the_images(self, photos: Path) -> None:
         import webdataset as wds
 
         extract(photos, max_failures=1)
@@ -294,7 +294,7 @@ class TestWebDataset:
         assert [int(key) for key in found["keys"]] == list(range(len(store)))
         assert lines[-1].startswith("for sample in rows")
 
-    def test_a_failed_row_without_its_picture_stays(self, photos: Path) -> None:
+    def test_a_failed_row_without_its_image_stays(self, photos: Path) -> None:
         extract(photos, max_failures=1)
         (photos / "dog.x" / "broken.png").unlink()
         export("webdataset")
@@ -305,17 +305,17 @@ class TestWebDataset:
         assert f"{broken:09d}.png" not in names
         assert f"{broken:09d}.json" in names
 
-    def test_an_ok_row_whose_picture_is_gone_stops_the_export(self, photos: Path) -> None:
+    def test_an_ok_row_whose_image_is_gone_stops_the_export(self, photos: Path) -> None:
         extract(photos, max_failures=1)
         (photos / "cat" / "a.png").unlink()
         with pytest.raises(DataError, match=r"cat/a\.png is a row of the store.*data\.root"):
             export("webdataset")
         assert not list(Path().glob("out/*.tar"))
 
-    def test_a_changed_image_stops_the_export_beside_its_old_features(self, photos: Path) -> None:
+    def test_a_changed_image_stops_the_export_of_its_old_features(self, photos: Path) -> None:
         extract(photos, max_failures=1)
         export("npy", out="arrays")
-        write_picture(photos / "cat" / "a.png", 1000)
+        write_image(photos / "cat" / "a.png", 1000)
         with pytest.raises(DataError, match=r"cat/a\.png has changed since its row was computed"):
             export("webdataset")
         extract(photos, max_failures=1, refresh=True)
@@ -323,7 +323,7 @@ class TestWebDataset:
         with pytest.raises(StoreMismatchError, match="checksums of images"):
             export("npy", out="arrays")
 
-    def test_pictures_that_moved_are_found_where_the_command_says(self, photos: Path) -> None:
+    def test_images_that_moved_are_found_where_the_command_says(self, photos: Path) -> None:
         extract(photos, max_failures=1)
         photos.rename("elsewhere")
         with pytest.raises(DataError):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from made_store import make_added, make_run, temporary_files
 from processes import killed_at_sync
-from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+from tiny_model import MODEL, extract, run_job, write_image, write_images
 
 import featx
 from featx.errors import ConfigError, LayerError, MissingExtraError, StoreError
@@ -100,9 +100,9 @@ def test_names_are_text_and_never_markup(tmp_path: Path) -> None:
     root = tmp_path / "photos"
     evil = "<script>alert(1)<"
     for i in range(6):
-        write_picture(root / evil / f'"><img src=x onerror=alert({i})>.png', i)
-        write_picture(root / "</script><b>" / f"{{{{ 7*7 }}}}&amp;{i}.png", i + 6)
-    (root / evil / "<svg onload=alert(9)>.jpg").write_text("no picture")
+        write_image(root / evil / f'"><img src=x onerror=alert({i})>.png', i)
+        write_image(root / "</script><b>" / f"{{{{ 7*7 }}}}&amp;{i}.png", i + 6)
+    (root / evil / "<svg onload=alert(9)>.jpg").write_text("no image")
     extract(root, max_failures=2)
     run_job("probe", store="store", device="cpu")
     page = report()
@@ -133,7 +133,7 @@ def test_secrets_stay_out(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_labels_and_without_thumbnails(tmp_path: Path) -> None:
-    root = write_pictures(tmp_path / "photos")
+    root = write_images(tmp_path / "photos")
     for path in list(root.glob("*/*.png")):
         path.rename(root / path.name)
     extract(root)
@@ -161,10 +161,10 @@ def test_a_table_that_went_and_an_odd_folder(photos: Path) -> None:
     assert "st\\xffre" in page.text
 
 
-def test_pictures_that_went_are_counted(photos: Path) -> None:
+def test_images_that_went_are_counted(photos: Path) -> None:
     extract(photos)
     (photos / "cat" / "000.png").unlink()
-    (photos / "cat" / "006.png").write_bytes(b"no picture any more")
+    (photos / "cat" / "006.png").write_bytes(b"no image any more")
     words = report(report={"thumbnails": 40}).words
     assert "1 image could not be read now" in words
     assert "1 image cannot be decoded now: cat/006.png." in words

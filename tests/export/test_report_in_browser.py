@@ -1,4 +1,4 @@
-"""A report in a real browser: drawn without an error, a picture under the mouse, no request."""
+"""A report in a real browser: drawn without an error, an image under the mouse, no request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_model import extract, run_job, write_picture
+from tiny_model import extract, run_job, write_image
 
 pytestmark = pytest.mark.usefixtures("packing_in_process")
 
@@ -35,8 +35,8 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("report")
     for i in range(12):
         name = f"<img src=x onerror=document.title='broken into'>{i}.png"
-        write_picture(root / "photos" / (EVIL, "</script>$x^2$<b>bold")[i % 2] / name, i)
-    (root / "photos" / "odd.png").write_text("no picture")
+        write_image(root / "photos" / (EVIL, "</script>$x^2$<b>bold")[i % 2] / name, i)
+    (root / "photos" / "odd.png").write_text("no image")
     store, file = root / "store", root / "report.html"
     extract(root / "photos", layers=["conv", "deep"], out=store, max_failures=3)
     run_job("probe", store=str(store), device="cpu")
@@ -98,7 +98,7 @@ def test_it_is_drawn(browser: Any, page_file: Path, scheme: str, width: int) -> 
     brightness = sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(",")))
     assert (brightness > 600) == (scheme == "light")
 
-    # Under the mouse: the picture of the row, its key and class as text.
+    # Under the mouse: the image of the row, its key and class as text.
     tip = page.locator("#tip")
     assert tip.is_hidden()
     point = page.locator("#plot-pca .scatterlayer .point").nth(3)

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
-from tiny_model import KEYS, MODEL, run_job, write_picture
+from tiny_model import KEYS, MODEL, run_job, write_image
 from tiny_model import extract as extract_and_pack
 from zoo import TwoStageConvNet
 
@@ -52,12 +52,12 @@ class Untraceable(TwoStageConvNet):
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
-    """A picture of each colour in a class folder of its name, and one that is none."""
+    """An image of each colour in a class folder of its name, and one that is none."""
     for name, colour in COLOURS.items():
         path = tmp_path / "colours" / name / f"{name}.png"
         path.parent.mkdir(parents=True)
         Image.new("RGB", (40, 50), colour).save(path)
-    (tmp_path / "colours" / "green" / "broken.png").write_bytes(b"no picture")
+    (tmp_path / "colours" / "green" / "broken.png").write_bytes(b"no image")
     return tmp_path / "colours"
 
 
@@ -117,7 +117,7 @@ def test_every_number_lies_in_its_bin(dtype: str) -> None:
 
 
 def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path) -> None:
-    (photos / "cat" / "006.png").write_bytes(b"no picture")  # row 1, in the first part
+    (photos / "cat" / "006.png").write_bytes(b"no image")  # row 1, in the first part
     store = extract(photos, layers=["conv", "conv:input"], max_failures=1, tensorboard=True)
     found = read_back()
     assert steps(found) == [4, 8, 12, 16, 20, 21]
@@ -141,7 +141,7 @@ def test_the_events_hold_every_value_and_the_timings_of_every_part(photos: Path)
     assert any("head" in name for name in names)
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_next_step(
+def test_a_resumed_run_continues_with_the_next_step(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute = feature_sink.compute_rows
@@ -300,7 +300,7 @@ def test_keys_of_all_kinds_stay_one_line_of_metadata(tmp_path: Path) -> None:
     names = [b"a\tb.png", "ü.png".encode(), b"\xff.png", b"plain.png"]
     (tmp_path / "odd").mkdir()
     for i, name in enumerate(names):
-        write_picture(tmp_path / "odd" / os.fsdecode(name), i)
+        write_image(tmp_path / "odd" / os.fsdecode(name), i)
     store = extract(tmp_path / "odd", tensorboard=True)
     keys = [key for _, key, _ in metadata(Path("store/tensorboard"))[1:]]
     assert keys == [r"a\tb.png", "plain.png", "ü.png", "\\xff.png"]
@@ -311,7 +311,7 @@ def test_a_store_without_an_ok_row_has_no_projector(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "a.png").write_bytes(b"no picture")
+    (tmp_path / "bad" / "a.png").write_bytes(b"no image")
     extract(tmp_path / "bad", tensorboard=True, max_failures=1)
     assert "no row is ok" in capfd.readouterr().err
     assert not Path("store/tensorboard/projector_config.pbtxt").exists()
@@ -348,7 +348,7 @@ def test_the_repair_of_a_store_needs_no_tensorboard(
 
 
 @pytest.mark.parametrize("value", [0, -1, 16385, "yes", 1.5, None])
-def test_what_is_no_number_of_pictures_is_refused(value: object) -> None:
+def test_what_is_no_number_of_images_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="how many pictures"):
         Config(tensorboard=value)
 

@@ -1,4 +1,4 @@
-"""Whole runs over pictures that crash and hang their decoder: their rows fail, no other."""
+"""Whole runs over images that crash and hang their decoder: their rows fail, no other."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ FEW = ("dog/005.gif", "dog/007.gif")
 def write_gifs(root: Path, names: Iterable[str] = (*BAD, SLOWLY)) -> None:
     for seed, name in enumerate(names):
         squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        picture = Image.fromarray(squares.repeat(12, 0).repeat(12, 1))
+        image = Image.fromarray(squares.repeat(12, 0).repeat(12, 1))
         comment = SLOW if name == SLOWLY else BAD[name][0]
-        (root / name).write_bytes(gif(picture, comment))
+        (root / name).write_bytes(gif(image, comment))
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -51,7 +51,7 @@ def environment(folder: Path) -> dict[str, str]:
 def assert_only_the_bad_ones_failed(
     photos: Path, out: Path, bad: Collection[str] = tuple(BAD)
 ) -> None:
-    """The others as in a run whose decoder does them no harm, where the bad ones are pictures."""
+    """The others as in a run whose decoder does them no harm, where the bad ones are images."""
     store = featx.open(out)
     harmless = extract(photos, out=out.with_name("harmless"))
     keys = list(harmless.keys)
@@ -66,7 +66,7 @@ def assert_only_the_bad_ones_failed(
 
 
 @pytest.mark.slow
-def test_the_same_call_goes_on_after_each_crash(photos: Path, tmp_path: Path) -> None:
+def test_the_same_call_resumes_after_each_crash(photos: Path, tmp_path: Path) -> None:
     """From Python nobody starts the process again; every start gets further."""
     write_gifs(photos)
     program = (
@@ -91,7 +91,7 @@ def test_the_same_call_goes_on_after_each_crash(photos: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("names", [FEW, (*BAD, SLOWLY)])
-def test_the_command_goes_on_by_itself(
+def test_the_command_resumes_by_itself(
     photos: Path, tmp_path: Path, names: Collection[str]
 ) -> None:
     write_gifs(photos, names)
@@ -113,7 +113,7 @@ def test_the_command_goes_on_by_itself(
 
 @pytest.fixture
 def probed(photos: Path) -> Path:
-    """A store of sound pictures with a head; now two of them are dangerous, the first one too."""
+    """A store of sound images with a head; now two of them are dangerous, the first one too."""
     extract(photos)
     assert run_job("probe", out="store", device="cpu") == 0
     for name in ("cat/000.png", "cat/006.png"):
@@ -125,7 +125,7 @@ def probed(photos: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
 @pytest.mark.parametrize("job", ["layers", "plan", "predict"])
-def test_jobs_that_write_to_no_store_go_on_as_well(
+def test_jobs_that_write_to_no_store_resume_as_well(
     probed: Path, tmp_path: Path, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "temporary").mkdir()
@@ -153,7 +153,7 @@ def test_jobs_that_write_to_no_store_go_on_as_well(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_tmp_path")
-def test_verify_names_the_row_whose_picture_crashes_its_decoder_now(
+def test_verify_names_the_row_whose_image_crashes_its_decoder_now(
     photos: Path, tmp_path: Path
 ) -> None:
     write_gifs(photos, ("dog/005.gif",))

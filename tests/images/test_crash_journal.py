@@ -61,7 +61,7 @@ def test_what_was_being_decoded_is_known_after_a_crash(tmp_path: Path) -> None:
     assert left_behind(folder) == set()
 
 
-def test_the_notes_of_the_living_are_left_alone(tmp_path: Path) -> None:
+def test_the_journal_of_a_living_process_is_kept(tmp_path: Path) -> None:
     with CrashList(tmp_path).notes() as notes:
         assert notes is not None
         with notes.noted(b"a"):
@@ -71,7 +71,7 @@ def test_the_notes_of_the_living_are_left_alone(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_folders_that_were_made_for_the_notes_go_with_them(tmp_path: Path) -> None:
+def test_folders_made_for_the_journal_are_removed_with_it(tmp_path: Path) -> None:
     crash_list = CrashList(tmp_path / "runs" / "store")
     with crash_list.notes():
         assert (tmp_path / "runs" / "store").is_dir()
@@ -94,7 +94,7 @@ def test_a_folder_that_cannot_be_had_is_no_reason_to_stop(tmp_path: Path) -> Non
         assert keys == set()
 
 
-def test_a_full_disk_takes_no_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_has_no_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The room is reserved: a write into a mapped file without any would be SIGBUS."""
 
     def full(*_: object) -> None:
@@ -131,7 +131,7 @@ def test_more_threads_than_slots_and_keys_longer_than_one(
 
 
 @given(content=st.binary(max_size=9000))
-def test_any_bytes_can_be_read_as_notes(
+def test_any_bytes_can_be_read_as_a_journal(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "notes"
@@ -153,7 +153,7 @@ def test_what_is_dangerous_is_remembered(tmp_path: Path) -> None:
         assert keys[0] not in CrashList(tmp_path)
 
 
-def test_notes_are_the_threads_own(tmp_path: Path) -> None:
+def test_each_thread_has_its_own_entry_of_the_journal(tmp_path: Path) -> None:
     """Many threads, many images: at every moment each is noted once, in the end none."""
     notes = InFlightJournal(tmp_path / "notes")
     keys = [b"%05d" % number for number in range(60)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_picture
+from conftest import make_image
 from PIL import Image, ImageFile, ImageOps
 
 from featx.config import DataConfig
@@ -223,8 +223,8 @@ def test_16_bit_grey_is_scaled_not_clipped() -> None:
     assert pixels(data)[0, :, 0].tolist() == [0, 0, 1, 1, 1, 127, 128, 255]
 
 
-def test_a_dark_16_bit_picture_stays_dark() -> None:
-    """The range is the type's, not the picture's: nothing is stretched."""
+def test_a_dark_16_bit_image_stays_dark() -> None:
+    """The range is the type's, not the image's: nothing is stretched."""
     data = make_png(2, 1, 16, 0, [struct.pack(">2H", 100, 2570)])
     assert pixels(data)[0].tolist() == [[0] * 3, [10] * 3]
 
@@ -334,7 +334,7 @@ def test_a_background_that_is_no_colour_is_refused() -> None:
 
 
 def turned(upright: np.ndarray, orientation: int) -> np.ndarray:
-    """What a picture stored with an EXIF orientation looks like upright (H, W, 3)."""
+    """What an image stored with an EXIF orientation looks like upright (H, W, 3)."""
     return {
         1: upright,
         2: upright[:, ::-1],
@@ -364,7 +364,7 @@ KINDS_WITH_EXIF = ["PNG", "WEBP", "TIFF", "TIFF-tiff_lzw", "JPEG"]
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_applied_or_ignored(kind: str, orientation: int) -> None:
     """Pillow turns TIFFs by itself, once; ignoring must turn them back."""
-    image = make_picture(24, 16, seed=orientation)
+    image = make_image(24, 16, seed=orientation)
     data = stored_with(kind, image, orientation)
     as_stored = np.asarray(image)
     if kind == "JPEG":
@@ -378,15 +378,15 @@ def test_orientation_is_applied_or_ignored(kind: str, orientation: int) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "WEBP", "TIFF", "JPEG"])
 @pytest.mark.parametrize("orientation", [0, 9, 255])
 def test_an_orientation_out_of_range_is_none(kind: str, orientation: int) -> None:
-    data = stored_with(kind, make_picture(24, 16), orientation)
+    data = stored_with(kind, make_image(24, 16), orientation)
     assert np.array_equal(pixels(data), pixels(data, IGNORE_EXIF))
     assert pixels(data).shape == (16, 24, 3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow warns of damaged EXIF
-def test_a_damaged_exif_block_does_not_cost_the_picture() -> None:
+def test_a_damaged_exif_block_does_not_cost_the_image() -> None:
     """Every prefix and a thousand corruptions: the same pixels, at most turned."""
-    image = make_picture(24, 16)
+    image = make_image(24, 16)
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     exif[0x010F] = "maker"
@@ -405,16 +405,16 @@ def test_a_damaged_exif_block_does_not_cost_the_picture() -> None:
         assert pixels(encode(image, "JPEG", exif=damaged)).tobytes() in ways
 
 
-def test_the_exif_examples_show_one_picture(shared_data: Path) -> None:
+def test_the_exif_examples_show_one_image(shared_data: Path) -> None:
     folder = shared_data / "odd-images" / "exif-orientation"
     for name in ("Landscape", "Portrait"):
         shown = [
             np.asarray(decode((folder / f"{name}_{i}.jpg").read_bytes(), POLICY).resize((60, 60)))
             for i in range(9)
         ]
-        for i, picture in enumerate(shown):
-            difference = np.abs(picture.astype(int) - shown[1]).mean()
-            # The examples are numbered in the picture; 0 is an invalid value and so not turned.
+        for i, image in enumerate(shown):
+            difference = np.abs(image.astype(int) - shown[1]).mean()
+            # The examples are numbered in the image; 0 is an invalid value and so not turned.
             assert difference < 6, (name, i)
 
 
@@ -430,7 +430,7 @@ def test_the_first_frame_of_several(kind: str) -> None:
     np.testing.assert_allclose(pixels(data), np.full((10, 20, 3), (255, 0, 0)), atol=2)
 
 
-def test_an_apng_with_a_still_picture_beside_the_animation() -> None:
+def test_an_apng_with_a_still_image_and_an_animation() -> None:
     frames = [Image.new("RGB", (20, 10), colour) for colour in ("red", "lime", "blue")]
     data = encode(frames[0], "PNG", save_all=True, append_images=frames[1:], default_image=True)
     assert pixels(data)[0, 0].tolist() == [255, 0, 0]
@@ -442,7 +442,7 @@ def test_an_apng_with_a_still_picture_beside_the_animation() -> None:
 @pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
 def test_every_allowed_format_decodes_first_thing_in_a_fresh_process(kind: str) -> None:
     """Pillow registers its plug-ins late; which came first must not matter, nor in which thread."""
-    image = make_picture(40, 30)
+    image = make_image(40, 30)
     options = {"save_all": True, "append_images": [image]} if kind == "MPO" else {}
     program = (
         "import sys; from concurrent.futures import ThreadPoolExecutor\n"
@@ -544,7 +544,7 @@ def huge_files() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("data", huge_files().values(), ids=huge_files())
-def test_a_huge_picture_is_refused_before_it_is_decoded(data: bytes) -> None:
+def test_a_huge_image_is_refused_before_it_is_decoded(data: bytes) -> None:
     """Within 2 GB of address space, where decoding it would need ten."""
     program = (
         "import resource, sys, time; from featx.images.decode import ImagePolicy, decode\n"
@@ -573,7 +573,7 @@ def test_a_huge_webp_is_refused() -> None:
 
 
 def test_the_pixel_limit_is_exact() -> None:
-    data = encode(make_picture(30, 20), "PNG")
+    data = encode(make_image(30, 20), "PNG")
     assert pixels(data, ImagePolicy("apply", BACKGROUND, 600)).shape == (20, 30, 3)
     fault = fault_of(data, ImagePolicy("apply", BACKGROUND, 599))
     assert fault.status == Status.TOO_LARGE
@@ -586,7 +586,7 @@ def test_pillows_own_limits_and_leniency_are_off_while_we_decode(
     """Whatever another library has set in this process; and theirs again afterwards."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
     monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
-    data = encode(make_picture(30, 20), "JPEG")
+    data = encode(make_image(30, 20), "JPEG")
     assert pixels(data).shape == (20, 30, 3)
     assert fault_of(data[: len(data) // 2]).status == Status.TRUNCATED
     assert Image.MAX_IMAGE_PIXELS == 10
@@ -597,7 +597,7 @@ def test_pillows_limits_come_back_when_the_last_thread_is_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
-    good = encode(make_picture(90, 80), "PNG")
+    good = encode(make_image(90, 80), "PNG")
     files = [good, good[:200], b"text"] * 40
     barrier = threading.Barrier(8)
 
@@ -622,7 +622,7 @@ def test_pillows_limits_come_back_when_the_last_thread_is_done(
 
 
 def damaged_kinds() -> dict[str, bytes]:
-    image = make_picture(60, 50)
+    image = make_image(60, 50)
     grey, ink = image.convert("L"), image.convert("1")
     return {
         "jpeg": encode(image, "JPEG"),
@@ -643,7 +643,7 @@ def damaged_kinds() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("data", damaged_kinds().values(), ids=damaged_kinds())
-def test_a_truncated_file_is_never_a_picture(data: bytes) -> None:
+def test_a_truncated_file_is_never_an_image(data: bytes) -> None:
     """Cut anywhere; only a checksum or end marker behind all pixels may be missing."""
     whole = pixels(data)
     statuses = set()
@@ -660,13 +660,13 @@ def test_a_truncated_file_is_never_a_picture(data: bytes) -> None:
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "BMP", "PPM"])
 def test_half_a_file_is_called_truncated(kind: str) -> None:
-    data = encode(make_picture(60, 50), kind)
+    data = encode(make_image(60, 50), kind)
     assert fault_of(data[: len(data) // 2]).status == Status.TRUNCATED
 
 
 def test_a_flipped_bit_in_a_png_never_changes_a_pixel() -> None:
     """Its checksums are there to be used, also on the pixels, where Pillow leaves them out."""
-    image = make_picture(24, 20)
+    image = make_image(24, 20)
     data = encode(image, "PNG")
     whole = pixels(data)
     rng = random.Random(0)
@@ -710,7 +710,7 @@ def test_flipped_bits_raise_nothing_but_faults() -> None:
 
 
 def test_scaled_decoding_is_close_to_full_decoding() -> None:
-    data = encode(make_picture(1800, 1200), "JPEG", quality=92)
+    data = encode(make_image(1800, 1200), "JPEG", quality=92)
     full, scaled = decode(data, POLICY), decode(data, POLICY, at_least=256)
     assert scaled.size == (900, 600)
     small = [
@@ -733,7 +733,7 @@ def test_scaled_decoding_leaves_twice_as_much_as_is_needed(width: int) -> None:
 
 
 def test_scaled_decoding_respects_the_orientation() -> None:
-    data = stored_with("JPEG", make_picture(800, 400), 6)
+    data = stored_with("JPEG", make_image(800, 400), 6)
     scaled = decode(data, POLICY, at_least=64)
     assert scaled.size == (200, 400)
     full = np.asarray(decode(data, POLICY).resize(scaled.size, Image.Resampling.BOX), int)
@@ -741,7 +741,7 @@ def test_scaled_decoding_respects_the_orientation() -> None:
 
 
 def test_scaled_decoding_does_not_hide_damage_or_size() -> None:
-    data = encode(make_picture(800, 600), "JPEG")
+    data = encode(make_image(800, 600), "JPEG")
     for policy, cut, status in (
         (POLICY, len(data) // 2, Status.TRUNCATED),
         (ImagePolicy("apply", BACKGROUND, 479_999), len(data), Status.TOO_LARGE),
@@ -757,11 +757,11 @@ def test_other_formats_are_decoded_at_full_size(kind: str) -> None:
     assert decode(data, POLICY, at_least=16).size == (640, 480)
 
 
-# The collection of odd pictures
+# The collection of odd images
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_every_odd_picture_decodes_or_is_a_fault(shared_data: Path) -> None:
+def test_every_odd_image_decodes_or_is_a_fault(shared_data: Path) -> None:
     folder = shared_data / "odd-images"
     with (folder / "manifest.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -785,13 +785,13 @@ def png_suite(shared_data: Path, name: str) -> np.ndarray:
     ("sixteen", "other", "tolerance"),
     [("tbwn0g16", "tbbn0g04", 8), ("tbbn2c16", "tbrn2c08", 0), ("tbgn2c16", "tbyn3p08", 2)],
 )
-def test_16_bit_pictures_are_as_bright_as_their_siblings(
+def test_16_bit_images_are_as_bright_as_their_siblings(
     shared_data: Path, sixteen: str, other: str, tolerance: float
 ) -> None:
-    """The same picture in 16 bits and in 4 or 8, each with a transparent colour of its own."""
+    """The same image in 16 bits and in 4 or 8, each with a transparent colour of its own."""
     a, b = png_suite(shared_data, sixteen), png_suite(shared_data, other)
     assert np.abs(a - b).mean() <= tolerance
-    clear = [(picture == BACKGROUND).all(axis=-1) for picture in (a, b)]
+    clear = [(image == BACKGROUND).all(axis=-1) for image in (a, b)]
     assert clear[0].mean() > 0.3
     assert (clear[0] != clear[1]).mean() < 0.02
 
@@ -803,7 +803,7 @@ def test_16_bit_grey_keeps_its_gradient(shared_data: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["0g01", "0g08", "0g16", "2c08", "2c16", "3p04", "4a16", "6a16"])
-def test_interlaced_pictures_equal_plain_ones(shared_data: Path, kind: str) -> None:
+def test_interlaced_images_equal_plain_ones(shared_data: Path, kind: str) -> None:
     plain = png_suite(shared_data, f"basn{kind}")
     assert np.array_equal(png_suite(shared_data, f"basi{kind}"), plain)
 
@@ -813,21 +813,21 @@ def jpeg_files() -> dict[str, bytes]:
     rng = np.random.default_rng(5)
     smooth = rng.normal(size=(12, 16, 3)).cumsum(0).cumsum(1)
     smooth = (255 * (smooth - smooth.min()) / np.ptp(smooth)).astype(np.uint8)
-    picture = Image.fromarray(smooth).resize((331, 217), Image.Resampling.BICUBIC)
+    image = Image.fromarray(smooth).resize((331, 217), Image.Resampling.BICUBIC)
     files = {
         f"quality {quality}, {sampling}": encode(
-            picture, "JPEG", quality=quality, subsampling=sampling
+            image, "JPEG", quality=quality, subsampling=sampling
         )
         for quality in (30, 90, 100)
         for sampling in ("4:4:4", "4:2:2", "4:2:0")
     }
-    files["progressive"] = encode(picture, "JPEG", progressive=True)
-    files["optimised"] = encode(picture, "JPEG", optimize=True)
-    files["restart markers"] = encode(picture, "JPEG", restart_marker_rows=1)
-    files["RGB inside"] = encode(picture, "JPEG", keep_rgb=True)
-    files["grey"] = encode(picture.convert("L"), "JPEG")
-    files["CMYK"] = encode(picture.convert("CMYK"), "JPEG")
-    files["one pixel"] = encode(picture.crop((0, 0, 1, 1)), "JPEG")
+    files["progressive"] = encode(image, "JPEG", progressive=True)
+    files["optimised"] = encode(image, "JPEG", optimize=True)
+    files["restart markers"] = encode(image, "JPEG", restart_marker_rows=1)
+    files["RGB inside"] = encode(image, "JPEG", keep_rgb=True)
+    files["grey"] = encode(image.convert("L"), "JPEG")
+    files["CMYK"] = encode(image.convert("CMYK"), "JPEG")
+    files["one pixel"] = encode(image.crop((0, 0, 1, 1)), "JPEG")
     return files
 
 
@@ -843,10 +843,10 @@ def test_both_decoders_give_the_same_pixels(name: str, at_least: int | None) -> 
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_both_decoders_turn_a_picture_upright(orientation: int) -> None:
+def test_both_decoders_turn_an_image_upright(orientation: int) -> None:
     pytest.importorskip("simplejpeg")
-    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
-    data = stored_with("JPEG", picture, orientation)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8))
+    data = stored_with("JPEG", image, orientation)
     for exif in ("apply", "ignore"):
         policy = ImagePolicy(exif, POLICY.background, POLICY.max_pixels, SIMPLEJPEG)
         expected = np.asarray(decode(data, policy))
@@ -873,7 +873,7 @@ def test_a_jpeg_that_is_not_sound_is_what_pillow_says_it_is() -> None:
 
 
 def same_outcome(data: bytes) -> bool:
-    """Whether both decoders give a picture, after having made sure that they agree."""
+    """Whether both decoders give an image, after having made sure that they agree."""
     found, expected = attempt(data, SIMPLEJPEG), attempt(data)
     if isinstance(expected, ImageFault):
         assert isinstance(found, ImageFault)
@@ -883,7 +883,7 @@ def same_outcome(data: bytes) -> bool:
     return True
 
 
-def test_a_store_keeps_the_decoder_it_was_begun_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_keeps_the_decoder_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jpeg_decoder(PILLOW) == PILLOW
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert jpeg_decoder() == PILLOW

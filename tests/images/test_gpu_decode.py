@@ -1,4 +1,4 @@
-"""Pictures decoded on the device: the CPU's crops, the CPU's verdicts, whatever is beside them.
+"""Images decoded on the device: the CPU's crops, the CPU's verdicts, whatever is beside them.
 
 torchvision decodes with libjpeg where the device is the CPU, so all but nvJPEG itself is tried
 here; the tests with CUDA are marked.
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_picture
+from conftest import make_image
 from made_store import dataset_digests
 from PIL import Image, ImageOps
 
@@ -61,8 +61,8 @@ def jpeg(image: Image.Image, orientation: int = 1, **options: Any) -> bytes:
     return file.getvalue()
 
 
-def picture(seed: int, orientation: int = 1, **options: Any) -> bytes:
-    return jpeg(make_picture(120 + 3 * seed, 140 - 2 * seed, seed), orientation, **options)
+def encoded_image(seed: int, orientation: int = 1, **options: Any) -> bytes:
+    return jpeg(make_image(120 + 3 * seed, 140 - 2 * seed, seed), orientation, **options)
 
 
 def coded(data: bytes) -> EncodedJpeg:
@@ -75,38 +75,38 @@ def on_cpu(data: bytes) -> torch.Tensor:
     return PREPROCESS.crop_uint8(decode_pixels(data, POLICY, 72))
 
 
-def crops(*pictures: bytes) -> list[torch.Tensor | None]:
-    return DeviceDecoder(PREPROCESS, CPU).crops([coded(data) for data in pictures])
+def crops(*images: bytes) -> list[torch.Tensor | None]:
+    return DeviceDecoder(PREPROCESS, CPU).crops([coded(data) for data in images])
 
 
 def near(crop: torch.Tensor | None, expected: torch.Tensor) -> bool:
     return crop is not None and int((crop.int() - expected.int()).abs().max()) <= 2
 
 
-class Pictures:
-    """Encoded pictures by their number."""
+class EncodedImages:
+    """Encoded images by their number."""
 
-    def __init__(self, pictures: list[bytes]) -> None:
-        self.pictures = pictures
+    def __init__(self, images: list[bytes]) -> None:
+        self.images = images
 
     def listing(self) -> Listing:
-        keys = np.array([b"%06d" % i for i in range(len(self.pictures))], dtype=np.bytes_)
+        keys = np.array([b"%06d" % i for i in range(len(self.images))], dtype=np.bytes_)
         return Listing(keys, np.full(len(keys), -1, dtype=np.int64))
 
     def read(self, key: bytes) -> bytes:
-        return self.pictures[int(key)]
+        return self.images[int(key)]
 
 
-def loaded(pictures: list[bytes], share: int | None, batch_size: int = 4) -> list[Batch]:
-    source = Pictures(pictures)
+def loaded(images: list[bytes], share: int | None, batch_size: int = 4) -> list[Batch]:
+    source = EncodedImages(images)
     decoding = DecodeSettings(PREPROCESS, POLICY, device_share=share)
     with Loader(source, source.listing(), decoding, batch_size, CPU) as loader:
-        return [batch for _, batch in loader.batches([Part(0, 0, len(pictures))])]
+        return [batch for _, batch in loader.batches([Part(0, 0, len(images))])]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_as_pillow_turns_them(orientation: int) -> None:
-    image = Image.open(io.BytesIO(picture(3, orientation)))
+def test_images_are_turned_as_pillow_turns_them(orientation: int) -> None:
+    image = Image.open(io.BytesIO(encoded_image(3, orientation)))
     expected = np.array(ImageOps.exif_transpose(image))
     stored = torch.from_numpy(np.array(image)).permute(2, 0, 1)[None]
     assert np.array_equal(turned(stored, orientation)[0].permute(1, 2, 0).numpy(), expected)
@@ -124,16 +124,16 @@ def test_pictures_are_turned_as_pillow_turns_them(orientation: int) -> None:
     ],
 )
 def test_a_device_gives_the_crops_of_the_cpu(options: dict[str, Any]) -> None:
-    data = picture(5, **options)
+    data = encoded_image(5, **options)
     assert near(crops(data)[0], on_cpu(data))
 
 
 def test_a_crop_does_not_depend_on_what_is_decoded_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = [picture(seed % 5, orientation=1 + 5 * (seed % 2)) for seed in range(20)]
-    alone = [crops(data)[0] for data in pictures]
-    together = crops(*pictures)
+    images = [encoded_image(seed % 5, orientation=1 + 5 * (seed % 2)) for seed in range(20)]
+    alone = [crops(data)[0] for data in images]
+    together = crops(*images)
     monkeypatch.setattr(gpu_decode, "MAX_PIXELS", 40_000)
-    few = crops(*pictures)
+    few = crops(*images)
     for one, two, three in zip(alone, together, few, strict=True):
         assert one is not None
         assert torch.equal(one, two) if two is not None else False
@@ -145,12 +145,12 @@ def test_a_crop_does_not_depend_on_what_is_decoded_with_it(monkeypatch: pytest.M
     [
         b"",
         b"no image",
-        picture(1)[:2000],
-        picture(1).replace(b"\xff\xda", b"\xff\xd9", 1),
-        jpeg(make_picture(100, 100).convert("L")),
-        jpeg(make_picture(100, 100).convert("CMYK")),
-        jpeg(make_picture(7, 90)),
-        jpeg(make_picture(300, 290)),
+        encoded_image(1)[:2000],
+        encoded_image(1).replace(b"\xff\xda", b"\xff\xd9", 1),
+        jpeg(make_image(100, 100).convert("L")),
+        jpeg(make_image(100, 100).convert("CMYK")),
+        jpeg(make_image(7, 90)),
+        jpeg(make_image(300, 290)),
     ],
     ids=["empty", "text", "truncated", "without pixels", "grey", "CMYK", "thin", "far larger"],
 )
@@ -158,7 +158,7 @@ def test_what_a_device_may_misread_is_not_for_it(data: bytes) -> None:
     assert coded_jpeg(data, POLICY, 72) is None
 
 
-def test_large_pictures_are_not_for_a_device() -> None:
+def test_large_images_are_not_for_a_device() -> None:
     width = MAX_CODED_PIXELS // 200 + 1
     assert coded_jpeg(jpeg(Image.new("RGB", (width, 200))), POLICY, 72) is None
     assert coded_jpeg(jpeg(Image.new("RGB", (width - 1, 200))), POLICY, 72) is not None
@@ -166,12 +166,12 @@ def test_large_pictures_are_not_for_a_device() -> None:
 
 def test_pngs_are_not_for_a_device() -> None:
     file = io.BytesIO()
-    make_picture(100, 100).save(file, "PNG")
+    make_image(100, 100).save(file, "PNG")
     assert coded_jpeg(file.getvalue(), POLICY, 72) is None
 
 
 def misread(data: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """A decoder that takes the colours of some pictures for others."""
+    """A decoder that takes the colours of some images for others."""
     right = REAL_DECODE(data, device)
     return [x.flip(0) if len(coded) % 2 else x for coded, x in zip(data, right, strict=True)]
 
@@ -180,41 +180,41 @@ REAL_DECODE = gpu_decode.decode_jpegs
 
 
 def astray(data: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """A decoder that goes astray in a corner of each picture."""
-    pictures = REAL_DECODE(data, device)
-    for x in pictures:
+    """A decoder that goes astray in a corner of each image."""
+    images = REAL_DECODE(data, device)
+    for x in images:
         x[:, -24:, :24] = 255 - x[:, -24:, :24]
-    return list(pictures)
+    return list(images)
 
 
 def smaller(data: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     return [x[:, :-1] for x in REAL_DECODE(data, device)]
 
 
-def test_a_picture_that_a_device_misreads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = [picture(seed) for seed in range(12)]
-    odd = [len(data) % 2 == 1 for data in pictures]
+def test_an_image_that_a_device_misreads_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [encoded_image(seed) for seed in range(12)]
+    odd = [len(data) % 2 == 1 for data in images]
     assert any(odd)
     assert not all(odd)
     monkeypatch.setattr(gpu_decode, "decode_jpegs", misread)
-    assert [crop is None for crop in crops(*pictures)] == odd
+    assert [crop is None for crop in crops(*images)] == odd
     for wrong in (astray, smaller):
         monkeypatch.setattr(gpu_decode, "decode_jpegs", wrong)
-        assert crops(*pictures) == [None] * len(pictures)
+        assert crops(*images) == [None] * len(images)
 
 
 def test_a_jpeg_of_red_green_and_blue_as_they_are_is_decoded_right() -> None:
     """Its colours are not YCbCr, which its Adobe marker says; decoders have missed it."""
-    data = jpeg(make_picture(130, 120, 4), keep_rgb=True)
+    data = jpeg(make_image(130, 120, 4), keep_rgb=True)
     crop = crops(data)[0]
     assert crop is None or near(crop, on_cpu(data))
 
 
-def test_a_picture_that_a_device_refuses_does_not_keep_others_from_it(
+def test_an_image_that_a_device_refuses_does_not_keep_others_from_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pictures = [picture(seed) for seed in range(9)]
-    refused = {len(pictures[2]), len(pictures[7])}
+    images = [encoded_image(seed) for seed in range(9)]
+    refused = {len(images[2]), len(images[7])}
 
     def choosy(data: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
         if any(len(one) in refused for one in data):
@@ -222,7 +222,7 @@ def test_a_picture_that_a_device_refuses_does_not_keep_others_from_it(
         return list(REAL_DECODE(data, device))
 
     monkeypatch.setattr(gpu_decode, "decode_jpegs", choosy)
-    assert [crop is None for crop in crops(*pictures)] == [i in (2, 7) for i in range(9)]
+    assert [crop is None for crop in crops(*images)] == [i in (2, 7) for i in range(9)]
 
 
 def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,15 +234,15 @@ def test_a_device_that_fails_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(gpu_decode, "decode_jpegs", failing(torch.OutOfMemoryError("full")))
     with pytest.raises(RunError, match="out of memory on cpu while decoding 1 images on it"):
-        loaded([picture(0)], SHARES)
+        loaded([encoded_image(0)], SHARES)
     broken = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(gpu_decode, "decode_jpegs", failing(broken))
     with pytest.raises(torch.AcceleratorError, match="illegal"):
-        loaded([picture(0)], SHARES)
+        loaded([encoded_image(0)], SHARES)
 
 
 @pytest.mark.parametrize("status", [2, 3, 4, 9])
-def test_what_nvjpeg_says_of_a_picture_sends_it_to_the_cpu(
+def test_what_nvjpeg_says_of_an_image_sends_it_to_the_cpu(
     monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
     assert nvjpeg_says(monkeypatch, f"Failed to decode batch: {status}") == [None]
@@ -261,13 +261,13 @@ def test_what_nvjpeg_says_of_a_picture_sends_it_to_the_cpu(
 def test_what_nvjpeg_says_of_itself_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    """Else memory that is short for a moment would decide by whom a picture is decoded."""
+    """Else memory that is short for a moment would decide by whom an image is decoded."""
     with pytest.raises(RunError, match=r"cuda:0 cannot decode JPEGs: Error .* decode=fast"):
         nvjpeg_says(monkeypatch, text)
 
 
 def nvjpeg_says(monkeypatch: pytest.MonkeyPatch, text: str) -> list[torch.Tensor | None]:
-    """What becomes of a picture of which nvJPEG says so."""
+    """What becomes of an image of which nvJPEG says so."""
 
     def says(*arguments: Any) -> Any:
         raise RuntimeError(f"Error while decoding JPEG images: {text}")
@@ -275,21 +275,21 @@ def nvjpeg_says(monkeypatch: pytest.MonkeyPatch, text: str) -> list[torch.Tensor
     monkeypatch.setattr(gpu_decode, "decode_jpegs", says)
     decoder = DeviceDecoder(PREPROCESS, CPU)
     decoder.device = torch.device("cuda", 0)
-    return decoder.crops([coded(picture(0))])
+    return decoder.crops([coded(encoded_image(0))])
 
 
-def odd_pictures() -> list[bytes]:
+def odd_images() -> list[bytes]:
     """Good and bad ones in turn; of the bad each kind."""
-    good = [picture(seed, orientation=1 + seed % 8) for seed in range(24)]
+    good = [encoded_image(seed, orientation=1 + seed % 8) for seed in range(24)]
     bad = [b"", b"no image", good[3][:1500], good[4][:500] + bytes(40) + good[4][540:]]
     png = io.BytesIO()
-    make_picture(100, 90).save(png, "PNG")
-    return [*good[:5], *bad, png.getvalue(), *good[5:], jpeg(make_picture(90, 99).convert("L"))]
+    make_image(100, 90).save(png, "PNG")
+    return [*good[:5], *bad, png.getvalue(), *good[5:], jpeg(make_image(90, 99).convert("L"))]
 
 
 def test_rows_and_failures_are_those_of_the_cpu() -> None:
-    pictures = odd_pictures()
-    here, there = loaded(pictures, None), loaded(pictures, SHARES)
+    images = odd_images()
+    here, there = loaded(images, None), loaded(images, SHARES)
     assert [batch.failures for batch in there] == [batch.failures for batch in here]
     assert sum(len(batch.failures) for batch in here) >= 3
     for one, other in zip(here, there, strict=True):
@@ -301,34 +301,34 @@ def test_rows_and_failures_are_those_of_the_cpu_where_nothing_is_understood(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Then the CPU decodes all of them, to its own bits; none is read from its disk again."""
-    pictures = odd_pictures()
-    here = loaded(pictures, None)
+    images = odd_images()
+    here = loaded(images, None)
     monkeypatch.setattr(gpu_decode, "decode_jpegs", smaller)
     read: list[bytes] = []
 
-    def noted(self: Pictures, key: bytes) -> bytes:
+    def noted(self: EncodedImages, key: bytes) -> bytes:
         read.append(key)
-        return self.pictures[int(key)]
+        return self.images[int(key)]
 
-    monkeypatch.setattr(Pictures, "read", noted)
-    there = loaded(pictures, SHARES)
-    assert len(read) == len(set(read)) == len(pictures)
+    monkeypatch.setattr(EncodedImages, "read", noted)
+    there = loaded(images, SHARES)
+    assert len(read) == len(set(read)) == len(images)
     assert [batch.failures for batch in there] == [batch.failures for batch in here]
     assert all(torch.equal(a.images, b.images) for a, b in zip(there, here, strict=True))
 
 
-def test_odd_pictures_of_the_shared_data_have_the_verdicts_of_the_cpu(shared_data: Path) -> None:
+def test_odd_images_of_the_shared_data_have_the_verdicts_of_the_cpu(shared_data: Path) -> None:
     files = sorted((shared_data / "odd-images").rglob("*.jp*g"))
-    pictures = [file.read_bytes() for file in files]
-    assert len(pictures) > 20
-    here, there = loaded(pictures, None), loaded(pictures, SHARES)
+    images = [file.read_bytes() for file in files]
+    assert len(images) > 20
+    here, there = loaded(images, None), loaded(images, SHARES)
     for one, other in zip(here, there, strict=True):
         assert one.failures == other.failures
         assert all(near(a, b) for a, b in zip(other.images, one.images, strict=True))
 
 
 def test_a_loader_that_is_left_early_ends_at_once() -> None:
-    source = Pictures([picture(seed % 4) for seed in range(200)])
+    source = EncodedImages([encoded_image(seed % 4) for seed in range(200)])
     decoding = DecodeSettings(PREPROCESS, POLICY, device_share=SHARES)
     begun = time.monotonic()
     with Loader(source, source.listing(), decoding, 4, CPU) as loader:
@@ -339,8 +339,8 @@ def test_a_loader_that_is_left_early_ends_at_once() -> None:
 
 @pytest.mark.parametrize("share", [1, 5, 16])
 def test_the_key_decides_who_decodes(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = [picture(seed % 4) for seed in range(128)]
-    keys = Pictures(pictures).listing().keys
+    images = [encoded_image(seed % 4) for seed in range(128)]
+    keys = EncodedImages(images).listing().keys
     decoding = DecodeSettings(PREPROCESS, POLICY, device_share=share)
     expected = sum(decoding.is_for_device(key) for key in keys)
     decoded: list[int] = []
@@ -350,7 +350,7 @@ def test_the_key_decides_who_decodes(share: int, monkeypatch: pytest.MonkeyPatch
         return list(REAL_DECODE(data, device))
 
     monkeypatch.setattr(gpu_decode, "decode_jpegs", counted)
-    loaded(pictures, share, batch_size=16)
+    loaded(images, share, batch_size=16)
     assert sum(decoded) == expected
     assert abs(expected / 128 - share / SHARES) < 0.1
 
@@ -365,18 +365,18 @@ def test_both_are_done_together() -> None:
     assert balanced(1.0, 5.0, 0.1) == SHARES
 
 
-def test_the_share_is_measured_on_pictures_of_the_data_set() -> None:
-    source = Pictures(odd_pictures())
+def test_the_share_is_measured_on_images_of_the_data_set() -> None:
+    source = EncodedImages(odd_images())
     decoding = DecodeSettings(PREPROCESS, POLICY)
     share, why = decode_share(source, source.listing(), decoding, CPU)
     assert 1 <= share <= SHARES
     assert f"{share} of 16 JPEGs on cpu" in why
-    none = Pictures([b"no image"])
+    none = EncodedImages([b"no image"])
     assert decode_share(none, none.listing(), decoding, CPU)[0] == SHARES
 
 
 def test_decoding_on_a_gpu_needs_one(tmp_path: Path) -> None:
-    source = Pictures([])
+    source = EncodedImages([])
     check_device("gpu", source, torch.device("cuda", 0))
     check_device("fast", source, CPU)
     with pytest.raises(ConfigError, match="decode=gpu: device=cpu"):
@@ -395,7 +395,7 @@ def test_regions_are_cut_on_the_cpu(photo_folder: Path, tmp_path: Path) -> None:
 
 def test_a_transform_of_the_library_alone_is_refused() -> None:
     preprocess = Preprocess(PREPROCESS.reference, (8, 8), None, "lanczos", (0, 0, 0), (1, 1, 1))
-    source = Pictures([picture(0)])
+    source = EncodedImages([encoded_image(0)])
     config: Any = types.SimpleNamespace(decode="gpu", data=None)
     with pytest.raises(ConfigError, match=r"decode=gpu: only the library .* Use decode=fast"):
         DecodeSettings.of_run(config, preprocess, source.listing(), None)  # type: ignore[arg-type]
@@ -408,7 +408,7 @@ def cpu_as_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any
     monkeypatch.setattr(sharing, "check_device", lambda decode, source, device: None)
     photos = tmp_path / "photos"
     photos.mkdir()
-    for i, data in enumerate(odd_pictures()):
+    for i, data in enumerate(odd_images()):
         (photos / f"{i:03d}.jpg").write_bytes(data)
     return {
         "model": {"name": "resnet18", "weights": None},
@@ -450,12 +450,12 @@ def test_a_run_keeps_its_share(cpu_as_gpu: dict[str, Any], monkeypatch: pytest.M
 
 @pytest.mark.gpu
 def test_nvjpeg_gives_the_crops_of_the_cpu() -> None:
-    pictures = odd_pictures()
-    source = Pictures(pictures)
+    images = odd_images()
+    source = EncodedImages(images)
     decoding = DecodeSettings(PREPROCESS, POLICY, device_share=SHARES)
     with Loader(source, source.listing(), decoding, 8, torch.device("cuda", 0)) as loader:
-        there = [batch for _, batch in loader.batches([Part(0, 0, len(pictures))])]
-    here = loaded(pictures, None, batch_size=8)
+        there = [batch for _, batch in loader.batches([Part(0, 0, len(images))])]
+    here = loaded(images, None, batch_size=8)
     for one, other in zip(here, there, strict=True):
         assert other.images.is_cuda
         assert one.failures == other.failures

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import make_picture
+from conftest import make_image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -47,7 +47,7 @@ PREPROCESS = Preprocess(to_tensor, (SIDE, SIDE), SIDE, "bilinear", (0, 0, 0), (1
 
 def encoded(seed: int) -> bytes:
     file = io.BytesIO()
-    make_picture(40 + seed % 7, 30 + seed % 5, seed=seed).save(file, "PNG")
+    make_image(40 + seed % 7, 30 + seed % 5, seed=seed).save(file, "PNG")
     return file.getvalue()
 
 
@@ -264,7 +264,7 @@ def test_every_kind_of_fault_a_folder_can_have(tmp_path: Path) -> None:
 def test_an_error_in_the_transform_is_recorded() -> None:
     def transform(image: Image.Image) -> torch.Tensor:
         if image.size == Image.open(io.BytesIO(GOOD[3])).size:
-            raise ZeroDivisionError("no such picture, please")
+            raise ZeroDivisionError("no such image, please")
         return to_tensor(image)
 
     preprocess = Preprocess(transform, (SIDE, SIDE), None, "other", (0, 0, 0), (1, 1, 1))
@@ -273,7 +273,7 @@ def test_an_error_in_the_transform_is_recorded() -> None:
     )
     [failure] = batch.failures
     assert (failure.row, failure.status) == (3, Status.TRANSFORM_ERROR)
-    assert (failure.error, failure.message) == ("ZeroDivisionError", "no such picture, please")
+    assert (failure.error, failure.message) == ("ZeroDivisionError", "no such image, please")
     assert not batch.images[3].any()
     assert torch.equal(batch.images[4], expected_row(GOOD[4], reference=True))
 
@@ -290,7 +290,7 @@ def test_a_transform_of_another_shape_is_recorded_not_stretched(shape: tuple[int
     assert not batch.images.any()
 
 
-def test_a_picture_that_resizing_makes_too_large_is_recorded() -> None:
+def test_an_image_that_resizing_makes_too_large_is_recorded() -> None:
     """One pixel by 3000: within the limit as it is, 48 times over it when 16 pixels wide."""
     file = io.BytesIO()
     Image.new("RGB", (1, 3000), "red").save(file, "PNG")
@@ -379,7 +379,7 @@ def test_a_disk_that_recovers_costs_no_row() -> None:
     assert source.read_keys.count(b"000005") == 4
 
 
-def test_a_disk_that_goes_on_failing_stops_the_run_and_is_no_row() -> None:
+def test_a_disk_that_keeps_failing_stops_the_run_and_is_no_row() -> None:
     source = FailingSource(GOOD, b"000002", IO_ERROR, times=10**6)
     with make_loader(source) as loader:
         batches = loader.batches(parts_of(23, 8))
@@ -399,7 +399,7 @@ def test_batches_before_the_failing_one_are_given_out() -> None:
 
 
 def test_a_folder_that_vanishes_stops_the_run(tmp_path: Path) -> None:
-    root = tmp_path / "pictures"
+    root = tmp_path / "images"
     root.mkdir()
     for i in range(6):
         (root / f"{i}.png").write_bytes(GOOD[i])
@@ -521,7 +521,7 @@ def test_threads_are_gone_after_an_exception_of_the_consumer() -> None:
     assert len(source.read_keys) <= 4 * (PREFETCH_BATCHES + 1)
 
 
-def test_leaving_early_drops_what_was_not_begun() -> None:
+def test_leaving_early_drops_what_was_not_started() -> None:
     """Ending a run must not wait for a queue of slow reads."""
 
     class Slow(MemorySource):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pillow_heif
 import pytest
-from conftest import make_picture
+from conftest import make_image
 from PIL import AvifImagePlugin, Image
 from tiny_model import extract
 
@@ -35,10 +35,10 @@ def avif(image: Image.Image, **options: Any) -> bytes:
 
 def heic(*images: Image.Image, **options: Any) -> bytes:
     file = io.BytesIO()
-    pictures = pillow_heif.from_pillow(images[0])
+    heif = pillow_heif.from_pillow(images[0])
     for image in images[1:]:
-        pictures.add_from_pillow(image)
-    pictures.save(file, **{"quality": 95, "chroma": 444, **options})
+        heif.add_from_pillow(image)
+    heif.save(file, **{"quality": 95, "chroma": 444, **options})
     return file.getvalue()
 
 
@@ -57,8 +57,8 @@ WRITERS = {"avif": avif, "heic": heic}
 
 @pytest.mark.parametrize("kind", WRITERS)
 @pytest.mark.parametrize("mode", ["L", "RGB"])
-def test_a_picture_comes_back_as_it_was_within_the_loss(kind: str, mode: str) -> None:
-    image = make_picture(64, 48).convert(mode)
+def test_an_image_comes_back_as_it_was_within_the_loss(kind: str, mode: str) -> None:
+    image = make_image(64, 48).convert(mode)
     found = pixels(WRITERS[kind](image))
     assert found.shape == (48, 64, 3)
     assert np.abs(found - np.asarray(image.convert("RGB"), int)).mean() < 3
@@ -81,7 +81,7 @@ def test_the_first_frame_of_several(kind: str) -> None:
 
 
 def test_the_orientation_of_an_avif_is_applied_or_ignored() -> None:
-    image = make_picture(64, 32)
+    image = make_image(64, 32)
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     data = avif(image, exif=exif.tobytes())
@@ -93,8 +93,8 @@ def test_the_orientation_of_an_avif_is_applied_or_ignored() -> None:
 
 @pytest.mark.parametrize("exif", ["apply", "ignore"])
 def test_a_heic_is_upright_by_its_own_transformation(exif: str) -> None:
-    """Its format turns the picture; the EXIF orientation beside it is a copy, not a second turn."""
-    image = make_picture(64, 32)
+    """Its format turns the image; the EXIF orientation beside it is a copy, not a second turn."""
+    image = make_image(64, 32)
     turned = Image.Exif()
     turned[ORIENTATION] = 6
     data = heic(image, exif=turned.tobytes())
@@ -114,8 +114,8 @@ def test_16_bits_of_a_heic_are_scaled_by_their_range() -> None:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_a_truncated_file_is_never_a_picture(kind: str) -> None:
-    data = WRITERS[kind](make_picture(64, 48))
+def test_a_truncated_file_is_never_an_image(kind: str) -> None:
+    data = WRITERS[kind](make_image(64, 48))
     for cut in sorted({*range(1, len(data), 61), len(data) - 1}):
         fault = fault_of(data[:cut])
         assert cut < 16 or fault.status in (Status.TRUNCATED, Status.DECODE_ERROR), (cut, fault)
@@ -124,14 +124,14 @@ def test_a_truncated_file_is_never_a_picture(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_the_pixel_limit_holds(kind: str) -> None:
-    data = WRITERS[kind](make_picture(64, 48))
+    data = WRITERS[kind](make_image(64, 48))
     assert pixels(data, replace(POLICY, max_pixels=64 * 48)).shape == (48, 64, 3)
     fault = fault_of(data, replace(POLICY, max_pixels=64 * 48 - 1))
     assert fault.status == Status.TOO_LARGE
 
 
 def test_a_heic_is_never_replaced_by_its_thumbnail() -> None:
-    image = make_picture(320, 240)
+    image = make_image(320, 240)
     data = heic(image, thumbnails=[120])
     assert pillow_heif.open_heif(data).info["thumbnails"]
     assert decode_pixels(data, POLICY, 32).shape == (240, 320, 3)
@@ -139,7 +139,7 @@ def test_a_heic_is_never_replaced_by_its_thumbnail() -> None:
 
 def test_the_container_may_have_a_brand_that_says_nothing() -> None:
     for write in (avif, heic):
-        data = write(make_picture(64, 48))
+        data = write(make_image(64, 48))
         other = data[:8] + b"mif1" + data[12:]
         assert np.array_equal(pixels(other), pixels(data))
 
@@ -154,7 +154,7 @@ def test_one_thread_an_avif_and_afterwards_as_it_was(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(AvifImagePlugin, "DEFAULT_MAX_THREADS", 7)
     monkeypatch.setattr(AvifImagePlugin.AvifImageFile, "load", noted)
-    decode(avif(make_picture(32, 32)), POLICY)
+    decode(avif(make_image(32, 32)), POLICY)
     assert set(seen) == {1}
     assert AvifImagePlugin.DEFAULT_MAX_THREADS == 7
 
@@ -167,7 +167,7 @@ def without_heif(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_extra_the_failure_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = heic(make_picture(32, 32))
+    data = heic(make_image(32, 32))
     without_heif(monkeypatch)
     fault = fault_of(data)
     assert fault.status == Status.UNSUPPORTED
@@ -176,7 +176,7 @@ def test_without_the_extra_the_failure_names_it(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore:image file could not be identified:UserWarning")  # Pillow's
 def test_a_pillow_without_avif_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = avif(make_picture(32, 32))
+    data = avif(make_image(32, 32))
     monkeypatch.setattr(AvifImagePlugin, "SUPPORTED", False)
     fault = fault_of(data)
     assert fault.status == Status.UNSUPPORTED
@@ -210,10 +210,10 @@ def test_a_new_store_with_such_a_name_is_bound(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_a_store_goes_on_with_the_version_it_has_or_says_so(
+def test_a_store_resumes_with_its_version_or_says_so(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (photos / "z.heic").write_bytes(heic(make_picture(64, 64)))
+    (photos / "z.heic").write_bytes(heic(make_image(64, 64)))
     assert extract(photos, pack=False).ok.all()
     descriptor = json.loads(Path("store/featx.json").read_bytes())
     assert descriptor["fingerprint"]["version.pillow_heif"] == pillow_heif.__version__

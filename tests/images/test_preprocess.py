@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_picture
+from conftest import make_image
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -76,7 +76,7 @@ def fast(preprocess: Preprocess, image: Image.Image) -> torch.Tensor:
 def test_the_fast_path_is_within_two_grey_levels(preprocess: Preprocess) -> None:
     assert preprocess.has_fast_path
     for i, (width, height) in enumerate(SIZES):
-        image = make_picture(width, height, seed=i)
+        image = make_image(width, height, seed=i)
         expected = in_grey_levels(preprocess, preprocess.reference(image))
         found = in_grey_levels(preprocess, fast(preprocess, image))
         assert found.shape == expected.shape == (3, *preprocess.crop)
@@ -96,9 +96,9 @@ def test_hard_edges_do_not_overflow(preprocess: Preprocess) -> None:
 
 
 @pytest.mark.parametrize("size", [(700, 30), (30, 700)])
-def test_a_long_thin_picture(size: tuple[int, int]) -> None:
+def test_a_long_thin_image(size: tuple[int, int]) -> None:
     preprocess = PREPROCESSES["resnet18.a1_in1k"]
-    image = make_picture(*size)
+    image = make_image(*size)
     expected = in_grey_levels(preprocess, preprocess.reference(image))
     found = in_grey_levels(preprocess, fast(preprocess, image))
     assert (found - expected).abs().max() <= 2.01
@@ -118,8 +118,8 @@ def test_channels_and_axes_keep_their_places() -> None:
     assert x[:, 10, 200].tolist() == [0, 0, 0]
 
 
-def test_a_picture_of_the_right_size_is_not_resampled() -> None:
-    image = make_picture(256, 320)
+def test_an_image_of_the_right_size_is_not_resampled() -> None:
+    image = make_image(256, 320)
     preprocess = Preprocess(None, (224, 224), 256, "bicubic", (0, 0, 0), (1, 1, 1))
     expected = np.asarray(image)[48 : 48 + 224, 16 : 16 + 224].transpose(2, 0, 1)
     assert np.array_equal(preprocess.crop_uint8(np.array(image)).numpy(), expected)
@@ -127,7 +127,7 @@ def test_a_picture_of_the_right_size_is_not_resampled() -> None:
 
 def test_a_crop_that_is_not_square() -> None:
     preprocess = Preprocess(None, (100, 200), 120, "bilinear", (0, 0, 0), (1, 1, 1))
-    assert preprocess.crop_uint8(np.array(make_picture(400, 130))).shape == (3, 100, 200)
+    assert preprocess.crop_uint8(np.array(make_image(400, 130))).shape == (3, 100, 200)
 
 
 @settings(max_examples=200, deadline=None)

@@ -11,7 +11,7 @@ import broken_decoders
 import numpy as np
 import pytest
 from broken_decoders import ABORT, CRASH, HANG, KILL, SLOW, gif
-from conftest import make_picture
+from conftest import make_image
 
 from featx.errors import RunError
 from featx.images.decode import SIMPLEJPEG, ImagePolicy, decode_pixels
@@ -19,7 +19,7 @@ from featx.images.subprocess_decode import decode_in_subprocess
 from featx.types import ImageFault, Status
 
 POLICY = ImagePolicy("apply", (10, 20, 30), 10**7, SIMPLEJPEG)
-PICTURE = make_picture(300, 260)
+IMAGE = make_image(300, 260)
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def encoded(kind: str) -> bytes:
     file = io.BytesIO()
-    PICTURE.save(file, kind)
+    IMAGE.save(file, kind)
     return file.getvalue()
 
 
@@ -65,7 +65,7 @@ def test_the_same_fault() -> None:
 @pytest.mark.usefixtures("broken")
 @pytest.mark.parametrize(("comment", "name"), [(CRASH, "SIGSEGV"), (ABORT, "SIGABRT")])
 def test_a_crash_is_a_fault(comment: bytes, name: str) -> None:
-    fault = fault_of(gif(PICTURE, comment))
+    fault = fault_of(gif(IMAGE, comment))
     assert (fault.status, fault.error) == (Status.CRASHES_DECODER, name)
     assert str(fault) == f"decoding it ends the process with {name}, also in a subprocess"
 
@@ -73,22 +73,22 @@ def test_a_crash_is_a_fault(comment: bytes, name: str) -> None:
 @pytest.mark.usefixtures("broken")
 def test_a_hang_is_a_fault_after_its_limit() -> None:
     begun = time.monotonic()
-    fault = fault_of(gif(PICTURE, HANG), 0.3)
+    fault = fault_of(gif(IMAGE, HANG), 0.3)
     assert time.monotonic() - begun < 30
     assert (fault.status, fault.error) == (Status.TIMEOUT, "TimeoutError")
     assert "data.timeout_s=0.3" in str(fault)
 
 
 @pytest.mark.usefixtures("broken")
-def test_what_was_slow_elsewhere_is_a_picture_here() -> None:
-    plain = decode_pixels(gif(PICTURE), POLICY, None)
-    assert np.array_equal(decode_in_subprocess(gif(PICTURE, SLOW), POLICY, None, 60), plain)
+def test_what_was_slow_elsewhere_is_an_image_here() -> None:
+    plain = decode_pixels(gif(IMAGE), POLICY, None)
+    assert np.array_equal(decode_in_subprocess(gif(IMAGE, SLOW), POLICY, None, 60), plain)
 
 
 @pytest.mark.usefixtures("broken")
 def test_a_child_that_is_killed_says_nothing_of_the_image() -> None:
     with pytest.raises(MemoryError, match="was killed"):
-        decode_in_subprocess(gif(PICTURE, KILL), POLICY, None, 60)
+        decode_in_subprocess(gif(IMAGE, KILL), POLICY, None, 60)
 
 
 def test_a_child_that_cannot_start_stops_the_run(

@@ -84,7 +84,7 @@ def driving(
 
     Args:
         overrides: of the command, beside tiny_model.COMMAND.
-        data: a folder of pictures.
+        data: a folder of images.
         pause_s: how long every forward pass takes, also those of the trial.
         environment: variables beside those of this process.
         program: what Python runs.

@@ -79,7 +79,7 @@ def test_a_server_that_is_killed_and_started_is_waited_for(
     is_whole(photos)
 
 
-def test_tasks_of_slurm_go_on_when_the_server_is_killed_and_started(
+def test_tasks_of_slurm_continue_when_the_server_is_killed_and_started(
     photos: Path, server: SeaweedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_cluster(tmp_path / "slurm") as cluster:
@@ -99,7 +99,7 @@ def test_tasks_of_slurm_go_on_when_the_server_is_killed_and_started(
     is_whole(photos)
 
 
-def test_a_server_that_is_gone_for_good_ends_the_run_which_goes_on_later(
+def test_a_server_that_is_gone_for_good_ends_the_run_which_resumes_later(
     photos: Path, server: SeaweedServer
 ) -> None:
     with driving(f"out={OUT}", pause_s=2, program=IMPATIENT) as driver:

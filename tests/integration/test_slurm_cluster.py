@@ -13,7 +13,7 @@ import pytest
 from drivers import driving
 from made_store import dataset_digests, temporary_files
 from slurm_cluster import SlurmCluster, running_cluster
-from tiny_model import extract, write_pictures
+from tiny_model import extract, write_images
 
 pytestmark = [
     pytest.mark.usefixtures("packing_in_process"),
@@ -88,7 +88,7 @@ def test_a_task_that_is_cancelled_while_it_waits_is_submitted_again(
 def test_a_time_limit_shorter_than_the_work_is_no_end(
     tmp_path: Path, cluster: SlurmCluster
 ) -> None:
-    photos = write_pictures(tmp_path / "photos", 96)
+    photos = write_images(tmp_path / "photos", 96)
     with driving(*SLURM, "executor.workers=1", "executor.time_limit_min=1", pause_s=4) as driver:
         assert driver.finish(800) == 0, driver.said
     limits = driver.lines("reached its time limit (ready after")

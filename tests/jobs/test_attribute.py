@@ -1,4 +1,4 @@
-"""job=attribute as a user runs it: stores, resume, failures, joining, verify, and pictures."""
+"""job=attribute as a user runs it: stores, resume, failures, joining, verify, and images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_model import COMMAND, KEYS, run_job, write_picture
+from tiny_model import COMMAND, KEYS, run_job, write_image
 from zoo import TwoStageConvNet
 
 import featx
@@ -34,7 +34,7 @@ def run(data: Path, out: str = "store", **keys: Any) -> int:
 
 
 def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray, int, float]:
-    """Grad-CAM of `deep`, the class and its probability, from the picture of a row."""
+    """Grad-CAM of `deep`, the class and its probability, from the image of a row."""
     torch.manual_seed(0)
     net = TwoStageConvNet().eval()
     assert store.attrs["weights_sha256"] == state_sha256(net)
@@ -50,9 +50,9 @@ def by_hand(store: featx.FeatureStore, data: Path, row: int) -> tuple[np.ndarray
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_every_row_explains_its_own_picture(photos: Path) -> None:
-    write_picture(photos / "cat" / "bad.png", 1)
-    (photos / "cat" / "bad.png").write_bytes(b"no picture")
+def test_every_row_explains_its_own_image(photos: Path) -> None:
+    write_image(photos / "cat" / "bad.png", 1)
+    (photos / "cat" / "bad.png").write_bytes(b"no image")
     assert run(photos, max_failures=1) == 0
     store = featx.open("store")
     assert store.complete

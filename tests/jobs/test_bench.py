@@ -63,7 +63,7 @@ def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) 
     for name, rows in (("a", [[1.0, 0.0]]), ("b", [[1.0, 1.0]])):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / contenders.FEATURES, np.array(rows))
-    # The folder has fewer pictures than were asked for.
+    # The folder has fewer images than were asked for.
     config = Config(job=JobConfig("bench"), bench=BenchConfig(num_images=100, runs=3))
     seconds = {"copy": 1.0, "write": 0.0}
     result = bench._result(

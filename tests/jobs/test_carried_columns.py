@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from made_store import dataset_digests
-from tiny_model import extract, run_job, write_picture
+from tiny_model import extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
@@ -29,7 +29,7 @@ def patient(i: int) -> str:
 def write_table(count: int = 12, changed: str | None = None) -> None:
     lines = ["path,label,patient,status,side"]
     for i in range(count):
-        write_picture(Path(f"{i:03d}.png"), i)
+        write_image(Path(f"{i:03d}.png"), i)
         side = ("train", "train", "test", "validation")[i // 2 % 4]
         name = changed if changed is not None and i == 5 else patient(i)
         lines.append(f"{i:03d}.png,{i % 2},{name},{i},{side}")
@@ -72,12 +72,12 @@ def test_a_run_a_resume_and_a_growth() -> None:
 @pytest.mark.slow
 def test_a_part_that_is_lost_and_rows_that_are_retried() -> None:
     write_table()
-    picture = Path("003.png").read_bytes()
+    image = Path("003.png").read_bytes()
     Path("003.png").write_bytes(b"")
     extract(TABLE, pack=False, max_failures=3)
     Path("store/parts/part-000001.h5").unlink()
     extract(TABLE, max_failures=3)
-    Path("003.png").write_bytes(picture)
+    Path("003.png").write_bytes(image)
     check(extract(TABLE, retry_failed=True))
     assert featx.open("store").ok.all()
 
@@ -88,7 +88,7 @@ def test_workers_write_them_too() -> None:
     check(extract(TABLE, executor={"name": "local", "workers": 2}, device="cpu"))
 
 
-def test_regions_have_the_columns_of_their_picture() -> None:
+def test_regions_have_the_columns_of_their_image() -> None:
     write_table(4)
     Path("boxes.csv").write_text(
         "path,x,y,width,height\n002.png,0,0,20,20\n001.png,5,5,20,20\n002.png,10,0,20,20\n"

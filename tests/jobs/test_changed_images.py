@@ -20,7 +20,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import parquet
-from tiny_model import COMMAND, extract, run_job, write_picture
+from tiny_model import COMMAND, extract, run_job, write_image
 
 from featx import FeatureStore
 from featx import open as open_store
@@ -148,7 +148,7 @@ def test_a_changed_image_is_refused_and_refreshed(
     before = extract(photos, **keys)
     values = before["conv"][:]
     changed = sorted_photos(photos)[5]
-    write_picture(changed, 1000)
+    write_image(changed, 1000)
     with pytest.raises(StoreMismatchError, match=r"1 image has changed.*cat/030\.png"):
         extract(photos, **keys)
     assert run_job("verify", store="store") == 2
@@ -214,7 +214,7 @@ def test_an_unfinished_store_is_refused_and_refreshed(
         interrupt_after_commits(patch, 2)
         with pytest.raises(Interrupted):
             extract(photos, **LENIENT)
-    write_picture(sorted_photos(photos)[1], 1000)
+    write_image(sorted_photos(photos)[1], 1000)
     with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
         extract(photos, **LENIENT)
     after = extract(photos, refresh=True, **LENIENT)
@@ -223,8 +223,8 @@ def test_an_unfinished_store_is_refused_and_refreshed(
 
 def test_a_store_that_grows_is_refused_and_refreshed(photos: Path) -> None:
     extract(photos, **LENIENT)
-    write_picture(sorted_photos(photos)[1], 1000)
-    write_picture(photos / "eel" / "1.png", 1001)
+    write_image(sorted_photos(photos)[1], 1000)
+    write_image(photos / "eel" / "1.png", 1001)
     with pytest.raises(StoreMismatchError, match=r"cat/006\.png"):
         extract(photos, grow=True, **LENIENT)
     after = extract(photos, grow=True, refresh=True, **LENIENT)
@@ -235,7 +235,7 @@ def test_a_store_that_grows_is_refused_and_refreshed(photos: Path) -> None:
 def test_layers_of_several_runs_are_refreshed_one_after_the_other(photos: Path) -> None:
     extract(photos, layers=["conv"])
     extract(photos, layers=["conv", "deep"])
-    write_picture(sorted_photos(photos)[1], 1000)
+    write_image(sorted_photos(photos)[1], 1000)
     both = r"with each of layers=\[conv\] and layers=\[deep\]"
     with pytest.raises(StoreMismatchError, match=both):
         extract(photos, layers=["conv", "deep"])
@@ -261,7 +261,7 @@ def test_layers_from_another_image_are_refused_at_the_end(
 
         def changed_later(*args: Any, **keys: Any) -> Any:
             found = changes(*args, **keys)
-            write_picture(sorted_photos(photos)[1], 1000)
+            write_image(sorted_photos(photos)[1], 1000)
             return found
 
         patch.setattr(row_updates, "image_changes", changed_later)
@@ -365,30 +365,30 @@ def test_all_boxes_of_a_changed_image_are_refreshed(photos: Path, compared: list
     data = {"name": "folder", "root": str(photos), "boxes": "boxes.csv"}
     age(photos)
     extract(data, **LENIENT)
-    write_picture(photos / names[1], 1000)
+    write_image(photos / names[1], 1000)
     with pytest.raises(StoreMismatchError, match="3 images have changed"):
         extract(data, **LENIENT)
-    assert len(compared) == 1  # a picture is read once for all its boxes
+    assert len(compared) == 1  # an image is read once for all its boxes
     after = extract(data, refresh=True, **LENIENT)
     assert same_values(after, extract(data, out="whole", **LENIENT))
 
 
-def write_tar(path: Path, pictures: dict[str, bytes]) -> None:
+def write_tar(path: Path, images: dict[str, bytes]) -> None:
     with tarfile.open(path, "w") as tar:
-        for name, data in pictures.items():
+        for name, data in images.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
 
 
-def write_hdf5(path: Path, pictures: dict[str, bytes]) -> None:
+def write_hdf5(path: Path, images: dict[str, bytes]) -> None:
     with h5py.File(path, "w") as file:
-        pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in pictures.values()]
+        pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in images.values()]
         file["images"] = np.stack(pixels)
 
 
-def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:
-    table = pa.table({"image": [{"bytes": d, "path": n} for n, d in pictures.items()]})
+def write_parquet(path: Path, images: dict[str, bytes]) -> None:
+    table = pa.table({"image": [{"bytes": d, "path": n} for n, d in images.items()]})
     parquet.write_table(table, path)
 
 
@@ -400,26 +400,26 @@ def write_parquet(path: Path, pictures: dict[str, bytes]) -> None:
         ("table", write_parquet, {"root": "set.parquet"}),
     ],
 )
-def test_a_container_that_was_written_anew(
+def test_a_container_that_was_written_again(
     photos: Path,
     name: str,
     write: Callable[[Path, dict[str, bytes]], None],
     keys: dict[str, str],
     compared: list[bytes],
 ) -> None:
-    pictures = {path.name: path.read_bytes() for path in sorted_photos(photos)}
+    images = {path.name: path.read_bytes() for path in sorted_photos(photos)}
     data = {"name": name, **keys}
-    write(Path(keys["root"]), pictures)
+    write(Path(keys["root"]), images)
     os.utime(keys["root"], (1e9, 1e9))
     extract(data, **LENIENT)
     extract(data, **LENIENT)
     assert not compared
-    write(Path(keys["root"]), pictures)
+    write(Path(keys["root"]), images)
     extract(data, **LENIENT)  # other times, the same images
     assert len(compared) == 21
-    write_picture(photos / "other.png", 1000)
-    pictures[list(pictures)[6]] = (photos / "other.png").read_bytes()
-    write(Path(keys["root"]), pictures)
+    write_image(photos / "other.png", 1000)
+    images[list(images)[6]] = (photos / "other.png").read_bytes()
+    write(Path(keys["root"]), images)
     with pytest.raises(StoreMismatchError, match="1 image has changed"):
         extract(data, **LENIENT)
     after = extract(data, refresh=True, **LENIENT)
@@ -441,7 +441,7 @@ def test_a_list_tells_what_has_changed_in_it(photos: Path, compared: list[bytes]
         with pytest.raises(StoreMismatchError, match=f"1 image has changed .*: {place:06d}"):
             extract(changed, **LENIENT)
     images[12] = paths[13]  # another path
-    write_picture(paths[15], 1000)
+    write_image(paths[15], 1000)
     with pytest.raises(StoreMismatchError, match=r"2 images have changed .*: 000012, 000015"):
         extract(images, **LENIENT)
     after = extract(images, refresh=True, **LENIENT)
@@ -488,7 +488,7 @@ def test_the_command(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]))
     command = (*COMMAND, f"data.root={photos}", "data=folder")
     extract(photos)
-    write_picture(sorted_photos(photos)[5], 1000)
+    write_image(sorted_photos(photos)[5], 1000)
     refused = featx(*command)
     assert refused.returncode == 2
     assert "1 image has changed since" in refused.stderr
@@ -503,13 +503,13 @@ def test_the_command(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_at", range(1, 16))
-def test_a_refresh_cut_off_anywhere_goes_on_to_the_same_store(
+def test_a_refresh_cut_off_anywhere_resumes_to_the_same_store(
     photos: Path, dies_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every change of the disk in turn is the last one of a process."""
     before = extract(photos, **LENIENT)
     for row in (2, 7):
-        write_picture(sorted_photos(photos)[row], 1000 + row)
+        write_image(sorted_photos(photos)[row], 1000 + row)
 
     class Dies(BaseException):
         pass
@@ -541,11 +541,11 @@ def test_a_refresh_cut_off_anywhere_goes_on_to_the_same_store(
     assert run_job("verify", store="store") == 0
 
 
-def test_a_repair_goes_on_where_another_image_has_changed(
+def test_a_repair_continues_if_another_image_has_changed(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos, pack=False, **LENIENT)
-    write_picture(sorted_photos(photos)[1], 1000)
+    write_image(sorted_photos(photos)[1], 1000)
     part = Path("store/parts/part-000003.h5")
     part.write_bytes(part.read_bytes()[:1000])
     assert run_job("verify", store="store", verify={"repair": True}) == 2  # the image, not the part

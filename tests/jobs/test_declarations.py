@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import pickle
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tiny_model import KEYS, MODEL, extract, run_job
+from tiny_model import KEYS, MODEL, extract, pack_in_process, run_job, write_images
 
 from featx.config.options import Kind, option_types
 from featx.config.run_config import Config
@@ -140,11 +141,24 @@ def recorded(config: Config, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[st
         yield seen
 
 
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the images `photos`, their features in `store`, and `probed` with a probe."""
+    folder = tmp_path_factory.mktemp("pristine")
+    write_images(folder / "photos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        pack_in_process(patch)
+        extract("photos", layers=["conv", "pool"])
+        extract("photos", out="probed")
+        run_job("probe", store="probed", device="cpu", probe={"l2": 0.1})
+    return folder
+
+
 @pytest.fixture
-def made(photos: Path) -> None:
-    extract("photos", layers=["conv", "pool"])
-    extract("photos", out="probed")
-    run_job("probe", store="probed", device="cpu", probe={"l2": 0.1})
+def stores(pristine: Path, tmp_path: Path) -> None:
+    """A copy of these folders in the current one."""
+    shutil.copytree(pristine, tmp_path, dirs_exist_ok=True)
 
 
 def leaves(names: set[str]) -> set[str]:
@@ -169,7 +183,7 @@ _OF_EVERY_JOB = {"job.json", "job.name", "job.show", "log.json"}
 
 @pytest.mark.parametrize("job", sorted({call.job for call in CALLS}))
 def test_a_job_accepts_what_it_reads_and_refuses_the_rest(
-    job: str, made: None, monkeypatch: pytest.MonkeyPatch
+    job: str, stores: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: set[str] = set()
     accepted: set[str] = set()

@@ -26,7 +26,7 @@ from torch import nn
 
 
 class Tiny(nn.Module):
-    """Eight channels of means over patches; `pool` is the embedding of a picture."""
+    """Eight channels of means over patches; `pool` is the embedding of an image."""
 
     def __init__(self, scale=1.0, poison=None):
         super().__init__()
@@ -94,12 +94,12 @@ def test_rows_labels_and_keys_belong_together(photo_folder: Path) -> None:
         np.testing.assert_allclose(store["pool"][row], alone["pool"][i], rtol=2e-3, atol=1e-4)
 
 
-def test_a_failed_picture_changes_no_neighbour(photo_folder: Path, tmp_path: Path) -> None:
+def test_a_failed_image_changes_no_neighbour(photo_folder: Path, tmp_path: Path) -> None:
     """The same rows, with and without damage in some of them, are the same bit for bit."""
     good = extract(photo_folder, out="good", dtype="float32")
     root = tmp_path / "damaged"
     shutil.copytree(photo_folder, root)
-    (root / "cat" / "004.jpg").write_bytes(b"not a picture")
+    (root / "cat" / "004.jpg").write_bytes(b"not an image")
     (root / "dog" / "007.jpg").write_bytes((root / "dog" / "007.jpg").read_bytes()[:500])
     damaged = extract(root, out="bad", dtype="float32")
     assert damaged.keys.tolist() == good.keys.tolist()
@@ -122,7 +122,7 @@ def test_every_way_to_cut_the_rows_gives_the_same_features(photo_folder: Path) -
         np.testing.assert_allclose(cut["pool"][:], reference["pool"][:], rtol=1e-5, atol=1e-6)
 
 
-def test_one_picture_and_a_limit(photo_folder: Path) -> None:
+def test_one_image_and_a_limit(photo_folder: Path) -> None:
     store = extract({"name": "folder", "root": str(photo_folder), "limit": 1})
     assert len(store) == 1
     assert store["pool"].shape == (1, 8, 1, 1)
@@ -188,7 +188,7 @@ def test_rows_too_small_for_float16_are_told(
     assert "warning" not in capfd.readouterr().err
 
 
-def test_every_picture_failing_is_not_success(tmp_path: Path) -> None:
+def test_every_image_failing_is_not_success(tmp_path: Path) -> None:
     from featx.config.schema import from_keywords, from_omegaconf
     from featx.jobs import extract as job
 

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import pytest
 from made_store import dataset_digests
-from tiny_model import MODEL, extract, run_job, write_picture
+from tiny_model import MODEL, extract, run_job, write_image
 
 import featx
 from featx.errors import StoreError, StoreMismatchError
@@ -48,7 +48,7 @@ def values_of(digests: Mapping[str, str]) -> dict[str, str]:
 def test_a_layer_more_is_computed_alone_and_equals_a_run_with_both(
     photos: Path, computed: list[tuple[frozenset[str], int]], packed: bool
 ) -> None:
-    (photos / "cat" / "012.png").write_bytes(b"no picture")
+    (photos / "cat" / "012.png").write_bytes(b"no image")
     extract(photos, layers=["pool"], pack=packed)
     old = featx.open("store")["pool"][:].tobytes()
     computed.clear()
@@ -120,7 +120,7 @@ def test_other_settings_do_not_join_a_store(
         ({"layers": ["conv", "pool"], "dtype": "bfloat16"}, "dtype: .*now 'bfloat16'"),
     ],
 )
-def test_a_finished_layer_is_compared_beside_a_new_layer(
+def test_a_finished_layer_is_compared_when_a_layer_is_added(
     photos: Path, keys: dict[str, Any], named: str
 ) -> None:
     """The new layer is all that would be computed; the old one asked for is not what is there."""
@@ -173,12 +173,12 @@ def test_a_layer_that_is_being_added_does_not_show_before_it_is_whole(photos: Pa
         run_job("pack", out="store")
 
 
-def test_new_pictures_are_refused_with_their_number_until_grow_is_given(photos: Path) -> None:
+def test_new_images_are_refused_with_their_number_until_grow_is_given(photos: Path) -> None:
     extract(photos)
     old = rows_of(PACKED)
     order = featx.open("store").keys.tolist()
     for i, name in enumerate(["ant/0.png", "cat/001.png", "loose.png"]):
-        write_picture(photos / name, 50 + i)
+        write_image(photos / name, 50 + i)
     before = PACKED.read_bytes()
     with pytest.raises(StoreMismatchError, match=r"3 new images that are not in .*store\. grow"):
         extract(photos)
@@ -209,18 +209,18 @@ def test_new_rows_are_those_of_a_store_made_at_once(photos: Path) -> None:
     )
 
 
-def test_pictures_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> None:
+def test_images_that_are_gone_are_named_and_nothing_is_lost(photos: Path) -> None:
     extract(photos)
     before = PACKED.read_bytes()
     (photos / "cat" / "000.png").unlink()
-    write_picture(photos / "cat" / "001.png", 50)
+    write_image(photos / "cat" / "001.png", 50)
     for grow in (False, True):
         with pytest.raises(StoreMismatchError, match=r"1 row whose image.*such as cat/000\.png"):
             extract(photos, grow=grow)
     assert PACKED.read_bytes() == before
 
 
-def test_a_picture_in_another_class_folder_is_another_picture(photos: Path) -> None:
+def test_an_image_in_another_class_folder_is_another_image(photos: Path) -> None:
     extract(photos)
     shutil.move(photos / "cat" / "000.png", photos / "dog" / "000.png")
     with pytest.raises(StoreMismatchError, match=r"1 row whose image.*cat/000\.png"):
@@ -259,9 +259,7 @@ def test_rows_are_added_to_all_layers_or_to_none(
     assert [start for _, start in computed] == [8, 12, 16, 20]
 
 
-def test_growing_is_gone_on_with_after_a_stop(
-    photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_resumes_after_a_stop(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from featx.store.session import StoreSession
 
     extract({"name": "folder", "root": str(photos), "limit": 6})
@@ -278,8 +276,8 @@ def test_growing_is_gone_on_with_after_a_stop(
             extract(photos, grow=True)
     half = featx.open("store")
     assert np.flatnonzero(half.status == 255).tolist() == list(range(14, 21))
-    # Another new picture while it is not finished: it waits for its turn.
-    write_picture(photos / "ant" / "0.png", 50)
+    # Another new image while it is not finished: it waits for its turn.
+    write_image(photos / "ant" / "0.png", 50)
     with pytest.raises(StoreMismatchError, match="1 new images"):
         extract(photos)
     (photos / "ant" / "0.png").unlink()
@@ -291,13 +289,13 @@ def test_growing_is_gone_on_with_after_a_stop(
 
 
 @pytest.mark.slow
-def test_new_pictures_while_the_growth_before_is_not_finished(photos: Path) -> None:
+def test_new_images_while_the_growth_before_is_not_finished(photos: Path) -> None:
     """grow=true twice: the rows of both growths are at their places in the end."""
     extract({"name": "folder", "root": str(photos), "limit": 6}, pack=False)
     extract(photos, grow=True, pack=False)
     order = featx.open("store").keys.tolist()
     Path("store/parts/part-000004.h5").unlink()
-    write_picture(photos / "ant" / "0.png", 50)
+    write_image(photos / "ant" / "0.png", 50)
     store = extract(photos, grow=True)
     assert store.complete
     assert store.keys.tolist() == [*order, "ant/0.png"]
@@ -306,7 +304,7 @@ def test_new_pictures_while_the_growth_before_is_not_finished(photos: Path) -> N
 
 @pytest.mark.slow
 def test_growing_by_rows_that_fail(photos: Path) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     extract(photos)
     (photos / "ant").mkdir()
     (photos / "ant" / "0.png").write_bytes(b"")
@@ -325,7 +323,7 @@ def test_overwrite_and_grow_contradict_each_other(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_runs_of_a_store_are_told_by_its_descriptor(photos: Path) -> None:
+def test_runs_of_a_store_are_listed_in_its_manifest(photos: Path) -> None:
     limited = {"name": "folder", "root": str(photos), "limit": 8}
     extract(limited)
     extract(limited, layers=["pool"], dtype="float32", codec="gzip")

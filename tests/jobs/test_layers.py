@@ -1,4 +1,4 @@
-"""job=layers: the tables, the JSON, the watch, and which picture they are of."""
+"""job=layers: the tables, the JSON, the watch, and which image they are of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_model import MODEL, write_picture
+from tiny_model import MODEL, write_image
 from torch import nn
 from zoo import TwoStageConvNet
 
@@ -102,8 +102,8 @@ def test_what_is_not_called_is_told_once(layers: Layers) -> None:
     assert "cannot be captured" not in layers()
 
 
-def test_values_are_of_the_first_picture(layers: Layers, tmp_path: Path) -> None:
-    """White and black by hand: a white picture is (1 - mean) / std after normalisation."""
+def test_values_are_of_the_first_image(layers: Layers, tmp_path: Path) -> None:
+    """White and black by hand: a white image is (1 - mean) / std after normalisation."""
     from PIL import Image
 
     (tmp_path / "p").mkdir()
@@ -119,12 +119,12 @@ def test_values_are_of_the_first_picture(layers: Layers, tmp_path: Path) -> None
     assert columns(text)["conv"][0] == "float32"
 
 
-def test_a_picture_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: Path) -> None:
+def test_an_image_that_cannot_be_read_is_passed_over(layers: Layers, tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
-    (tmp_path / "p" / "a.png").write_bytes(b"no picture")
+    (tmp_path / "p" / "a.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"none of the first 1 images of .*/p can be read"):
         layers(data=str(tmp_path / "p"))
-    write_picture(tmp_path / "p" / "b.png", 0)
+    write_image(tmp_path / "p" / "b.png", 0)
     assert "image     b.png of" in layers(data=str(tmp_path / "p"))
 
 
@@ -251,7 +251,7 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert layer_table([row], "cost", True).splitlines()[-1].split()[4:] == ["-"] * 4
 
 
-def test_watch_prints_up_to_the_layer_that_fails(
+def test_the_forward_log_ends_at_the_layer_that_fails(
     layers: Layers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = layers("watch").splitlines()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 def test_packed_later_is_what_is_packed_at_once(
     photos: Path, codec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     keys = {"layers": ["conv", "pool"], "codec": codec}
     kept = extract(photos, pack=False, **keys)
     extract(photos, out="at-once", **keys)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny_model import MODEL, extract, run_job, write_picture, write_pictures
+from tiny_model import MODEL, extract, run_job, write_image, write_images
 
 import featx
 from featx.errors import ConfigError, DataError, StoreError, StoreMismatchError
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with 41 pictures, and their store with heads of two layers, one of them a map."""
+    """A folder with 41 images, and their store with heads of two layers, one of them a map."""
     root = tmp_path_factory.mktemp("made")
-    photos = write_pictures(root / "photos")
+    photos = write_images(root / "photos")
     for i in range(20):
-        write_picture(photos / ("cat", "dog")[i % 2] / f"more{i}.png", 100 + i)
+        write_image(photos / ("cat", "dog")[i % 2] / f"more{i}.png", 100 + i)
     extract(photos, layers=["conv", "pool"], out=str(root / "store"))
     assert run_job("probe", store=str(root / "store"), device="cpu", probe={"l2": 0.1}) == 0
     return root
@@ -62,7 +62,7 @@ def predict_job(**keys: Any) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("layer", ["conv", "pool"])
-def test_the_same_pictures_get_what_the_stores_rows_get(
+def test_the_same_images_get_what_the_stores_rows_get(
     probed: featx.FeatureStore, photos: Path, layer: str
 ) -> None:
     rows = predict_job(layers=layer, data=str(photos))
@@ -91,12 +91,12 @@ def test_from_python_with_files_in_any_order(probed: featx.FeatureStore, photos:
         featx.predict("store/probe/pool.safetensors", [], model_factory="zoo:TwoStageConvNet")
 
 
-def test_a_picture_that_fails_is_a_row_with_its_reason(
+def test_an_image_that_fails_is_a_row_with_its_reason(
     probed: featx.FeatureStore, photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = Path("fresh")
-    write_picture(new / "good.png", 3)
-    (new / "bad.png").write_bytes(b"no picture")
+    write_image(new / "good.png", 3)
+    (new / "bad.png").write_bytes(b"no image")
     capsys.readouterr()
     rows = predict_job(data="fresh", code=3)
     assert [row["key"] for row in rows] == ["bad.png", "good.png"]
@@ -145,13 +145,13 @@ def test_what_is_missing_is_told(photos: Path) -> None:
         predict_job(layers=["a", "b"], data=str(photos))
 
 
-def test_pictures_are_read_as_those_of_the_store(probed: featx.FeatureStore, photos: Path) -> None:
+def test_images_are_read_as_those_of_the_store(probed: featx.FeatureStore, photos: Path) -> None:
     data = {"name": "folder", "root": str(photos), "exif": "ignore"}
     with pytest.raises(ConfigError, match=r"data\.exif=ignore"):
         predict_job(data=data)
 
 
-def test_a_store_begun_anew_has_no_probe_of_the_old_one(
+def test_an_overwritten_store_has_no_probe_of_the_old_one(
     probed: featx.FeatureStore, photos: Path
 ) -> None:
     assert json.loads(Path("store/probe.json").read_text())["head"]

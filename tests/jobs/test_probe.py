@@ -222,7 +222,7 @@ def test_a_layer_over_the_memory_is_streamed(capsys: pytest.CaptureFixture[str])
     assert streamed["linear"]["accuracy"] == pytest.approx(inside["linear"]["accuracy"], abs=0.08)
 
 
-def test_the_same_pictures_on_both_sides_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_images_on_both_sides_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     twice = np.concatenate([X[:150], X[:150]])
     write_store(Path("store"), np.concatenate([Y[:150], Y[:150]]), x=twice)
     found = probe(capsys)

@@ -28,7 +28,7 @@ LENIENT = {"max_failures": 30, "layers": ["conv", "deep"]}
 
 
 def spoil(photos: Path, rows: Sequence[int]) -> dict[str, bytes]:
-    """Cut some pictures short; returns what they were."""
+    """Cut some images short; returns what they were."""
     names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
     sound = {names[row]: (photos / names[row]).read_bytes() for row in rows}
     for name, data in sound.items():
@@ -51,7 +51,7 @@ def same_values(store: featx.FeatureStore, other: featx.FeatureStore) -> bool:
     ("pack", "dtype", "codec"),
     [(True, "float16", "none"), (True, "bfloat16", "zstd"), (False, "bfloat16", "none")],
 )
-def test_mended_images_give_the_store_of_a_run_without_faults(
+def test_retried_rows_give_the_store_of_a_run_without_failures(
     photos: Path, pack: bool, dtype: str, codec: str
 ) -> None:
     keys = {**LENIENT, "pack": pack, "dtype": dtype, "codec": codec}
@@ -100,7 +100,7 @@ def test_nothing_mended_changes_nothing(photos: Path, computed: list[Any]) -> No
     assert Path("store/features.h5").read_bytes() == data
 
 
-def test_a_store_that_is_not_whole_is_mended_and_gone_on_with(
+def test_failed_rows_of_an_unfinished_store_are_retried_and_it_resumes(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = extract(photos, out="whole", **LENIENT)

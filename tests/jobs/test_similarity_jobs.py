@@ -42,7 +42,7 @@ def ask(job: str, json: bool = False, out: str | None = None, **options: Any) ->
     return run_job(job, json=json, **keys, **({"out": out} if out else {}))
 
 
-def test_of_one_picture(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_one_image(store: featx.FeatureStore, capsys: pytest.CaptureFixture[str]) -> None:
     key = str(store.keys[4])
     assert ask("neighbors", key=key, k=3) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 from made_store import dataset_digests
-from tiny_model import MODEL, extract, extract_in_steps, run_job, write_picture
+from tiny_model import MODEL, extract, extract_in_steps, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, ModelError, StoreError, StoreMismatchError
@@ -125,7 +125,7 @@ def test_the_command_prints_json_alone_also_with_repair(
 
 
 @pytest.mark.slow
-def test_a_truncated_packed_file_is_damage_and_is_made_anew(
+def test_a_truncated_packed_file_is_damage_and_is_computed_again(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos)
@@ -240,7 +240,7 @@ def raises_runtime_error(*args: Any) -> None:
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("name", ["featx.json", "samples.h5"])
 @pytest.mark.parametrize("how", ["lost", pytest.param("damaged", marks=pytest.mark.slow)])
-def test_a_lost_descriptor_or_listing_is_put_back(
+def test_a_lost_manifest_or_listing_is_restored(
     photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]],
     name: str, pack: bool, how: str,
 ) -> None:  # fmt: skip
@@ -263,7 +263,7 @@ def test_a_lost_descriptor_or_listing_is_put_back(
     assert look(capsys, verify={"reextract_rows": 21})[1]["reextracted"]["identical"] == 21
 
 
-def test_putting_back_the_descriptor_needs_no_picture(
+def test_restoring_the_manifest_needs_no_image(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos)
@@ -273,7 +273,7 @@ def test_putting_back_the_descriptor_needs_no_picture(
     assert Path("store/featx.json").is_file()
 
 
-def test_what_is_beside_the_features_is_made_anew_without_the_model(
+def test_other_files_of_a_store_are_restored_without_the_model(
     photos: Path, capsys: pytest.CaptureFixture[str], computed: list[tuple[frozenset[str], int]]
 ) -> None:
     extract(photos)
@@ -308,10 +308,10 @@ def test_a_file_that_is_no_part_of_the_store_goes_and_parts_stay_parts(
     assert not Path("store/features.h5").exists()
 
 
-def test_repair_without_the_picture_names_it_and_the_good_rows_stay(
+def test_repair_without_the_image_names_it_and_the_good_rows_stay(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same command again, with the picture back, ends what the first one began."""
+    """The same command again, with the image back, ends what the first one began."""
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     whole = featx.open("store")["conv"][:]
@@ -391,13 +391,13 @@ def test_a_lost_file_of_weights_is_named(
     assert look(capsys)[0] == 0
 
 
-def test_new_pictures_do_not_keep_a_store_from_being_repaired(
+def test_new_images_do_not_keep_a_store_from_being_repaired(
     photos: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extract(photos)
     before = dataset_digests(Path("store/features.h5"))
     flip_byte_of_row(Path("store/features.h5"), "conv", 9)
-    write_picture(photos / "cat" / "001.png", 99)
+    write_image(photos / "cat" / "001.png", 99)
     code, found = look(capsys, verify={"repair": True})
     assert code == 0, found
     assert dataset_digests(Path("store/features.h5")) == before

@@ -316,7 +316,7 @@ def test_control_flow_that_differs_between_batches_is_an_error(stop: bool) -> No
         assert set(hooks.forward(x)) == {"a", "b", "c"}
 
 
-def test_input_taps_see_the_input_before_the_layer_writes_to_it(x: torch.Tensor) -> None:
+def test_captured_inputs_are_those_before_the_layer_writes_to_them(x: torch.Tensor) -> None:
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)).eval()
     point = CapturePoint("embedding", "1", "input")
     with torch.no_grad(), CaptureHooks(model, [point], lambda point, t: t.clone()) as hooks:

@@ -143,7 +143,7 @@ def test_compiled_values_are_the_eager_ones(case: str, reduce: str) -> None:
         assert torch.equal(compiled[name], value), name
 
 
-def test_a_write_that_only_pictures_show_is_found_when_compiled() -> None:
+def test_a_write_that_only_images_show_is_found_when_compiled() -> None:
     x = 100 * noise().abs()
     with Engine(backbone_of(ClampedNet()), CPU, "float32") as engine:
         requests = [("layer", ReduceConfig()), ("clamp", ReduceConfig())]
@@ -154,7 +154,7 @@ def test_a_write_that_only_pictures_show_is_found_when_compiled() -> None:
     assert values["clamp"].max() == 6
 
 
-def test_taps_in_another_order_are_an_error_when_compiled() -> None:
+def test_captures_in_another_order_are_an_error_when_compiled() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:
             super().__init__()

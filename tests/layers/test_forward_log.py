@@ -77,7 +77,7 @@ def test_a_pass_that_fails_has_told_every_line_before() -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_lines_come_while_the_pass_goes_on() -> None:
+def test_lines_come_during_the_pass() -> None:
     told: list[str] = []
     seen: list[int] = []
 

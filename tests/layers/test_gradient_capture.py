@@ -129,7 +129,7 @@ def test_activation_and_gradient_of_one_row_come_from_one_pass() -> None:
     assert both["stem:grad_output"].shape == both["stem"].shape
 
 
-def test_a_row_is_its_own_images_gradient_whatever_stands_beside_it() -> None:
+def test_a_row_is_its_own_images_gradient_whatever_the_batch() -> None:
     model = Residual()
     x = torch.randn(4, 3, SIDE, SIDE)
     together = gradients(backbone_of(model), x, "left:grad_output")["left:grad_output"]
@@ -346,7 +346,7 @@ def test_the_config_refuses_what_has_no_effect() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_go_into_the_store_beside_the_activations(
+def test_gradients_go_into_the_store_with_the_activations(
     photo_folder: Path, tmp_path: Path
 ) -> None:
     keys = {

@@ -207,7 +207,7 @@ def test_overwritten_covers_operations() -> None:
     assert overwritten(ResidualConvNet().eval(), points, noise()) == {"add"}
 
 
-def test_an_overwriting_that_only_pictures_show_is_found() -> None:
+def test_an_overwriting_that_only_images_show_is_found() -> None:
     class Late(ClampedNet):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.clamp(self.layer(x) * 1)
@@ -414,7 +414,7 @@ def test_capture_tells_what_did_run() -> None:
         pass
 
 
-def test_each_pass_counts_anew_also_after_an_interrupted_one() -> None:
+def test_each_pass_counts_from_zero_also_after_an_interrupted_one() -> None:
     module, x = Plain().eval(), noise()
     with torch.no_grad(), featx.capture(module, ["block.add", "add"]) as features:
         module(x)
@@ -452,7 +452,7 @@ def test_a_model_that_catches_what_a_layer_raises_keeps_its_names() -> None:
     assert names_of(Tries(), noise()) == ["add"]
 
 
-def test_nothing_is_watched_where_no_operation_is_asked_for() -> None:
+def test_nothing_is_recorded_if_no_operation_is_requested() -> None:
     module = Plain()
     with CaptureHooks(module, [CapturePoint("fc", "fc")]), featx.capture(module, ["act"]):
         assert num_hooks(module) == 3

@@ -162,7 +162,7 @@ def test_bytes_of_the_tensors_a_call_gives() -> None:
         assert measure_values(model, x)["0", 1].outputs[()].dtype == "bfloat16"
 
 
-def test_only_what_is_asked_for_is_measured_and_values_are_the_first_pictures() -> None:
+def test_only_what_is_asked_for_is_measured_and_values_are_the_first_images() -> None:
     x = torch.stack([torch.zeros(3, 2, 2), torch.ones(3, 2, 2)])
     model = nn.Sequential(nn.ReLU())
     found = profile(model, x, ("values", "memory"))

@@ -215,7 +215,7 @@ def test_all_and_leaves_leave_out_what_has_no_rows_and_say_so() -> None:
     ]
 
 
-def test_every_tap_of_all_can_be_named_one_by_one() -> None:
+def test_every_capture_of_all_can_be_named_one_by_one() -> None:
     points = [point for point, _ in selection("all").chosen]
     for point in points:
         (found,) = selection(point.name).chosen
@@ -241,7 +241,7 @@ def test_presets_and_names_go_together() -> None:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_a_preset_beside_a_module_of_that_name(name: str) -> None:
+def test_a_preset_is_a_preset_also_with_a_module_of_that_name(name: str) -> None:
     """38 of timm's files call a module `stages`; it is reached by its call, and that is said."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1))
     model.add_module(name, nn.Sequential(nn.Conv2d(4, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, 2, 1)))

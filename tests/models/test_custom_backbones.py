@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_picture
+from conftest import make_image
 from safetensors.torch import save_file
 from torchvision.transforms import v2
 
@@ -197,8 +197,8 @@ def test_the_stated_transform_is_torchvisions(here: Path, interpolation: str) ->
             v2.Normalize([0.1, 0.2, 0.3], [0.4, 0.5, 0.6]),
         ]
     )
-    picture = make_picture(77, 61)
-    torch.testing.assert_close(preprocess.reference(picture), expected(picture))
+    image = make_image(77, 61)
+    torch.testing.assert_close(preprocess.reference(image), expected(image))
     assert preprocess.has_fast_path is (interpolation != "nearest")
 
 

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0 with the weights of its pip package: known pictures have their known class.
+"""EfficientNet-Lite0 with the weights of its pip package: known images have their known class.
 
 Strict loading proves nothing here: timm's efficientnet_lite0 takes the same weights, and is wrong.
 """
@@ -28,7 +28,7 @@ def build(weights: str | None = "default", seed: int = 0) -> Backbone:
 
 
 @pytest.fixture(scope="module")
-def known_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def known_images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """china.jpg and flower.jpg of scikit-learn."""
     datasets = pytest.importorskip("sklearn.datasets")
     root = tmp_path_factory.mktemp("known")
@@ -40,12 +40,12 @@ def known_pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("decode", ["fast", pytest.param("reference", marks=pytest.mark.slow)])
 def test_china_is_a_palace_and_flower_a_daisy(
-    known_pictures: Path, tmp_path: Path, decode: str
+    known_images: Path, tmp_path: Path, decode: str
 ) -> None:
     from torchvision.models import ResNet18_Weights
 
     store = featx.extract(
-        layers=["classifier"], data=str(known_pictures), out=str(tmp_path / "run"), decode=decode
+        layers=["classifier"], data=str(known_images), out=str(tmp_path / "run"), decode=decode
     )
     categories = ResNet18_Weights.DEFAULT.meta["categories"]
     found = {}
@@ -104,11 +104,11 @@ def test_the_classes_have_names() -> None:
 
 
 @pytest.mark.slow
-def test_grad_cam_lights_up_the_palace_and_the_flower(known_pictures: Path, tmp_path: Path) -> None:
+def test_grad_cam_lights_up_the_palace_and_the_flower(known_images: Path, tmp_path: Path) -> None:
     """The palace fills the left half of its crop, the flower the middle of its own."""
     from tiny_model import run_job
 
-    keys = {"data": known_pictures, "out": tmp_path / "store", "pack": False}
+    keys = {"data": known_images, "out": tmp_path / "store", "pack": False}
     assert run_job("attribute", attribute={"method": "gradcam", "per_class": 0}, **keys) == 0
     store = featx.open(tmp_path / "store")
     assert store["target"][:].tolist() == [698, 985]

@@ -116,7 +116,7 @@ def one() -> nn.Module:
 CUSTOM = {"library": "custom", "factory": "test_reset:Trained"}
 
 
-def test_a_custom_model_is_made_anew_by_its_factory(tmp_path: Path) -> None:
+def test_a_custom_model_is_built_again_by_its_factory(tmp_path: Path) -> None:
     state = {name: x + 1 for name, x in Trained().state_dict().items()}
     state["table"] -= 1
     torch.save(state, tmp_path / "w.pth")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import make_picture
+from conftest import make_image
 from safetensors.torch import save_file
 from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
@@ -164,11 +164,11 @@ def test_the_transform_is_timms_own(name: str) -> None:
     backbone = build(name, None)
     data = resolve_model_data_config(backbone.module)
     transform = create_transform(**data, is_training=False)
-    picture = make_picture(210, 190)
-    assert torch.equal(backbone.preprocess.reference(picture), transform(picture))
+    image = make_image(210, 190)
+    assert torch.equal(backbone.preprocess.reference(image), transform(image))
     assert backbone.preprocess.crop == tuple(data["input_size"][1:])
-    fast = backbone.preprocess.normalise(backbone.preprocess.crop_uint8(np.array(picture))[None])[0]
-    assert (fast - transform(picture)).abs().mean() < 0.02
+    fast = backbone.preprocess.normalise(backbone.preprocess.crop_uint8(np.array(image))[None])[0]
+    assert (fast - transform(image)).abs().mean() < 0.02
     check_reference(backbone.preprocess)
 
 

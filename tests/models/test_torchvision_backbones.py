@@ -8,7 +8,7 @@ from urllib.parse import urlparse
 
 import pytest
 import torch
-from conftest import make_picture
+from conftest import make_image
 from safetensors.torch import save_file
 from torchvision import models
 from torchvision.models import ResNet18_Weights
@@ -134,8 +134,8 @@ def test_each_set_of_weights_brings_its_own_transform(checkpoints: Path) -> None
         torch.save(state, elsewhere)
         backbone = build("mobilenet_v2", str(elsewhere))
         assert (backbone.preprocess.resize, backbone.weights) == (resize, str(elsewhere))
-        picture = make_picture(300, 260)
-        assert torch.equal(backbone.preprocess.reference(picture), entry.transforms()(picture))
+        image = make_image(300, 260)
+        assert torch.equal(backbone.preprocess.reference(image), entry.transforms()(image))
 
 
 def test_torchvisions_googlenet_file_by_path_rescales_its_input(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ OVERRIDES = {
 
 
 def run(job: str, data: Path, out: str = "store", **keys: Any) -> int:
-    """The exit code of a job on the pictures of a folder."""
+    """The exit code of a job on the images of a folder."""
     return run_job(job, **{**OPTIONS[job], "data": data, "out": out, **keys})
 
 
@@ -38,8 +38,8 @@ def made(job: str, out: str = "store") -> dict[str, Any]:
     """Everything that has to be the same however the job was spread."""
     root = Path(out)
     if job == "attribute":
-        pictures = {path.name: path.read_bytes() for path in (root / "pictures").iterdir()}
-        return {**dataset_digests(root / "features.h5"), **pictures}
+        images = {path.name: path.read_bytes() for path in (root / "pictures").iterdir()}
+        return {**dataset_digests(root / "features.h5"), **images}
     statistics = featx.open_stats(root)
     numbers = {
         name: (statistics[name].sha256, statistics[name].smallest.tolist()) for name in statistics

@@ -28,7 +28,7 @@ def begun(featx: Command, photos: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["key", "label", "classes"])
-def test_the_same_command_goes_on(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
+def test_the_same_command_resumes(featx: Command, photos: Path, tmp_path: Path, name: str) -> None:
     arguments = begun(featx, photos)
     root = tmp_path / "run"
     expected = package.open(root)

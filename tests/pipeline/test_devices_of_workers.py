@@ -74,7 +74,7 @@ def test_what_does_not_go_together_is_refused(keys: dict[str, Any], message: str
         config(**keys)
 
 
-def test_gpus_that_are_not_there_are_told_before_a_store_is_begun(photos: Path) -> None:
+def test_missing_gpus_are_reported_before_a_store_is_made(photos: Path) -> None:
     with pytest.raises(ConfigError, match=r"cuda:7.*torch finds \d+ CUDA devices"):
         extract(photos, executor={"devices": [7]})
     assert not Path("store").exists()
@@ -84,7 +84,7 @@ def test_gpus_that_are_not_there_are_told_before_a_store_is_begun(photos: Path) 
 
 
 class OfADataset:
-    """A data set that travels: three pictures of one colour."""
+    """A data set that travels: three images of one colour."""
 
     def __len__(self) -> int:
         return 3
@@ -97,7 +97,7 @@ class OfADataset:
 def test_two_workers_give_what_one_process_gives(
     photos: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    (photos / "cat" / "broken.png").write_bytes(b"no image")
     alone = extract(photos, out="alone", max_failures=5)
     shared = extract(photos, executor={"workers": 2}, max_failures=5)
     assert shared.complete
@@ -121,7 +121,7 @@ def test_two_workers_give_what_one_process_gives(
 @pytest.mark.slow
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
 def test_other_jobs_give_what_one_process_gives(photos: Path, job: str) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     spread_jobs.run(job, photos, "alone", max_failures=5)
     for workers in (2, 4):
         keys: dict[str, Any] = {"executor": {"workers": workers}, "max_failures": 5}
@@ -179,7 +179,7 @@ def test_sources_with_open_files_are_opened_by_each_worker(tmp_path: Path) -> No
 # Threads
 
 
-def test_a_store_keeps_the_number_of_threads_it_was_begun_with(
+def test_a_resume_keeps_the_number_of_threads(
     photos: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     import torch
@@ -234,7 +234,7 @@ def test_what_would_compute_other_values_is_no_worker(photos: Path) -> None:
 
 
 class Raising(nn.Module):
-    """A bug that shows at a white picture."""
+    """A bug that shows at a white image."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ def test_an_error_is_raised_when_its_batch_is_taken_and_not_before() -> None:
             computed()
 
 
-def test_no_more_is_begun_than_there_is_room_for() -> None:
+def test_no_more_passes_start_than_there_is_room_for() -> None:
     begun: list[int] = []
 
     def noted() -> Iterator[tuple[Part, Batch]]:
@@ -183,7 +183,7 @@ def digests_of(engine: Engine, x: torch.Tensor) -> Digests:
     }
 
 
-def run_beside(engine: Engine, inputs: list[torch.Tensor], count: int = 3) -> list[Digests]:
+def run_in_parallel(engine: Engine, inputs: list[torch.Tensor], count: int = 3) -> list[Digests]:
     """What replicas make of some batches, three at once all the time."""
     with engine.replicas(count) as replicas, ThreadPoolExecutor(count) as threads:
         free = list(replicas)
@@ -214,7 +214,7 @@ def test_replicas_compute_what_the_engine_computes(
     with bound(backbone, *layers) as engine:
         expected = [digests_of(engine, x) for x in inputs]
         assert engine.replicable
-        assert run_beside(engine, inputs) == expected
+        assert run_in_parallel(engine, inputs) == expected
         # Afterwards it is as before, and no hook is left of the replicas.
         assert [digests_of(engine, x) for x in inputs[:2]] == expected[:2]
         assert sum(len(m._forward_hooks) for m in backbone.module.modules()) == len(
@@ -334,7 +334,7 @@ def test_models_of_the_libraries_may_be_passed_at_once(name: str) -> None:
             inputs = [noise(2, side, seed) for seed in range(6)]
             expected = [digests_of(engine, x) for x in inputs]
             assert engine.replicable
-            assert run_beside(engine, inputs) == expected
+            assert run_in_parallel(engine, inputs) == expected
     finally:
         torch.set_num_threads(before)
 
@@ -365,7 +365,7 @@ def printed(photos: Path, *keys: str, cpus: int = 2) -> str:
         ("executor.workers=2", "threads         1\n"),
     ],
 )
-def test_rows_are_the_same_beside_others(
+def test_rows_are_the_same_with_parallel_batches(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, said: str
 ) -> None:
     """Of one thread, of two side by side, and of two workers with one thread each."""
@@ -381,7 +381,7 @@ def test_rows_are_the_same_beside_others(
 
 @pytest.mark.slow
 @pytest.mark.skipif(num_cpus() < 2, reason="one CPU computes one batch")
-def test_statistics_are_the_same_beside_others(
+def test_statistics_are_the_same_with_parallel_batches(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

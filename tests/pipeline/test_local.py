@@ -138,7 +138,7 @@ def test_a_part_that_takes_its_workers_with_it_ends_the_run_and_is_named(
     assert is_whole(run, tmp_path)
 
 
-def test_an_exception_names_device_part_and_rows_and_the_run_goes_on_later(
+def test_an_exception_names_device_part_and_rows_and_the_run_resumes_later(
     work: Callable[..., WorkerPool], run: MadeRun, tmp_path: Path
 ) -> None:
     with pytest.raises(RunError) as failed:

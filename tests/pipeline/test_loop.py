@@ -29,7 +29,7 @@ PARTS = [Part(0, 0, 4), Part(1, 4, 8), Part(2, 8, 12)]
 
 
 class Images(contextlib.AbstractContextManager[Any]):
-    """Batches of two rows without pictures."""
+    """Batches of two rows without images."""
 
     times = LoaderTimes()
     warnings: ClassVar[dict[str, int]] = {}

@@ -12,7 +12,7 @@ import pytest
 from conftest import with_path
 from made_store import dataset_digests
 from processes import outcome, running, wait_until
-from tiny_model import COMMAND, MODEL, extract, write_picture
+from tiny_model import COMMAND, MODEL, extract, write_image
 
 import featx
 from featx.errors import StoreLockedError
@@ -45,7 +45,7 @@ def part_times() -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in Path("store/parts").glob("part-*.h5")}
 
 
-def test_the_same_command_resumes_what_it_has_begun_anew(
+def test_the_same_command_resumes_its_overwriting(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
     whole = dataset_digests(extract(photos, out="whole").root / "features.h5")
@@ -62,7 +62,7 @@ def test_the_same_command_resumes_what_it_has_begun_anew(
     assert dataset_digests(Path("store/features.h5")) == whole
 
 
-def test_a_finished_store_is_begun_anew(photos: Path, computed: list[Any]) -> None:
+def test_a_finished_store_is_overwritten(photos: Path, computed: list[Any]) -> None:
     extract(photos, overwrite=True)
     del computed[:]
     extract(photos, overwrite=True)
@@ -70,7 +70,7 @@ def test_a_finished_store_is_begun_anew(photos: Path, computed: list[Any]) -> No
     assert not MARK.exists()
 
 
-def test_what_another_command_has_begun_is_deleted(
+def test_the_parts_of_another_command_are_deleted(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
     stopped_after(2, monkeypatch, photos)  # without overwrite=true
@@ -84,17 +84,17 @@ def test_what_another_command_has_begun_is_deleted(
     assert len(computed) == 6
 
 
-def test_a_store_that_does_not_fit_any_more_is_begun_anew(
+def test_a_store_that_does_not_fit_any_more_is_overwritten(
     photos: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
     stopped_after(2, monkeypatch, photos, overwrite=True)
-    write_picture(photos / "cat" / "new.png", 99)
+    write_image(photos / "cat" / "new.png", 99)
     del computed[:]
     assert len(extract(photos, overwrite=True)) == 22
     assert len(computed) == 6
 
 
-def test_a_model_whose_file_was_edited_is_begun_anew(
+def test_the_store_of_a_model_whose_file_was_edited_is_overwritten(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
     """The weights are the same; only the file says that rows would be of another model."""
@@ -109,7 +109,7 @@ def test_a_model_whose_file_was_edited_is_begun_anew(
     assert len(computed) == 6
 
 
-def test_a_data_set_from_python_is_begun_anew(
+def test_the_store_of_a_data_set_from_python_is_overwritten(
     monkeypatch: pytest.MonkeyPatch, computed: list[Any]
 ) -> None:
     """The config does not say which object it was."""

@@ -138,7 +138,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[MadeRay]:
 def test_actors_give_the_same_datasets_and_load_the_backbone_once(
     photos: Path, ray: MadeRay
 ) -> None:
-    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    (photos / "cat" / "broken.png").write_bytes(b"no image")
     extract(photos, out="alone", max_failures=5)
     store = extract(photos, executor="ray", max_failures=5)
     assert store.complete
@@ -151,7 +151,7 @@ def test_actors_give_the_same_datasets_and_load_the_backbone_once(
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, ray: MadeRay, job: str) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     spread_jobs.run(job, photos, "alone", max_failures=5)
     ray.die_at = {1: 1}
     assert spread_jobs.run(job, photos, executor="ray", max_failures=5) == 0
@@ -193,7 +193,7 @@ def test_an_exception_in_an_actor_names_its_part(
     assert "on cpu, part 2 (rows 8 to 11): ValueError: a bug in the model" in str(failed.value)
 
 
-def test_without_ray_the_extra_is_named_and_nothing_is_begun(
+def test_without_ray_the_extra_is_named_and_nothing_is_started(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -218,7 +218,7 @@ def test_wrong_keys_are_told(keys: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
 @pytest.mark.usefixtures("ray")
-def test_a_cluster_that_does_not_answer_is_told_before_anything_is_begun(
+def test_a_cluster_that_does_not_answer_is_reported_before_the_run(
     photos: Path, address: str
 ) -> None:
     told = rf"executor.address={address}: no Ray cluster answers there \(.*refused"
@@ -232,7 +232,7 @@ def test_actors_commit_into_a_bucket(
     photos: Path, bucket: str, ray: MadeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    (photos / "cat" / "broken.png").write_bytes(b"no image")
     near = extract(photos, out="alone", max_failures=5)
     ray.die_at = {1: 1}
     out = f"s3://{bucket}/run"
@@ -244,7 +244,7 @@ def test_actors_commit_into_a_bucket(
     assert not Path("store").exists()
 
 
-def test_the_signs_of_its_own_actors_go_and_no_others(bucket: str) -> None:
+def test_the_heartbeats_of_its_own_actors_are_removed_and_no_others(bucket: str) -> None:
     disk = S3Folder(place(f"s3://{bucket}/run"))
     for pid, driver in ((os.getppid(), "mine"), (1, "theirs")):
         values = {"host": socket.gethostname(), "pid": pid, "pids": pid_namespace()}

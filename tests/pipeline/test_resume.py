@@ -19,7 +19,7 @@ import pytest
 from made_store import dataset_digests, make_spec, temporary_files
 from processes import outcome, running, wait_until
 from tiny_engine import of_speed
-from tiny_model import COMMAND, KEYS, MODEL, extract, write_pictures
+from tiny_model import COMMAND, KEYS, MODEL, extract, write_images
 from zoo import TwoStageConvNet
 
 import featx
@@ -85,7 +85,7 @@ def test_what_auto_chose_may_be_said_and_what_was_said_may_be_left_to_auto(
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with photos/ and a finished store/, which nothing that is refused may change."""
     folder = tmp_path_factory.mktemp("finished")
-    write_pictures(folder / "photos", 9)
+    write_images(folder / "photos", 9)
     with contextlib.chdir(folder):
         extract("photos")
     return folder
@@ -191,7 +191,7 @@ def test_no_key_of_the_fingerprint_is_left_untried(finished: Path) -> None:
         {"data": {"name": "folder", "root": "photos", "timeout_s": None}},
     ],
 )
-def test_what_changes_no_value_goes_on(
+def test_a_resume_accepts_options_that_change_no_value(
     finished: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(finished)
@@ -308,7 +308,7 @@ def is_packing(process: subprocess.Popen[str]) -> bool:
     return False
 
 
-def assert_goes_on_to_the_same(data: Path, out: str = "store") -> None:
+def assert_resumes_to_the_same(data: Path, out: str = "store") -> None:
     """What an uninterrupted run in this process makes, bit for bit."""
     whole = extract(data, out="uninterrupted", overwrite=True)
     extract(data, out=out)
@@ -336,7 +336,7 @@ def test_a_batch_that_takes_long_is_cut_short(
     assert "stopping; run the same command again" in printed
     assert GRACE_S - 1 < took < 10
     assert num_parts() == kept < 6
-    assert_goes_on_to_the_same(photos)
+    assert_resumes_to_the_same(photos)
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_stopped_while_it_packs(photos: Path) -> None:
         code, printed, took = outcome(process)
     assert code == 143, printed
     assert took < 10
-    assert_goes_on_to_the_same(photos)
+    assert_resumes_to_the_same(photos)
 
 
 @pytest.mark.slow
@@ -362,7 +362,7 @@ def test_killed_after_a_part_and_again_while_it_packs(photos: Path) -> None:
     with running(command(photos)) as process:
         wait_until(lambda: is_packing(process), process)
         process.kill()
-    assert_goes_on_to_the_same(photos)
+    assert_resumes_to_the_same(photos)
 
 
 def stop_and_go(data: Path, moments: list[float], signals: list[signal.Signals]) -> list[int]:
@@ -386,7 +386,7 @@ def stop_and_go(data: Path, moments: list[float], signals: list[signal.Signals])
 @pytest.mark.slow
 def test_stopped_while_the_model_loads(photos: Path) -> None:
     stop_and_go(photos, [3.0], [signal.SIGTERM])
-    assert_goes_on_to_the_same(photos)
+    assert_resumes_to_the_same(photos)
 
 
 @pytest.mark.slow
@@ -399,7 +399,7 @@ def test_stopped_at_random_moments_again_and_again(
     draw = random.Random(5)
     moments = [draw.uniform(0.3, 9.0) for _ in range(10)]
     stop_and_go(photos, moments, [draw.choice(signals) for _ in moments])
-    assert_goes_on_to_the_same(photos)
+    assert_resumes_to_the_same(photos)
 
 
 def test_the_command_and_python_begin_the_same_store() -> None:

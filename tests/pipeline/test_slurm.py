@@ -121,7 +121,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str | None] = []
-    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    (photos / "cat" / "broken.png").write_bytes(b"no image")
     extract(photos, out="alone", max_failures=5)
     monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/srun")
     monkeypatch.setattr(slurm, "check_partition", checked.append)
@@ -153,7 +153,7 @@ def test_tasks_get_neighbouring_parts_and_give_the_same_datasets(
 @pytest.mark.parametrize("job", spread_jobs.JOBS)
 @pytest.mark.slow
 def test_other_jobs_give_the_same_as_one_process(photos: Path, cluster: Any, job: str) -> None:
-    (photos / "cat" / "000.png").write_bytes(b"no picture")
+    (photos / "cat" / "000.png").write_bytes(b"no image")
     spread_jobs.run(job, photos, "alone", max_failures=5)
     cluster.lose = 1
     keys = {"executor": {**LOCAL, "workers": 2}, "max_failures": 5}
@@ -341,7 +341,7 @@ def test_what_is_left_by_a_task_that_was_told_to_end_is_submitted_again(
     assert summary["bytes_read"] is None
 
 
-def test_whether_the_driver_lives_is_read_from_its_sign(tmp_path: Path) -> None:
+def test_whether_the_driver_lives_is_read_from_its_heartbeat(tmp_path: Path) -> None:
     spec: Any = SimpleNamespace(root=tmp_path, driver=sign_name(os.getpid()))
     assert not slurm_task.is_driver_alive(spec)
     with Heartbeat(AtomicFolder(tmp_path), "driver"):
@@ -386,7 +386,7 @@ def test_tasks_commit_into_a_bucket(
     photos: Path, bucket: str, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    (photos / "cat" / "broken.png").write_bytes(b"no image")
     near = extract(photos, out="alone", max_failures=5)
     cluster.lose = 1
     out = f"s3://{bucket}/run"
@@ -445,7 +445,7 @@ def test_without_submitit_the_extra_is_named(photos: Path, monkeypatch: pytest.M
     assert not Path("store").exists()
 
 
-def test_without_slurm_that_is_said_before_anything_is_begun(
+def test_without_slurm_that_is_said_before_the_run(
     photos: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)

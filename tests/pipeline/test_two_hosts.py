@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from conftest import with_path
 from made_store import dataset_digests, temporary_files
-from tiny_model import COMMAND, extract, write_pictures
+from tiny_model import COMMAND, extract, write_images
 
 TESTS = Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**with_path(TESTS), "OMP_NUM_THREADS": "1"}
@@ -96,10 +96,10 @@ def hosts_of(found: dict[str, Any]) -> set[str]:
     return {sign["host"] for sign in found["workers"] if sign["alive"]}
 
 
-def test_a_second_host_is_refused_sees_the_truth_and_goes_on_when_the_first_is_lost(
+def test_a_second_host_is_refused_sees_the_truth_and_resumes_when_the_first_is_lost(
     photos: Path,
 ) -> None:
-    write_pictures(photos, 240)
+    write_images(photos, 240)
     extract(photos, out="alone")
     with running_on("node-a", *RUN) as first:
         wait_until(lambda: len(parts()) >= 1, first)

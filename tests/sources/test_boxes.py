@@ -1,4 +1,4 @@
-"""data.boxes: regions of pictures as rows; each equals the row of the region saved by itself."""
+"""data.boxes: regions of images as rows; each equals the row of the region saved by itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write_boxes(lines: list[tuple[object, ...]], header: tuple[str, ...] = HEADE
 
 
 def boxes_of(photos: Path) -> list[tuple[object, ...]]:
-    """Three regions of every picture of 48 x 48 pixels, one of them all of it."""
+    """Three regions of every image of 48 x 48 pixels, one of them all of it."""
     names = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))
     return [(n, *box) for n in names for box in ((0, 0, 48, 48), (5, 7, 20, 31), (16, 0, 32, 32))]
 
@@ -64,7 +64,7 @@ def test_a_row_is_that_of_the_region_saved_by_itself(photos: Path, decode: str) 
     assert [store.classes[i] for i in store.labels] == [key[:3] for key in order]
 
 
-def test_a_picture_is_decoded_once_or_twice_for_all_its_boxes(
+def test_an_image_is_decoded_once_or_twice_for_all_its_boxes(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = sorted(str(path.relative_to(photos)) for path in photos.rglob("*.png"))[0]
@@ -98,7 +98,7 @@ def test_a_box_that_reaches_outside_fails_alone(photos: Path) -> None:
         np.testing.assert_allclose(store["conv"][row], good["conv"][good.row(key)], atol=1e-2)
 
 
-def test_a_picture_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
+def test_an_image_that_fails_takes_its_own_boxes_along(photos: Path) -> None:
     lines = boxes_of(photos)
     name = str(lines[3][0])
     (photos / name).write_bytes((photos / name).read_bytes()[:200])
@@ -145,7 +145,7 @@ def test_a_table_that_is_not_there(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_grows_and_is_verified_as_any_other(photos: Path) -> None:
+def test_a_run_resumes_grows_and_is_verified_as_any_other(photos: Path) -> None:
     lines = boxes_of(photos)
     boxed(photos, write_boxes(lines[:30]))
     grown = boxed(photos, write_boxes(lines), grow=True)
@@ -156,16 +156,16 @@ def test_a_run_goes_on_grows_and_is_verified_as_any_other(photos: Path) -> None:
     assert run_job("verify", store="store", verify={"reextract_rows": 63}, data=data) == 0
 
 
-def test_whole_pictures_are_not_exported_as_regions(photos: Path) -> None:
+def test_whole_images_are_not_exported_as_regions(photos: Path) -> None:
     boxed(photos, write_boxes(boxes_of(photos)))
     with pytest.raises(ConfigError, match="boxes of images"):
         run_job("export", store="store", export={"format": "webdataset"})
 
 
-def test_a_suspect_is_the_picture_and_not_its_boxes(
+def test_the_crash_list_names_the_image_and_not_its_boxes(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a run was decoding when it died is noted by picture."""
+    """What a run was decoding when it died is noted by image."""
     alone: list[bytes] = []
 
     def refused(data: bytes, *args: object) -> None:

@@ -30,7 +30,7 @@ OUT_OF_FOLDER = "links out of the folder (data.follow_links=true follows them)"
 NOBODY = 65534
 
 
-def write(root: Path, *names: str | bytes, content: bytes = b"picture") -> None:
+def write(root: Path, *names: str | bytes, content: bytes = b"image") -> None:
     """Files below a folder, with their folders."""
     for name in names:
         path = os.path.join(os.fsencode(root), os.fsencode(name))
@@ -126,7 +126,7 @@ def test_hidden_and_other_files_are_left_out_and_counted(tmp_path: Path) -> None
     assert listing.skipped == {"hidden": 5, "other names": 4}
 
 
-def test_counts_start_anew_with_each_listing(tmp_path: Path) -> None:
+def test_counts_start_from_zero_with_each_listing(tmp_path: Path) -> None:
     write(tmp_path, "a.jpg", ".hidden.jpg")
     source = FolderSource(tmp_path)
     assert source.listing().skipped == source.listing().skipped == {"hidden": 1}
@@ -218,13 +218,13 @@ def test_very_deep_folders(tmp_path: Path) -> None:
 def test_the_working_folder_does_not_matter_after_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, "pictures/a.jpg")
+    write(tmp_path, "images/a.jpg")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    source = FolderSource(Path("pictures"))
+    source = FolderSource(Path("images"))
     source.listing()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert source.read(b"a.jpg") == b"picture"
+    assert source.read(b"a.jpg") == b"image"
 
 
 def many_files(root: Path, num_folders: int, num_files: int) -> None:
@@ -384,7 +384,7 @@ def test_a_locked_file_is_missing() -> None:
         assert len(source.listing()) == 2
         fault = fault_of(source, b"a.jpg")
         assert (fault.status, fault.error) == (Status.MISSING, "PermissionError")
-        assert source.read(b"b.jpg") == b"picture"
+        assert source.read(b"b.jpg") == b"image"
 
 
 @pytest.mark.timeout(20)
@@ -445,7 +445,7 @@ def test_a_root_that_vanished_is_no_fault_of_the_image(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         source.read(b"a.jpg")
     (tmp_path / "away").rename(tmp_path / "root")
-    assert source.read(b"a.jpg") == b"picture"
+    assert source.read(b"a.jpg") == b"image"
 
 
 def test_an_empty_folder_in_the_roots_place_is_no_fault_of_the_image(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_too_many_open_files_is_no_fault_of_the_image(tmp_path: Path) -> None:
             source.read(b"a.jpg")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert source.read(b"a.jpg") == b"picture"
+    assert source.read(b"a.jpg") == b"image"
 
 
 # Links
@@ -527,7 +527,7 @@ def test_links_out_of_the_folder_are_followed_on_request(tmp_path: Path) -> None
     listing = source.listing()
     assert listing.keys.tolist() == [b"a.jpg", b"file.jpg", b"folder/1.jpg"]
     assert listing.skipped == {}
-    assert source.read(b"folder/1.jpg") == b"picture"
+    assert source.read(b"folder/1.jpg") == b"image"
 
 
 def test_a_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path: Path) -> None:
@@ -601,9 +601,9 @@ def test_a_link_to_a_fifo_is_left_out(tmp_path: Path) -> None:
 def test_a_root_with_a_tilde_is_the_users_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path, "pictures/a.jpg")
+    write(tmp_path, "images/a.jpg")
     monkeypatch.setenv("HOME", str(tmp_path))
-    source = open_source(FolderOptions(root="~/pictures"))
+    source = open_source(FolderOptions(root="~/images"))
     assert source.listing().keys.tolist() == [b"a.jpg"]
 
 
@@ -670,7 +670,7 @@ def test_a_file_names_the_classes(
     listing = source.listing()
     assert (listing.classes, listing.labels.tolist()) == (classes, labels)
     assert listing.labels.dtype == np.int64
-    assert source.read(b"n1/a.jpg") == b"picture"
+    assert source.read(b"n1/a.jpg") == b"image"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_model import write_picture
+from tiny_model import write_image
 
 from featx.errors import DataError, MissingExtraError
 from featx.sources import open_source
@@ -37,7 +37,7 @@ def made(images: list[Any], **columns: Any) -> Any:
 
 
 def test_bytes_and_class_names(tmp_path: Path) -> None:
-    write_picture(tmp_path / "a.png", 0)
+    write_image(tmp_path / "a.png", 0)
     data = (tmp_path / "a.png").read_bytes()
     labels = datasets.ClassLabel(names=["cat", "dog"])
     rows = [{"bytes": data, "path": "a.png"}, {"bytes": data[:20], "path": None}, None]

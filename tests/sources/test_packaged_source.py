@@ -1,4 +1,4 @@
-"""The data sets that come with a package: textiles and the sample pictures."""
+"""The data sets that come with a package: textiles and the sample images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def textiles() -> Source:
     return open_source(DataConfig(name="textiles"))
 
 
-def test_textiles_are_2000_labelled_pictures(textiles: Source) -> None:
+def test_textiles_are_2000_labelled_images(textiles: Source) -> None:
     listing = textiles.listing()
     assert len(listing) == len(set(listing.keys.tolist())) == 2000
     assert listing.classes == ("global", "local", "nominal")
@@ -55,7 +55,7 @@ def test_the_sample_is_there_without_any_extra() -> None:
     assert listing.skipped == {}
 
 
-def test_every_sample_picture_decodes() -> None:
+def test_every_sample_image_decodes() -> None:
     source = open_source(DataConfig(name="sample"))
     policy = ImagePolicy.from_config(DataConfig())
     for key in source.listing().keys.tolist():

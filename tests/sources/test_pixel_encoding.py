@@ -1,4 +1,4 @@
-"""Pixels as bytes for the decoder: the same picture, whatever the mode."""
+"""Pixels as bytes for the decoder: the same image, whatever the mode."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ def test_arrays_of_other_layouts() -> None:
             encode_array(wrong)
 
 
-def picture() -> Image.Image:
+def rgba_image() -> Image.Image:
     rng = np.random.default_rng(0)
     return Image.fromarray(rng.integers(0, 256, (12, 10, 4), dtype=np.uint8), "RGBA")
 
 
 MODES = {
-    "1": picture().convert("1"),
-    "L": picture().convert("L"),
-    "LA": picture().convert("LA"),
-    "P": picture().convert("RGB").quantize(16),
-    "PA": picture().convert("RGB").quantize(16).convert("PA"),
-    "RGB": picture().convert("RGB"),
-    "RGBA": picture(),
-    "RGBa": picture().convert("RGBa"),
-    "CMYK": picture().convert("RGB").convert("CMYK"),
-    "YCbCr": picture().convert("RGB").convert("YCbCr"),
-    "HSV": picture().convert("RGB").convert("HSV"),
+    "1": rgba_image().convert("1"),
+    "L": rgba_image().convert("L"),
+    "LA": rgba_image().convert("LA"),
+    "P": rgba_image().convert("RGB").quantize(16),
+    "PA": rgba_image().convert("RGB").quantize(16).convert("PA"),
+    "RGB": rgba_image().convert("RGB"),
+    "RGBA": rgba_image(),
+    "RGBa": rgba_image().convert("RGBa"),
+    "CMYK": rgba_image().convert("RGB").convert("CMYK"),
+    "YCbCr": rgba_image().convert("RGB").convert("YCbCr"),
+    "HSV": rgba_image().convert("RGB").convert("HSV"),
     "I;16": Image.fromarray(np.arange(120, dtype=np.uint16).reshape(12, 10) * 546),
     "I": Image.fromarray(np.arange(120, dtype=np.int32).reshape(12, 10) * 546),
     "F": Image.fromarray(np.linspace(0, 1, 120, dtype=np.float32).reshape(12, 10)),

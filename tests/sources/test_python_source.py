@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_model import KEYS, extract, run_job, write_picture
+from tiny_model import KEYS, extract, run_job, write_image
 
 import featx
 from featx.errors import ConfigError, DataError, StoreMismatchError
@@ -52,7 +52,7 @@ def fault_of(source: Source, key: bytes) -> ImageFault:
 
 
 def test_items_may_be_images_of_many_kinds(tmp_path: Path) -> None:
-    write_picture(tmp_path / "a.png", 0)
+    write_image(tmp_path / "a.png", 0)
     data = (tmp_path / "a.png").read_bytes()
     image = Image.fromarray(pixels(7))
     items = [image, pixels(7), torch.from_numpy(pixels(7)).permute(2, 0, 1), pixels(7)[..., 0]]
@@ -210,7 +210,7 @@ def test_features_are_those_of_the_folder_and_a_bad_item_costs_no_neighbour(phot
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_the_same_object_goes_on_and_another_one_is_refused(
+def test_the_same_object_resumes_and_another_one_is_refused(
     photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
     paths = sorted(photos.rglob("*.png"))
@@ -267,7 +267,7 @@ def test_a_source_of_ones_own(photos: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_tmp_path")
-def test_other_keys_of_the_group_go_beside_the_object(photos: Path) -> None:
+def test_other_options_of_the_group_go_with_the_object(photos: Path) -> None:
     data = sorted(photos.rglob("*.png"))
     store = extract({"source": data, "limit": 5}, pack=False)
     assert len(store) == 5

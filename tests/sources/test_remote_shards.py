@@ -110,7 +110,7 @@ def test_shards_of_a_web_server(tmp_path: Path, server: Any, ending: str) -> Non
     check_rows(shards(f"{server.url}/a/train-000.{ending}"), tmp_path / "www" / "loose", 4)
 
 
-def test_a_shard_that_was_replaced_on_the_server_is_indexed_anew(
+def test_a_shard_that_was_replaced_on_the_server_is_indexed_again(
     tmp_path: Path, server: Any
 ) -> None:
     write_shards(tmp_path / "www", 6, 1)
@@ -178,17 +178,17 @@ def test_shards_in_a_bucket(tmp_path: Path, s3: str) -> None:
     write_shards(tmp_path / "up" / "a", 12, 3)
     write_shards(tmp_path / "up" / "b", 12, 3, "tar.gz")
     system = s3fs.S3FileSystem(endpoint_url=s3)
-    system.mkdir("pictures")
+    system.mkdir("images")
     for path in sorted((tmp_path / "up").rglob("*.tar*")):
-        system.put(str(path), f"pictures/set/{path.relative_to(tmp_path / 'up')}")
-    check_rows(shards("s3://pictures/set/a/train-{000..002}.tar"), tmp_path / "up" / "loose", 12)
-    check_rows(shards("s3://pictures/set/b/*.tar.gz"), tmp_path / "up" / "loose", 12)
-    check_rows(shards("s3://pictures/set/a"), tmp_path / "up" / "loose", 12)
-    both = shards("s3://pictures/set").listing()
+        system.put(str(path), f"images/set/{path.relative_to(tmp_path / 'up')}")
+    check_rows(shards("s3://images/set/a/train-{000..002}.tar"), tmp_path / "up" / "loose", 12)
+    check_rows(shards("s3://images/set/b/*.tar.gz"), tmp_path / "up" / "loose", 12)
+    check_rows(shards("s3://images/set/a"), tmp_path / "up" / "loose", 12)
+    both = shards("s3://images/set").listing()
     assert len(both) == 24
     assert both.keys[0] == b"a/train-000.tar/0000.png"
     assert both.keys[-1] == b"b/train-002.tar.gz/0011.png"
     with pytest.raises(DataError, match=r"train-003\.tar"):
-        shards("s3://pictures/set/a/train-{000..003}.tar").listing()
+        shards("s3://images/set/a/train-{000..003}.tar").listing()
     with pytest.raises(DataError, match="no-such-bucket"):
         shards("s3://no-such-bucket/a.tar").listing()

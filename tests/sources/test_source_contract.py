@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from made_shards import write_tar
 from PIL import Image
-from tiny_model import write_pictures
+from tiny_model import write_images
 
 from featx.config import DataConfig
 from featx.sources import SOURCES, open_source, source_of
@@ -28,7 +28,7 @@ NUM_IMAGES = 7
 
 def encoded_images() -> dict[str, bytes]:
     """Key -> bytes of images in two class folders, one of which is empty."""
-    root = write_pictures(Path("written"), NUM_IMAGES)
+    root = write_images(Path("written"), NUM_IMAGES)
     (root / "cat" / "000.png").write_bytes(b"")
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*.png"))}
 

@@ -16,7 +16,7 @@ import pytest
 from conftest import with_path
 from made_shards import write_tar
 from PIL import Image
-from tiny_model import COMMAND, extract, run_job, write_pictures
+from tiny_model import COMMAND, extract, run_job, write_images
 
 from featx.config import DataConfig
 from featx.config.member_options import make_options
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("in_tmp_path", "packing_in_process", "cache
 
 
 def encoded(photos: Path) -> dict[str, bytes]:
-    """The pictures by their key, in the order of the keys."""
+    """The images by their key, in the order of the keys."""
     return {
         os.fspath(path.relative_to(photos)): path.read_bytes()
         for path in sorted(photos.rglob("*.png"))
@@ -35,8 +35,8 @@ def encoded(photos: Path) -> dict[str, bytes]:
 
 
 def shards(name: str) -> Callable[[dict[str, bytes]], dict[str, Any]]:
-    def make(pictures: dict[str, bytes]) -> dict[str, Any]:
-        items = list(pictures.items())
+    def make(images: dict[str, bytes]) -> dict[str, Any]:
+        items = list(images.items())
         for i, some in enumerate((items[:8], items[8:])):
             write_tar(Path("shards") / f"{i}.{name}", dict(some))
         return {"name": "webdataset", "root": "shards"}
@@ -44,31 +44,31 @@ def shards(name: str) -> Callable[[dict[str, bytes]], dict[str, Any]]:
     return make
 
 
-def csv(pictures: dict[str, bytes]) -> dict[str, Any]:
-    for key, data in pictures.items():
+def csv(images: dict[str, bytes]) -> dict[str, Any]:
+    for key, data in images.items():
         path = Path("loose") / key
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    rows = "".join(f"{key},{key[:3]}\n" for key in pictures)
+    rows = "".join(f"{key},{key[:3]}\n" for key in images)
     Path("t.csv").write_text(f"path,label\n{rows}")
     return {"name": "table", "root": "t.csv", "image_root": "loose"}
 
 
-def parquet(pictures: dict[str, bytes]) -> dict[str, Any]:
+def parquet(images: dict[str, bytes]) -> dict[str, Any]:
     pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
     from pyarrow import parquet
 
-    rows = [{"bytes": data, "path": key} for key, data in pictures.items()]
-    columns = {"image": rows, "label": [key[:3] for key in pictures]}
+    rows = [{"bytes": data, "path": key} for key, data in images.items()]
+    columns = {"image": rows, "label": [key[:3] for key in images]}
     parquet.write_table(pa.table(columns), "t.parquet", row_group_size=5)
     return {"name": "table", "root": "t.parquet"}
 
 
-def parquets(pictures: dict[str, bytes]) -> dict[str, Any]:
+def parquets(images: dict[str, bytes]) -> dict[str, Any]:
     pa = pytest.importorskip("pyarrow", reason="the extra table is not installed")
     from pyarrow import parquet
 
-    items = list(pictures.items())
+    items = list(images.items())
     Path("set").mkdir(exist_ok=True)
     for i, some in enumerate((items[:8], items[8:])):
         rows = [{"bytes": data, "path": key} for key, data in some]
@@ -77,19 +77,19 @@ def parquets(pictures: dict[str, bytes]) -> dict[str, Any]:
     return {"name": "table", "root": "set"}
 
 
-def hdf5(pictures: dict[str, bytes]) -> dict[str, Any]:
-    pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in pictures.values()]
+def hdf5(images: dict[str, bytes]) -> dict[str, Any]:
+    pixels = [np.asarray(Image.open(io.BytesIO(data))) for data in images.values()]
     with h5py.File("t.h5", "w") as file:
         file["images"] = np.stack(pixels)
-        file["labels"] = [key[:3] for key in pictures]
+        file["labels"] = [key[:3] for key in images]
     return {"name": "hdf5", "root": "t.h5", "dataset": "images", "labels": "labels"}
 
 
-def huggingface(pictures: dict[str, bytes]) -> dict[str, Any]:
+def huggingface(images: dict[str, bytes]) -> dict[str, Any]:
     datasets = pytest.importorskip("datasets", reason="the extra huggingface is not installed")
     columns = {
-        "image": [{"bytes": data, "path": None} for data in pictures.values()],
-        "label": [key[:3] for key in pictures],
+        "image": [{"bytes": data, "path": None} for data in images.values()],
+        "label": [key[:3] for key in images],
     }
     kinds = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
     datasets.disable_progress_bars()
@@ -99,7 +99,7 @@ def huggingface(pictures: dict[str, bytes]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A source, and whether it can tell that a picture changed under its key."""
+    """A source, and whether it can tell that an image changed under its key."""
 
     make: Callable[[dict[str, bytes]], dict[str, Any]]
     knows_images: bool = True
@@ -126,18 +126,18 @@ LONG = ("csv", "huggingface", "tar.gz", "parquets")
 def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     name: str, photos: Path, computed: list[tuple[frozenset[str], int]]
 ) -> None:
-    pictures = encoded(photos)
+    images = encoded(photos)
     reference = extract(photos, dtype="float32", out="folder", pack=False)
-    data = KINDS[name].make(pictures)
+    data = KINDS[name].make(images)
     store = extract(data, dtype="float32", pack=False)
     assert store.ok.all()
     assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
     names = [store.classes[label] for label in store.labels]
-    assert names == [key[:3] for key in pictures]
+    assert names == [key[:3] for key in images]
     # A worker that was told its keys reads without listing first.
     unlisted = open_source(make_options("data", DataConfig, data))
-    if name != "hdf5":  # whose pictures are pixels
-        assert [unlisted.read(key.encode()) for key in store.keys] == list(pictures.values())
+    if name != "hdf5":  # whose images are pixels
+        assert [unlisted.read(key.encode()) for key in store.keys] == list(images.values())
     # What is missing is done again, and nothing else.
     (Path("store") / "parts" / "part-000001.h5").unlink()
     (Path("store") / "parts" / "part-000004.h5").unlink()
@@ -146,18 +146,18 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
     assert [row for _, row in computed] == [4, 16]
     assert again["conv"][:].tobytes() == reference["conv"][:].tobytes()
     assert run_job("verify", store="store", verify={"reextract_rows": 3}) == 0
-    # Another picture under a known key.
-    first = next(iter(pictures))
-    changed = {**pictures, first: list(pictures.values())[-1] + b"behind its end"}
+    # Another image under a known key.
+    first = next(iter(images))
+    changed = {**images, first: list(images.values())[-1] + b"behind its end"}
     KINDS[name].make(changed)
     if KINDS[name].knows_images:
         with pytest.raises(StoreMismatchError, match="image has changed"):
             extract(data, dtype="float32", pack=False)
-    # One picture fewer, and one more.
-    KINDS[name].make(dict(list(pictures.items())[:-1]))
+    # One image fewer, and one more.
+    KINDS[name].make(dict(list(images.items())[:-1]))
     with pytest.raises(StoreMismatchError, match="no longer in the data set"):
         extract(data, dtype="float32", pack=False)
-    more = {**pictures, "dog/zzz.png": pictures[first]}
+    more = {**images, "dog/zzz.png": images[first]}
     KINDS[name].make(more)
     with pytest.raises(StoreMismatchError, match=r"1 new images"):
         extract(data, dtype="float32", pack=False)
@@ -165,16 +165,16 @@ def test_each_source_gives_the_folders_features_resumes_and_refuses_changes(
 
 @pytest.mark.parametrize("name", ["tar", pytest.param("hdf5", marks=pytest.mark.slow)])
 def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None:
-    pictures = encoded(photos)
-    first = dict(list(pictures.items())[:13])
+    images = encoded(photos)
+    first = dict(list(images.items())[:13])
     extract(KINDS[name].make(first), dtype="float32", pack=False)
-    data = KINDS[name].make(pictures)
+    data = KINDS[name].make(images)
     store = extract(data, dtype="float32", pack=False, grow=True)
     reference = extract(photos, dtype="float32", out="folder", pack=False)
     assert store["conv"][:].tobytes() == reference["conv"][:].tobytes()
     assert extract(data, dtype="float32", pack=False).complete
-    key = next(iter(pictures))
-    data = KINDS[name].make({**pictures, key: pictures[key] + b"!", "dog/zzz.png": pictures[key]})
+    key = next(iter(images))
+    data = KINDS[name].make({**images, key: images[key] + b"!", "dog/zzz.png": images[key]})
     if name == "tar":
         with pytest.raises(StoreMismatchError, match="image has changed"):
             extract(data, dtype="float32", pack=False, grow=True)
@@ -182,8 +182,8 @@ def test_a_source_grows_where_that_is_asked_for(name: str, photos: Path) -> None
 
 @pytest.mark.slow
 def test_brace_ranges_on_the_command_line(tmp_path: Path) -> None:
-    write_tar(tmp_path / "s-00.tar", encoded(write_pictures(tmp_path / "photos", 5)))
-    write_tar(tmp_path / "s-01.tar", encoded(write_pictures(tmp_path / "photos", 5)))
+    write_tar(tmp_path / "s-00.tar", encoded(write_images(tmp_path / "photos", 5)))
+    write_tar(tmp_path / "s-01.tar", encoded(write_images(tmp_path / "photos", 5)))
 
     def run(root: str) -> subprocess.CompletedProcess[str]:
         command = ["python", "-m", "featx", "data=webdataset", f"data.root={root}", *COMMAND]

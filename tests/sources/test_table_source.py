@@ -92,9 +92,9 @@ def test_numbers_stay_numbers(tmp_path: Path) -> None:
 
 
 def test_columns_and_the_folder_of_the_paths_can_be_named(tmp_path: Path) -> None:
-    files(tmp_path / "pictures", "007.jpg", "1.5")
+    files(tmp_path / "images", "007.jpg", "1.5")
     text = "path\tlabel\tfile\tkind\nx\t1\t007.jpg\tcat\ny\t2\t1.5\tdog\n"
-    keys = {"path_column": "file", "image_root": str(tmp_path / "pictures")}
+    keys = {"path_column": "file", "image_root": str(tmp_path / "images")}
     source = table(write(tmp_path / "t.tsv", text), label_column="kind", **keys)
     assert labels_of(source.listing()) == {"007.jpg": "cat", "1.5": "dog"}
     assert source.read(b"007.jpg") == b"007.jpg"
@@ -223,7 +223,7 @@ def test_image_bytes_are_read_by_row_groups_from_several_threads(
         assert list(threads.map(source.read, keys)) == [data[int(key[4:])] for key in keys]
 
 
-def test_paths_beside_the_bytes_are_keys_where_each_row_has_its_own(tmp_path: Path) -> None:
+def test_paths_next_to_the_bytes_are_keys_if_each_row_has_its_own(tmp_path: Path) -> None:
     rows = [{"bytes": b"1", "path": "z.jpg"}, {"bytes": b"2", "path": "a.jpg"}]
     source = table(images(tmp_path / "t.parquet", rows, label=["p", "q"]))
     assert labels_of(source.listing()) == {"a.jpg": "q", "z.jpg": "p"}
@@ -287,7 +287,7 @@ def test_damaged_image_bytes_cost_no_more_than_their_row_group(tmp_path: Path) -
     assert caught.value.status == Status.DECODE_ERROR
 
 
-def test_marks_tell_of_other_bytes_under_the_same_keys(tmp_path: Path) -> None:
+def test_content_tags_tell_of_other_bytes_under_the_same_keys(tmp_path: Path) -> None:
     rows: list[dict[str, object]] = [{"bytes": b"x" * i} for i in range(1, 9)]
     before = table(images(tmp_path / "t.parquet", rows)).listing().marks
     again = table(images(tmp_path / "t.parquet", rows)).listing().marks
@@ -476,7 +476,7 @@ def test_files_that_are_no_one_table_are_told(tmp_path: Path) -> None:
         table(tmp_path, columns=["n"]).listing()
     with pytest.raises(DataError, match=r"c\.parquet is no file"):
         table(tmp_path / "{a,c}.parquet").listing()
-    pq.write_table(pa.table({"picture": [b"1"]}), tmp_path / "c.parquet")
+    pq.write_table(pa.table({"pixels": [b"1"]}), tmp_path / "c.parquet")
     with pytest.raises(DataError, match=r"c\.parquet has no column image, which .*a\.parquet has"):
         table(tmp_path).listing()
     (tmp_path / "c.parquet").write_bytes(b"PAR1 and then nothing of it")

@@ -76,7 +76,7 @@ def test_keys_are_shard_and_member_and_labels_their_class_folders(tmp_path: Path
     assert keys == sorted(keys)
 
 
-def test_a_cls_beside_the_image_is_the_label(tmp_path: Path) -> None:
+def test_a_cls_next_to_the_image_is_the_label(tmp_path: Path) -> None:
     files = {"a.cls": b"2", "a.jpg": b"x", "b.left.jpg": b"x", "b.right.jpg": b"x", "b.cls": b"0\n"}
     files |= {"c.d.jpg": b"x", "c.d.cls": b"1", "none.jpg": b"x", "a.txt": b"9", "a.json": b"{}"}
     listing = shards(write_tar(tmp_path / "x.tar", files)).listing()
@@ -368,7 +368,7 @@ def test_headers_are_read_once_and_again_where_a_shard_changed(
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "of another", "json"])
-def test_a_damaged_index_is_made_anew(
+def test_a_damaged_index_is_made_again(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     write_shards(tmp_path / "s", 6, 2)

@@ -117,7 +117,7 @@ def test_when_the_limit_is_over_nobody_waits_again(server: Server) -> None:
         assert s3_client.look("bucket", "key").size == 1, "after an answer the limit counts anew"
 
 
-def test_signs_of_life_do_not_wait(server: Server) -> None:
+def test_heartbeats_do_not_wait(server: Server) -> None:
     server.down = True
     with s3_client.patience(60), s3_client.without_patience(), pytest.raises(ObjectStoreError):
         s3_client.look("bucket", "key")

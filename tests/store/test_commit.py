@@ -219,7 +219,7 @@ def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> No
         AtomicFolder(tmp_path).make_folder(tmp_path / "file" / "store")
 
 
-def test_set_aside_keeps_the_file_and_other_files_of_that_name(tmp_path: Path) -> None:
+def test_quarantine_keeps_the_file_and_other_files_of_that_name(tmp_path: Path) -> None:
     disk = AtomicFolder(tmp_path)
     for content in (b"one", b"two"):
         (tmp_path / "part.h5").write_bytes(content)

@@ -139,7 +139,7 @@ def assert_clear(message: str, root: Path, error: int) -> None:
 
 
 @pytest.mark.parametrize("lasting", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_whichever_call_fails_the_run_says_so_and_goes_on(quick: Path, lasting: bool) -> None:
+def test_whichever_call_fails_the_run_says_so_and_resumes(quick: Path, lasting: bool) -> None:
     assert fail_everywhere(quick, lasting, step=23, shift=0) > 8
 
 
@@ -318,7 +318,9 @@ def test_a_mount_that_vanishes_in_the_middle_stops_the_run(tmp_path: Path) -> No
     assert said["same"]
 
 
-def test_a_folder_that_is_moved_away_stops_the_run_and_goes_on_where_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_is_moved_away_stops_the_run_which_resumes_where_it_is(
+    tmp_path: Path,
+) -> None:
     run = make_run(num_rows=29, part_rows=8, failed=[2, 17, 20])
     with run.session(tmp_path / "store").hold() as session:
         session.commit(run.builder(session.missing()[0]))
@@ -331,7 +333,7 @@ def test_a_folder_that_is_moved_away_stops_the_run_and_goes_on_where_it_is(tmp_p
     assert assert_right(run, tmp_path / "moved").complete
 
 
-def test_without_hard_links_all_goes_on_as_with_them(
+def test_without_hard_links_runs_end_as_with_them(
     quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first_run_and_growth(quick / "whole")
@@ -498,7 +500,7 @@ print(reads, before, flush=True)
 
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_reader_beside_the_writer_never_fails_and_never_reads_a_false_value(
+def test_a_reader_during_writing_never_fails_and_never_reads_a_false_value(
     quick: Path, rounds: int
 ) -> None:
     first = make_run(num_rows=21, part_rows=2, failed=[5]).identified()
@@ -547,7 +549,7 @@ with made.session(root).hold() as session:
 """
 
 
-def go_on(run: MadeRun, root: Path, overwrite: bool) -> None:
+def resume(run: MadeRun, root: Path, overwrite: bool) -> None:
     with run.session(root).hold(overwrite) as session:
         for part in session.missing():
             session.commit(run.builder(part))
@@ -571,7 +573,7 @@ def kill_the_parent(work: Path, wait_s: float, overwrite: bool) -> None:
         run = replace(run, features={name: -rows for name, rows in run.features.items()})
     for _ in range(600):
         try:
-            go_on(run, root, overwrite)
+            resume(run, root, overwrite)
             break
         except StoreLockedError:  # the orphan has inherited the lock
             time.sleep(0.05)

@@ -273,7 +273,7 @@ def test_many_damaged_chunks_never_crash(codec: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["gzip", "zstd", "blosc2"])
-def test_many_threads_encode_and_decode_at_once_beside_hdf5(codec: str) -> None:
+def test_many_threads_encode_and_decode_while_hdf5_runs(codec: str) -> None:
     shape = (16, 512)
     dataset = make_dataset(shape, "<f2", **filters(codec))
     pipeline = Pipeline.of(dataset)

@@ -196,6 +196,6 @@ class TestCopies:
         with pytest.raises(DamagedManifestError):
             load_manifest(tmp_path)
 
-    def test_where_no_store_was_begun_there_is_none(self, tmp_path: Path) -> None:
+    def test_without_a_manifest_there_is_no_store(self, tmp_path: Path) -> None:
         assert load_manifest(tmp_path) == (None, True)
         assert load_manifest(tmp_path / "nothing") == (None, True)

@@ -27,7 +27,7 @@ def many_rows(num_rows: int, part_rows: int) -> MadeRun:
     """Rows of two numbers, the second one the row's own number."""
     keys = np.char.add(
         np.char.add(b"class-", np.char.zfill((np.arange(num_rows) // 1000).astype("S3"), 3)),
-        np.char.add(b"/picture-", np.char.zfill(np.arange(num_rows).astype("S8"), 8)),
+        np.char.add(b"/image-", np.char.zfill(np.arange(num_rows).astype("S8"), 8)),
     )
     listing = Listing(
         np.char.add(keys, b".jpg"),
@@ -47,7 +47,7 @@ def begin_and_find_missing(run: MadeRun, root: Path) -> tuple[float, list[int]]:
         return time.perf_counter() - begun, missing
 
 
-def test_a_hundred_thousand_rows_go_on_at_once(tmp_path: Path) -> None:
+def test_a_hundred_thousand_rows_resume_at_once(tmp_path: Path) -> None:
     """A tenth of the promise; the whole of it takes long to build and is marked slow."""
     run = many_rows(ROWS // 10, 4096)
     run.write(tmp_path, set(range(25)) - {7})
@@ -64,7 +64,7 @@ def test_a_hundred_thousand_rows_go_on_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_million_rows_go_on_within_seconds(tmp_path: Path, packed: bool) -> None:
+def test_a_million_rows_resume_within_seconds(tmp_path: Path, packed: bool) -> None:
     run = many_rows(ROWS, 4096)
     run.write(tmp_path, None if packed else set(range(245)) - {100}, packed=packed)
     seconds, missing = begin_and_find_missing(run, tmp_path)

@@ -188,7 +188,7 @@ def test_what_stands_for_a_server_answers_as_one(bucket: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kill", "late kill", "refused", "unheard", "down"])
-def test_whatever_fails_at_any_request_the_same_command_goes_on(
+def test_whatever_fails_at_any_request_the_same_command_resumes(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     for at in range(1, 200):
@@ -248,7 +248,7 @@ class Counted:
                 self._now -= 1
 
 
-def test_a_resume_fetches_parts_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_fetches_parts_in_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each part has several blocks, and its metadata at both ends.
     run = make_run(256, 4, failed=(9, 200), shapes={"flat": (9000,)}).identified()
     root, memory = parse_path("s3://memory/run"), MemoryServer()
@@ -354,7 +354,7 @@ def test_two_that_begin_at_once_are_one_run_or_one_of_them_is_told(
     check_store_of(other, root)
 
 
-def test_a_part_that_is_damaged_is_set_aside_by_who_finds_it_and_not_what_replaced_it(
+def test_a_damaged_part_is_quarantined_by_who_finds_it_and_not_what_replaced_it(
     finished: S3Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     part = finished / layout.PARTS / layout.part_name(1)
@@ -492,7 +492,7 @@ def test_layers_are_added_by_one_at_a_time(
     assert check_store(finished).complete
 
 
-def test_a_packed_store_that_was_copied_there_is_gone_on_with(
+def test_a_packed_store_that_was_copied_there_resumes(
     places: Iterator[S3Path], tmp_path: Path, bucket: str
 ) -> None:
     RUN.write(tmp_path / "run", packed=True)

@@ -133,7 +133,7 @@ def flip_a_bit(path: Path, name: str, row: int) -> None:
 
 SMALL, GROWN = identified(SMALL), identified(GROWN)
 BEFORE_GROWING = identified(first_rows(GROWN, 6))
-OTHER_PICTURES = replace(SMALL, features={name: -rows for name, rows in SMALL.features.items()})
+OTHER_IMAGES = replace(SMALL, features={name: -rows for name, rows in SMALL.features.items()})
 SCENARIOS = {
     "a run from nothing": Scenario(Command(SMALL)),
     "rows added": Scenario(Command(GROWN, grow=True), (Command(BEFORE_GROWING),)),
@@ -141,8 +141,8 @@ SCENARIOS = {
     "begun anew with other settings": Scenario(
         Command(SMALL.changed(model="other"), overwrite=True), (Command(SMALL),)
     ),
-    "begun anew over other pictures": Scenario(
-        Command(OTHER_PICTURES, overwrite=True), (Command(SMALL),)
+    "begun anew over other images": Scenario(
+        Command(OTHER_IMAGES, overwrite=True), (Command(SMALL),)
     ),
     "a packed store repaired": Scenario(
         Command(SMALL, repair=True),

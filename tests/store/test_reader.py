@@ -330,7 +330,7 @@ class TestWhilePacking:
         assert not store.complete, "after another look it must say what is missing"
         assert store.status[8:12].tolist() == [255] * 4
 
-    def test_a_store_begun_anew_meanwhile_is_not_mixed_in(self, tmp_path: Path) -> None:
+    def test_a_store_overwritten_meanwhile_is_not_mixed_in(self, tmp_path: Path) -> None:
         run = make_run(num_rows=20, part_rows=4)
         store = FeatureStore(run.write(tmp_path))
         assert_same(store["flat"][0], run.expected("flat")[0])

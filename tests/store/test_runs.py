@@ -355,7 +355,7 @@ class TestRefused:
 
 
 @pytest.mark.parametrize(("part_rows", "codec"), [(8, "gzip"), (16, "none")])
-def test_the_command_that_grew_a_store_goes_on_with_it(
+def test_the_command_that_grew_a_store_resumes_it(
     first: MadeRun, tmp_path: Path, part_rows: int, codec: str
 ) -> None:
     """Also where it has another codec or rows per part than the first run had."""

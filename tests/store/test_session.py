@@ -49,7 +49,7 @@ def missing(run: MadeRun, root: Path) -> list[int]:
         return [part.index for part in session.missing()]
 
 
-def test_a_new_store_has_its_descriptor_listing_and_no_rows(run: MadeRun, tmp_path: Path) -> None:
+def test_a_new_store_has_its_manifest_listing_and_no_rows(run: MadeRun, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "store"
     with run.session(root).hold() as session:
         assert [part.index for part in session.missing()] == [0, 1, 2, 3]
@@ -64,7 +64,7 @@ def test_a_new_store_has_its_descriptor_listing_and_no_rows(run: MadeRun, tmp_pa
         assert file["label"][:].tolist() == run.listing.labels.tolist()
 
 
-def test_the_descriptor_is_written_before_everything_else(run: MadeRun, tmp_path: Path) -> None:
+def test_the_manifest_is_written_before_everything_else(run: MadeRun, tmp_path: Path) -> None:
     with watched(Calls(tmp_path)) as calls, run.session(tmp_path).hold() as session:
         session.commit(run.builder(run.grid.part(0)))
     linked = [Path(subject).name for name, subject in calls.seen if name == "link"]
@@ -175,7 +175,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_part_is_set_aside_and_done_again(
+def test_a_damaged_part_is_quarantined_and_computed_again(
     run: MadeRun, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run.write(tmp_path)
@@ -248,7 +248,7 @@ def test_a_good_part_under_a_wrong_name_does_not_count(
 
 
 @pytest.mark.parametrize("damage", ["zeroed", "truncated", "empty", "no hdf5", "not complete"])
-def test_a_damaged_packed_file_is_set_aside_and_the_parts_are_kept(
+def test_a_damaged_packed_file_is_quarantined_and_the_parts_are_kept(
     run: MadeRun, tmp_path: Path, damage: str
 ) -> None:
     run.write(tmp_path)
@@ -272,7 +272,7 @@ def test_a_part_under_the_packed_files_name_does_not_count(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("other", ["rows", "labels", "damaged"])
-def test_a_listing_that_is_not_this_runs_is_set_aside_and_written_anew(
+def test_a_listing_of_another_run_is_quarantined_and_written_again(
     run: MadeRun, tmp_path: Path, other: str
 ) -> None:
     """A reader takes keys and labels from it as long as there are parts."""
@@ -291,7 +291,7 @@ def test_a_listing_that_is_not_this_runs_is_set_aside_and_written_anew(
     assert store.row(bytes(run.listing.keys[11])) == 11
 
 
-def test_a_listing_that_is_gone_is_written_anew(run: MadeRun, tmp_path: Path) -> None:
+def test_a_listing_that_is_gone_is_written_again(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0])
     (tmp_path / "samples.h5").unlink()
     assert missing(run, tmp_path) == [1, 2, 3]
@@ -335,7 +335,7 @@ def test_another_layout_is_refused_even_under_the_same_fingerprint(
         pytest.fail("parts of two layouts in one store")
 
 
-def test_overwrite_clears_the_store_and_begins_anew(run: MadeRun, tmp_path: Path) -> None:
+def test_overwrite_clears_the_store(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, packed=True)
     changed = make_run(num_rows=10, part_rows=4, seed=7)
     with changed.session(tmp_path).hold(overwrite=True) as session:
@@ -346,7 +346,7 @@ def test_overwrite_clears_the_store_and_begins_anew(run: MadeRun, tmp_path: Path
     assert_whole(changed, tmp_path)
 
 
-def test_overwrite_also_clears_parts_and_a_damaged_descriptor(run: MadeRun, tmp_path: Path) -> None:
+def test_overwrite_also_clears_parts_and_a_damaged_manifest(run: MadeRun, tmp_path: Path) -> None:
     run.write(tmp_path, [0, 2])
     (tmp_path / "featx.json").write_text("{")
     with run.session(tmp_path).hold(overwrite=True) as session:
@@ -366,7 +366,7 @@ def test_overwrite_leaves_a_folder_that_is_no_store_alone(run: MadeRun, tmp_path
     assert_whole(run, tmp_path)
 
 
-def test_overwrite_deletes_the_descriptor_last(run: MadeRun, tmp_path: Path) -> None:
+def test_overwrite_deletes_the_manifest_last(run: MadeRun, tmp_path: Path) -> None:
     """Killed half way, the folder must still be known as a store, not as somebody's files."""
     run.write(tmp_path, packed=True)
     with (
@@ -471,7 +471,7 @@ def test_a_newer_format_is_refused_politely(run: MadeRun, tmp_path: Path) -> Non
         pass
 
 
-def test_no_store_has_no_descriptor(tmp_path: Path) -> None:
+def test_no_store_has_no_manifest(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     assert read_manifest(tmp_path) is None
     assert read_manifest(tmp_path / "nowhere") is None

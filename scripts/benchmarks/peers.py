@@ -92,7 +92,7 @@ def _run_clip_retrieval_like(config: Config, layer: str, place: Path) -> float:
     backbone = build_backbone(config.model, config.seed)
     photos = place.parent / "photos"
     seconds, rows = extract(backbone.module, layer, backbone.preprocess.reference, photos, place)
-    np.save(place / contenders.FEATURES, rows.astype(np.float64))
+    np.save(place / contenders.FEATURES_FILE, rows.astype(np.float64))
     return len(rows) / seconds
 
 

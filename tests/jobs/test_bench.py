@@ -47,12 +47,12 @@ def test_the_script_gives_the_rows_that_featx_gives(photos: Path, tmp_path: Path
     theirs = contenders.run_tutorial(config, places[1])
     assert ours.images_per_second > 0 < theirs.images_per_second
     assert ours.images == theirs.images
-    a, b = (np.load(place / contenders.FEATURES) for place in places)
+    a, b = (np.load(place / contenders.FEATURES_FILE) for place in places)
     assert a.shape == b.shape
     assert a.shape[0] == sum(1 for path in photos.rglob("*.*") if path.is_file())
     assert np.allclose(a, b, atol=1e-5)
     assert contenders.smallest_cosine(*places) == pytest.approx(1)
-    np.save(places[1] / contenders.FEATURES, b[:, :3])
+    np.save(places[1] / contenders.FEATURES_FILE, b[:, :3])
     assert contenders.smallest_cosine(*places) is None
     stages = contenders.stages_alone(config, text)
     assert set(stages) == {"read", "decode", "model"}
@@ -62,7 +62,7 @@ def test_the_script_gives_the_rows_that_featx_gives(photos: Path, tmp_path: Path
 def test_ratios_are_of_one_round_and_the_slowest_stage_is_named(tmp_path: Path) -> None:
     for name, rows in (("a", [[1.0, 0.0]]), ("b", [[1.0, 1.0]])):
         (tmp_path / name).mkdir()
-        np.save(tmp_path / name / contenders.FEATURES, np.array(rows))
+        np.save(tmp_path / name / contenders.FEATURES_FILE, np.array(rows))
     # The folder has fewer images than were asked for.
     config = Config(job=JobConfig("bench"), bench=BenchConfig(num_images=100, runs=3))
     seconds = {"copy": 1.0, "write": 0.0}

@@ -145,7 +145,7 @@ class _InMemory:
 
 def smallest_cosine(first: Path, second: Path) -> float | None:
     """Return the smallest cosine of two contenders' rows; None if a reduction changed the shape."""
-    a, b = np.load(first / FEATURES_FILE), np.load(second / FEATURES)
+    a, b = np.load(first / FEATURES_FILE), np.load(second / FEATURES_FILE)
     if a.shape != b.shape:
         return None
     lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
